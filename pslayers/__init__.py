@@ -1,0 +1,3 @@
+from . import functional
+from .expand import batch_size
+from .layers import *

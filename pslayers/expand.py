@@ -1,0 +1,404 @@
+"""The expanded weight: one shared parameter seen as B per-sample weights, and where the gradient of each goes.
+
+Shapes: B samples, S the parameter's own shape, N = k * B rows (k rows a sample, B-major), P the number of values in S.
+
+A recorded parameter has two edges in the autograd graph: the parameter itself, whose gradient is the plain, summed one, and a
+*rows* leaf, a stride-0 expansion ``(B, *S)`` on the same memory, whose gradient is the per-sample one. An op with per-sample
+weights fills both. Keeping them apart means that no pass over the B x P memory is owed to summing or to the factor of a mean,
+and that whatever asks for one of the two (``torch.autograd.grad``) neither pays for nor disturbs the other.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Settings:
+    """What one converted model agrees on; every module of the model holds the same object."""
+
+    loss_reduction: str = "mean"
+    batch_first: bool = True
+    recording: bool = True
+    accumulation: str = "replace"
+    pass_id: int = field(default=-1, compare=False)
+    recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy agrees on the same things, and has recorded nothing yet
+        return {**self.__dict__, "pass_id": -1, "recorded": {}}
+
+    def begin_pass(self, pass_id: int) -> None:
+        """At the first row of a backward pass, forget what the earlier one left (a pass may not reach every parameter)."""
+        if pass_id == self.pass_id:
+            return
+        self.pass_id = pass_id
+        if self.accumulation == "replace":
+            self.clear()
+
+    def clear(self) -> None:
+        """Set `grad_sample` of every parameter that holds one to None."""
+        for ref in self.recorded.values():
+            if (param := ref()) is not None:
+                param.grad_sample = None  # type: ignore[attr-defined]
+        self.recorded = {}
+
+
+class Scale:
+    """The factors of one call's gradients, read when they flow back.
+
+    A row of a mean loss is ``total`` = B times what autograd sees. ``inside`` is the factor that has already been put on the
+    gradients that flow through the call: then the weight gradients come out multiplied, without a pass over them.
+    """
+
+    __slots__ = ("inside", "total")
+
+    def __init__(self, total: float = 1.0, inside: float = 1.0) -> None:
+        self.total, self.inside = total, inside
+
+    @property
+    def rows(self) -> float:
+        return self.total / self.inside
+
+    @property
+    def weight(self) -> float:
+        return 1 / self.inside
+
+
+class Batch:
+    """The batch of one outermost call: every layer below expands to its size."""
+
+    __slots__ = ("scale", "settings", "size")
+
+    def __init__(self, size: int, settings: Settings) -> None:
+        self.size, self.settings = size, settings
+        self.scale = Scale(float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0)
+
+
+class _Local(threading.local):
+    batch: Batch | None = None
+    explicit: int | None = None
+
+
+local = _Local()
+
+
+def current_batch() -> Batch | None:
+    """The batch of the outermost call that is running in this thread, or None outside of one."""
+    return local.batch
+
+
+@contextmanager
+def batch_size(size: int) -> Iterator[None]:
+    """Say explicitly how many samples a batch holds, where the inputs do not (no tensor among them, batch in an odd dim).
+
+    Applies to every outermost call of a converted module inside the ``with`` block, in this thread.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> layer = ps.PSLinear(3, 2)
+        >>> with ps.batch_size(4):                     # 8 rows: two a sample
+        ...     layer(torch.randn(8, 3)).sum().backward()
+        >>> layer.weight.grad_sample.shape
+        torch.Size([4, 2, 3])
+
+    Raises:
+        ValueError: ``size`` is not an integer of at least 0.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise ValueError(f"`size` must be an integer of at least 0, the number of samples; got {size!r}.")
+    before, local.explicit = local.explicit, size
+    try:
+        yield
+    finally:
+        local.explicit = before
+
+
+UNSCALED = Scale()
+
+
+class Expansion:
+    """One weight behind B per-sample weights.
+
+    Args:
+        weight: the shared weight, shape S. Its gradient is the sum over samples, times ``scale.weight``.
+        rows: the per-sample handle, shape (B, *S), stride 0 over the batch; None where nobody asks for rows. Its gradient is
+            the per-sample gradient, times ``scale.rows``.
+    """
+
+    __slots__ = ("recorder", "rows", "scale", "weight")
+
+    def __init__(
+        self, weight: Tensor, rows: Tensor | None, scale: Scale = UNSCALED, recorder: "Recorder | None" = None
+    ) -> None:
+        self.weight, self.rows, self.scale, self.recorder = weight, rows, scale, recorder
+
+    def rebind(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
+        """The same expansion over the tensors that a backward with a graph has unpacked: a further use of the weight."""
+        if self.recorder is not None:
+            self.recorder.uses += 1
+        return Expansion(weight, rows, self.scale, self.recorder)
+
+    def tensor(self, n: int) -> Tensor:
+        """An ordinary tensor (N, *S) that any differentiable op may use."""
+        if self.rows is None:
+            return self.weight.expand(n, *self.weight.shape)
+        joined: Tensor = _Join.apply(self.weight, self.rows, n, self)
+        joined._ps_expansion = self  # type: ignore[attr-defined]
+        return joined
+
+    def buffer(self) -> Tensor:
+        """Memory for the per-sample gradient (B, *S), uninitialised: the last one's again where nobody else holds it."""
+        assert self.rows is not None
+        if self.recorder is not None:
+            return self.recorder.buffer(self.rows)
+        return torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
+
+    def send(self, grad: Tensor) -> Tensor:
+        """Pass the summed gradient on to the parameter, noting it for the check that nothing else reaches it."""
+        if self.recorder is not None:
+            self.recorder.note(grad)
+        return grad
+
+
+class _Join(torch.autograd.Function):
+    """(weight, rows) as one expanded tensor whose gradient is split again: the sum to `weight`, the rows to `rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, n: int, expansion: Expansion) -> Tensor:
+        ctx.expansion, ctx.rows_shape = expansion, rows.shape
+        return weight.expand(n, *weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), shape, scale = grads, ctx.rows_shape, ctx.expansion.scale
+        need_weight, need_rows, *_ = wanted(ctx)
+        if len(grad) != shape[0]:  # k rows a sample
+            grad = grad.reshape(shape[0], -1, *shape[1:]).sum(1)
+        total = None
+        if need_weight:
+            total = grad.sum(0)
+            total = ctx.expansion.send(total if scale.weight == 1 else total * scale.weight)
+        return total, (grad if scale.rows == 1 else grad * scale.rows) if need_rows else None, None, None
+
+
+class Recorder:
+    """Per parameter: its rows leaf, where the rows go, and the memory they are written to. Lives on the parameter.
+
+    It holds its parameter weakly, so that a model is freed as soon as its user lets it go.
+    """
+
+    def __init__(self, param: Tensor, name: str, settings: Settings) -> None:
+        self.param = weakref.ref(param)
+        self.name, self.settings = name, settings
+        self.leaf: Tensor | None = None
+        self.storage: torch.UntypedStorage | None = None
+        self.pass_id = self.outer_pass = self.notes_pass = -1
+        self.offset = 0  # rows that earlier passes have appended
+        self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
+        self.notes: list[tuple[int, int] | Tensor] = []
+        self.unexpanded = False  # a layer's last call did not expand this parameter
+        self.hook = param.register_hook(_WeakHook(self, Recorder.check))
+
+    def __reduce__(self) -> tuple[Any, ...]:  # copies and pickles of a parameter start without one
+        return _no_recorder, ()
+
+    def rows(self, size: int) -> Tensor:
+        """The leaf (size, *S) on the parameter's memory; made anew when batch size or memory have changed."""
+        param = self.param()
+        assert param is not None
+        leaf = self.leaf
+        if (
+            leaf is None
+            or leaf.shape[0] != size
+            or leaf.shape[1:] != param.shape
+            or leaf.data_ptr() != param.data_ptr()
+            or leaf.dtype != param.dtype
+            or leaf.device != param.device
+            or leaf.stride()[1:] != param.stride()
+        ):
+            leaf = param.detach().expand(size, *param.shape).requires_grad_()
+            leaf.register_post_accumulate_grad_hook(_WeakHook(self, Recorder.receive))
+            self.leaf = leaf
+        self.uses, self.checked = (1, False) if self.checked else (self.uses + 1, False)
+        # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own: count the outer one
+        self.outer_pass = torch._C._current_graph_task_id()
+        return leaf
+
+    def current_pass(self) -> int:
+        return self.outer_pass if self.outer_pass != -1 else torch._C._current_graph_task_id()
+
+    def buffer(self, rows: Tensor) -> Tensor:
+        param = self.param()
+        if param is not None and self.storage is not None and self._may_reuse(param, self.storage, rows):
+            return torch.empty(0, dtype=rows.dtype, device=rows.device).set_(self.storage, 0, rows.shape)
+        return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+
+    def _may_reuse(self, param: Tensor, storage: torch.UntypedStorage, rows: Tensor) -> bool:
+        if self.settings.accumulation != "replace" or self.pass_id == self.current_pass():
+            return False
+        if storage.nbytes() != rows.numel() * rows.element_size() or storage.device != rows.device:
+            return False
+        param.grad_sample = None  # type: ignore[attr-defined]  # about to be replaced: let it go, then see who else holds it
+        return torch._C._storage_Use_Count(storage._cdata) == 1
+
+    def note(self, grad: Tensor) -> None:
+        """Remember a gradient on its way to the parameter: by identity, or by value where several will be added up."""
+        if (pass_id := torch._C._current_graph_task_id()) != self.notes_pass:  # an earlier pass may have broken off
+            self.notes_pass, self.notes = pass_id, []
+        alone = self.uses <= 1 and not self.notes and not torch.is_grad_enabled()
+        self.notes.append((grad.data_ptr(), grad._version) if alone else grad)
+
+    def check(self, grad: Tensor) -> None:
+        """Hook on the parameter: what arrives must be what the expansions passed on, else the rows would lack a part."""
+        notes, self.notes, self.checked = self.notes, [], True
+        if not notes or self.notes_pass != torch._C._current_graph_task_id():
+            if not self.unexpanded:
+                return
+            whole = False
+        elif isinstance(notes[0], tuple):  # a second note means that an older graph took part: its value is gone
+            whole = len(notes) > 1 or notes[0] == (grad.data_ptr(), grad._version)
+        else:  # several uses: the engine has added them up in this order
+            total = notes[0].detach()
+            for note in notes[1:]:
+                assert isinstance(note, Tensor)
+                total = total + note.detach()
+            whole = torch.equal(total.nan_to_num(), grad.nan_to_num())
+        if not whole and grad.numel():
+            raise RuntimeError(
+                f"`{self.name}` received a gradient that did not come through its layer (it is also used on its own, as "
+                f"in F.linear(x, layer.weight) or in a penalty on the weights), so its per-sample rows would lack a part: in a layer "
+                f"of your own write self.expand(name); compute a penalty on weights in a backward pass of its own, without "
+                f"recording: ps.recording(model, False)."
+            )
+
+    def receive(self, leaf: Tensor) -> None:
+        """Hook on the rows leaf: take the gradient over, without a copy, and put it on the parameter."""
+        rows, leaf.grad = leaf.grad, None
+        param = self.param()
+        if param is None or rows is None:
+            return
+        pass_id, adding = self.current_pass(), self.settings.accumulation == "add"
+        self.settings.begin_pass(pass_id)
+        now: Tensor | None = getattr(param, "grad_sample", None)
+        first = self.pass_id != pass_id
+        if first:
+            self.pass_id, self.offset = pass_id, 0 if now is None or adding else len(now)
+            self.settings.recorded[id(param)] = self.param
+        self.storage = rows.untyped_storage()
+        if now is None:
+            result = rows
+        elif first and not adding:
+            result = torch.cat([now, rows])
+        elif len(now) - self.offset != len(rows):
+            raise RuntimeError(
+                f"`{self.name}` was reached by batches of {len(now) - self.offset} and of {len(rows)} samples, whose rows "
+                f"cannot be added up: use one batch size in a backward pass, or append them, one pass for each batch, under "
+                f"ps.accumulating(model, 'append')."
+            )
+        elif self.offset:
+            result = torch.cat([now[: self.offset], now[self.offset :] + rows])
+        else:
+            result = now + rows
+        param.grad_sample = result  # type: ignore[attr-defined]
+
+
+def _no_recorder() -> None:
+    return None
+
+
+class _WeakHook:
+    """A method as a hook that keeps its owner no longer alive, and that says that it need not be saved with its tensor."""
+
+    __torch_unserializable__ = True
+
+    def __init__(self, owner: Recorder, method: Callable[[Recorder, Tensor], None]) -> None:
+        self.owner, self.method = weakref.ref(owner), method
+
+    def __call__(self, tensor: Tensor) -> None:
+        if (owner := self.owner()) is not None:
+            self.method(owner, tensor)
+
+
+def recorder_of(param: Tensor, name: str, settings: Settings) -> Recorder:
+    """The parameter's recorder, made when it is first asked for."""
+    recorder: Recorder | None = param.__dict__.get("_ps_recorder")
+    if recorder is None or recorder.param() is not param:
+        recorder = param._ps_recorder = Recorder(param, name, settings)  # type: ignore[attr-defined]
+    elif recorder.settings is not settings:
+        recorder.name, recorder.settings = name, settings
+    return recorder
+
+
+def forget(param: Tensor) -> None:
+    """Leave nothing of ours on a parameter."""
+    recorder: Recorder | None = param.__dict__.pop("_ps_recorder", None)
+    if recorder is not None:
+        recorder.hook.remove()
+    param.__dict__.pop("grad_sample", None)
+
+
+def shared(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
+    """The one weight behind `weight`, or None where the samples truly have different weights.
+
+    `ndim` is the weight's own number of dims: a tensor of that many is shared as it is; one more, and it is per sample.
+    """
+    if isinstance(weight, Expansion):
+        return weight
+    if weight.ndim == ndim:
+        return Expansion(weight, None)
+    tag: Expansion | None = getattr(weight, "_ps_expansion", None)
+    if tag is not None:
+        return tag
+    if len(weight) and (weight.stride(0) == 0 or len(weight) == 1):
+        return Expansion(weight.detach()[0], weight if weight.requires_grad else None)
+    return None
+
+
+def per_sample(weight: "Tensor | Expansion", ndim: int, size: int) -> Tensor:
+    """`weight` as a tensor of per-sample weights (B, *S), whatever it came as."""
+    if isinstance(weight, Expansion):
+        return weight.tensor(size)
+    return weight.expand(size, *weight.shape) if weight.ndim == ndim else weight
+
+
+def wanted(ctx: Any) -> list[bool]:
+    """Which gradients this backward is really asked for.
+
+    `ctx.needs_input_grad` only says which inputs require grad; ``torch.autograd.grad(loss, x)`` would then pay for all rows.
+    """
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # one for each input that requires grad
+    return [need and _will_execute(next(nodes)) for need in ctx.needs_input_grad]
+
+
+def _will_execute(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that torch.autograd.grad has been asked for: torch does not say, so it is wanted
+        return True
+
+
+def composite_backward(
+    fn: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """A backward with a graph: differentiate a composite form of the op, so that the result can be differentiated again."""
+    with torch.enable_grad():
+        outputs = fn(*inputs)
+    pairs = [
+        (out, grad)
+        for out, grad in zip((outputs,) if isinstance(outputs, Tensor) else outputs, grads, strict=True)
+        if grad is not None and out.requires_grad
+    ]
+    into = [t for t in inputs if t is not None and t.requires_grad]
+    if not pairs or not into:
+        return [None for _ in inputs]
+    found = iter(
+        torch.autograd.grad([o for o, _ in pairs], into, [g for _, g in pairs], create_graph=True, allow_unused=True)
+    )
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
+

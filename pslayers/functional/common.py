@@ -1,0 +1,20 @@
+"""What the families of ops share: checking shapes, and rows by sample."""
+
+from torch import Tensor
+
+
+def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
+    """The rows of `x` must be k for each of the weight's samples, batch-major."""
+    if weight is None:
+        return
+    n, size = x.shape[0], len(weight)
+    if n != size and (size == 0 or n == 0 or n % size):
+        raise ValueError(
+            f"ps.functional.{op} got an input of shape {tuple(x.shape)} with per-sample weights of shape {tuple(weight.shape)}: "
+            f"expected {size} rows in dim 0, one for each sample's weight, or a multiple of it (k rows a sample, batch-major)."
+        )
+
+
+def by_sample(t: Tensor, size: int, width: int) -> Tensor:
+    """(N, ..., width) as (size, t, width), where t counts every row of a sample; also where something is empty."""
+    return t.reshape(size, t.numel() // max(size * width, 1), width)

@@ -1,0 +1,120 @@
+"""Linear maps with per-sample weights. Indices: n sample, t every other dim of the input, i in, o out."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..expand import Expansion, per_sample, shared, wanted
+from .common import by_sample, check_rows
+
+# above this many rows a sample, summing the rows is cheaper than a second product over all rows
+SUM_FROM_ROWS = 16
+
+
+def linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None) -> Tensor:
+    """``y[n] = x[n] @ weight[n].T + bias[n]``.
+
+    Shapes: x (N, ..., I) with N = k * B rows, k a sample; weight (B, O, I); bias (B, O) or None; result (N, ..., O). A weight
+    (O, I) or bias (O,) is one for all samples. Where the weights are only an expansion, forward and input gradient are those of
+    the plain, fused op; memory of the weight's gradient: B x O x I values.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    w, b = shared(weight, 2), None if bias is None else shared(bias, 1)
+    if w is None or (bias is not None and b is None):
+        return _per_sample_linear(x, weight, bias)
+    check_rows("linear", x, w.rows if b is None or w.rows is not None else b.rows)
+    if b is None:
+        return _Linear.apply(x, w.weight, w.rows, None, None, w, None, False)
+    return _Linear.apply(x, w.weight, w.rows, b.weight, b.rows, w, b, False)
+
+
+def _per_sample_linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None) -> Tensor:
+    size = next(len(t) for t, nd in ((weight, 3), (bias, 2)) if isinstance(t, Tensor) and t.ndim == nd)
+    w = per_sample(weight, 2, size)
+    check_rows("linear", x, w)
+    x3 = by_sample(x, size, w.shape[2])  # (B, t, I)
+    y = x3 @ w.transpose(1, 2)  # (B, t, O)
+    if bias is not None:
+        y = y + per_sample(bias, 1, size).unsqueeze(1)
+    return y.reshape(*x.shape[:-1], w.shape[1])
+
+
+class _Linear(torch.autograd.Function):
+    """One weight for all samples in forward and input gradient; weight and bias gradients summed and per sample.
+
+    The family closes on itself: the input gradient is the same op with ``turned`` flipped (``x @ weight``).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        rows: Tensor | None,
+        bias: Tensor | None,
+        bias_rows: Tensor | None,
+        w: Expansion,
+        b: Expansion | None,
+        turned: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, rows)
+        ctx.w, ctx.b, ctx.turned = w, b, turned
+        return x @ weight if turned else F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gy,) = grads
+        x, weight, rows = ctx.saved_tensors
+        w, b, turned = ctx.w, ctx.b, ctx.turned
+        need_x, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx)
+        gx = g_weight = g_rows = g_bias = g_bias_rows = None
+        if need_x:
+            if torch.is_grad_enabled():
+                gx = _Linear.apply(gy, weight, rows, None, None, w.rebind(weight, rows), None, not turned)
+            else:
+                gx = gy @ (weight.t() if turned else weight).to(gy.dtype)
+            gx = gx.to(x.dtype)
+        if need_rows or need_weight:
+            into, outof = (gy, x) if turned else (x, gy)
+            g_weight, g_rows = _weight_grads(into, outof, rows, w, need_weight, need_rows)
+        if need_bias:
+            g_bias = gy.reshape(-1, gy.shape[-1]).sum(0).to(b.weight.dtype)
+            g_bias = b.send(g_bias if b.scale.weight == 1 else g_bias * b.scale.weight)
+        if need_bias_rows:
+            g_bias_rows = by_sample(gy, len(b.rows), gy.shape[-1]).sum(1) * b.scale.rows
+            g_bias_rows = g_bias_rows.to(b.rows.dtype)
+        return gx, g_weight, g_rows, g_bias, g_bias_rows, None, None, None
+
+
+def _weight_grads(
+    x: Tensor, gy: Tensor, rows: Tensor | None, w: Expansion, need_weight: bool, need_rows: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of (weight, rows): ``gy.T @ x`` over all rows, and over each sample's k rows."""
+    x, gy = x.to(w.weight.dtype), gy.to(w.weight.dtype)
+    g_weight = g_rows = None
+    per_sample_rows = 1
+    if need_rows:
+        assert rows is not None
+        size = len(rows)
+        x3 = by_sample(x, size, x.shape[-1])  # (B, t, I)
+        g3 = by_sample(gy if w.scale.rows == 1 else gy * w.scale.rows, size, gy.shape[-1])  # (B, t, O)
+        per_sample_rows = x3.shape[1]
+        if torch.is_grad_enabled():
+            g_rows = g3.transpose(1, 2) @ x3
+        elif per_sample_rows == 1:
+            g_rows = torch.mul(g3.transpose(1, 2), x3, out=w.buffer())
+        else:
+            g_rows = torch.bmm(g3.transpose(1, 2), x3, out=w.buffer())
+    if need_weight:
+        if g_rows is not None and per_sample_rows > SUM_FROM_ROWS and len(g_rows):
+            g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
+        else:
+            g_weight = gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+            if w.scale.weight != 1:
+                g_weight = g_weight * w.scale.weight
+        g_weight = w.send(g_weight)
+    return g_weight, g_rows
