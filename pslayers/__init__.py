@@ -1,3 +1,33 @@
+"""Per-sample gradients for PyTorch: the weight, un-shared. See README.md, or ``help(pslayers.convert_model)``."""
+
 from . import functional
+from .convert import ConversionError, Report, convert_model, report, restore_model
 from .expand import batch_size
-from .layers import *
+from .gradients import accumulating, clear_grad_samples, expand_params, per_sample_grads, recording
+from .layers import PSEmbedding, PSGroupNorm, PSLayer, PSLayerNorm, PSLinear
+
+__all__ = [
+    # converting
+    "ConversionError",
+    "Report",
+    "convert_model",
+    "report",
+    "restore_model",
+    # reading
+    "accumulating",
+    "batch_size",
+    "clear_grad_samples",
+    "expand_params",
+    "per_sample_grads",
+    "recording",
+    # layers
+    "PSEmbedding",
+    "PSGroupNorm",
+    "PSLayer",
+    "PSLayerNorm",
+    "PSLinear",
+    # ops
+    "functional",
+]
+
+__version__ = "0.1.0"

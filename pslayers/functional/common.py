@@ -1,5 +1,6 @@
 """What the families of ops share: checking shapes, and rows by sample."""
 
+import torch
 from torch import Tensor
 
 
@@ -18,3 +19,8 @@ def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
 def by_sample(t: Tensor, size: int, width: int) -> Tensor:
     """(N, ..., width) as (size, t, width), where t counts every row of a sample; also where something is empty."""
     return t.reshape(size, t.numel() // max(size * width, 1), width)
+
+
+def owned(t: Tensor) -> Tensor:
+    """`t` not as a view: what a Function returns as a view could not be changed in place, as by ReLU(inplace=True)."""
+    return torch.ops.aten._unsafe_view(t, t.shape) if t._is_view() else t

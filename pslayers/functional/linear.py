@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..expand import Expansion, per_sample, shared, wanted
-from .common import by_sample, check_rows
+from .common import by_sample, check_rows, owned
 
 # above this many rows a sample, summing the rows is cheaper than a second product over all rows
 SUM_FROM_ROWS = 16
@@ -63,7 +63,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, rows)
         ctx.w, ctx.b, ctx.turned = w, b, turned
-        return x @ weight if turned else F.linear(x, weight, bias)
+        return owned(x @ weight if turned else F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

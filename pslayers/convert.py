@@ -1,0 +1,345 @@
+"""convert_model and restore_model: swapping the classes of a model's modules, all or nothing, and the report of it."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedTensorMixin
+
+from .expand import Settings, forget
+from .layers.base import REGISTRY, Converted, PSLayer, State, local
+
+M = TypeVar("M", bound=nn.Module)
+
+REDUCTIONS = ("mean", "sum")
+ON_UNSUPPORTED = ("error", "skip", "freeze")
+
+
+class ConversionError(ValueError):
+    """A model that cannot be converted as it is; the message lists every module at fault. The model is untouched."""
+
+
+class PSContainer(Converted):
+    """Mixed into the class of a module that has layers below it: its outermost call tells them the batch size."""
+
+    _ps_original: type[nn.Module]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Hide the new class from the original's own registries of subclasses."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the original class: the mixed one is made, not importable."""
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, tuple) and reduced[1] and reduced[1][0] is type(self):
+            return (_rebuild, (self._ps_original, reduced[0], reduced[1][1:]), *reduced[2:])
+        return reduced
+
+
+def _rebuild(original: type[nn.Module], make: Any, args: tuple[Any, ...]) -> Any:
+    return make(container_class(original), *args)
+
+
+@functools.cache
+def container_class(original: type[nn.Module]) -> type[nn.Module]:
+    """`original` with a forward that knows the batch; same name, an `isinstance` of the original."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if local.batch is not None or self._ps is None:
+            return original.forward(self, *args, **kwargs)
+        with self._ps_outermost(args, kwargs):
+            return original.forward(self, *args, **kwargs)
+
+    names = {"forward": forward, "_ps_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
+    cls = type(original)(original.__name__, (PSContainer, original), names)
+    cls.__qualname__ = original.__qualname__
+    return cls
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one module is handled: "replaced", "container" (of replaced ones), or "skipped" (its parameters get no rows)."""
+
+    path: str
+    module: nn.Module
+    original: type[nn.Module]
+    target: type[nn.Module] | None
+
+    @property
+    def handled(self) -> str:
+        return "skipped" if self.target is None else "container" if issubclass(self.target, PSContainer) else "replaced"
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters(recurse=False) if p.requires_grad]
+
+    @property
+    def parameters(self) -> int:
+        """How many trainable values the module itself holds."""
+        return sum(p.numel() for p in self.trainable)
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """What the per-sample gradients of one sample take."""
+        return 0 if self.target is None else sum(p.numel() * p.element_size() for p in self.trainable)
+
+
+class Report:
+    """What `convert_model` has made of a model: one row a module; print it for a table."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    @property
+    def parameters(self) -> int:
+        """Trainable values, shared ones counted once."""
+        return sum({id(p): p.numel() for row in self.rows for p in row.trainable}.values())
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """Memory of the per-sample gradients, in bytes a sample, shared parameters counted once."""
+        found = {id(p): p.numel() * p.element_size() for row in self.rows if row.target is not None for p in row.trainable}
+        return sum(found.values())
+
+    def __str__(self) -> str:
+        head = ("module", "class", "replacement", "parameters", "bytes/sample")
+        table = [
+            (
+                row.path or "(model)",
+                row.original.__name__,
+                row.target.__name__ if row.handled == "replaced" and row.target else row.handled,
+                f"{row.parameters:,}",
+                f"{row.bytes_per_sample:,}",
+            )
+            for row in self.rows
+        ]
+        table.append(("total", "", "", f"{self.parameters:,}", f"{self.bytes_per_sample:,}"))
+        widths = [max(len(line[i]) for line in (head, *table)) for i in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+            for line in (head, tuple("-" * w for w in widths), *table)
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+    __repr__ = __str__
+
+
+def convert_model(
+    model: M,
+    *,
+    loss_reduction: str = "mean",
+    batch_first: bool = True,
+    on_unsupported: str = "error",
+) -> M:
+    """Give every parameter of `model` a per-sample gradient, ``p.grad_sample`` (B, *p.shape), after each backward pass.
+
+    The conversion is in place, by swapping the class of each module: parameters, their names, hooks, optimizers and state_dict
+    stay what they are, and ``.grad`` is what plain training gives. It is idempotent, and `restore_model` undoes it.
+
+    Args:
+        model: any module whose layers have a replacement (see README), the root included.
+        loss_reduction: how the loss reduces over the batch, "mean" (``grad_sample.mean(0) == grad``) or "sum"
+            (``grad_sample.sum(0) == grad``). A mean that is not over samples (class weights, ignore_index) is neither: use "sum"
+            with a sum of per-sample losses.
+        batch_first: whether the batch is in dim 0 of the first tensor that the model is called with, else in dim 1.
+        on_unsupported: what to do about trainable parameters in a module without a replacement: "error" lists them all, "skip"
+            leaves them without per-sample gradients, "freeze" sets requires_grad to False.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        ConversionError: something in the model cannot be converted; every such module is listed, and nothing has changed.
+        TypeError: `model` is no module.
+        ValueError: an option is not one of those above.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> model = ps.convert_model(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)))
+        >>> torch.nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.tensor([0, 1, 1, 0, 1])).backward()
+        >>> model[0].weight.grad_sample.shape
+        torch.Size([5, 3, 4])
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert_model takes a torch.nn.Module; got {type(model).__name__}.")
+    _one_of("loss_reduction", loss_reduction, REDUCTIONS)
+    _one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
+    rows = _plan(model, on_unsupported)
+    settings = Settings(loss_reduction=loss_reduction, batch_first=bool(batch_first))
+    done: list[Row] = []
+    try:
+        for row in rows:
+            if row.target is not None and type(row.module) is not row.target:
+                row.module.__class__ = row.target
+                done.append(row)
+    except TypeError as error:  # a class with an object layout of its own
+        for undo in done:
+            undo.module.__class__ = undo.original
+        raise ConversionError(f"`{row.path}` ({row.original.__name__}) cannot change its class: {error}.") from error
+    for row in rows:
+        if row.target is None:
+            if on_unsupported == "freeze":
+                for param in row.trainable:
+                    param.requires_grad_(False)
+        else:
+            row.module._ps = State(settings, row.path or type(model).__name__, row.module)
+    for param in model.parameters():
+        param.grad_sample = None  # type: ignore[attr-defined]
+    return model
+
+
+def restore_model(model: M) -> M:
+    """Undo `convert_model`: the original classes again, and nothing left on modules or parameters. Returns `model`.
+
+    Layers that were built as PS layers (``ps.PSLinear(3, 2)``) become torch's own; a PS layer that replaces none stays.
+    """
+    for module in model.modules():
+        if isinstance(module, Converted):
+            original = _original(type(module))
+            if original is not type(module):
+                module.__class__ = original
+                module.__dict__.pop("_ps", None)
+            else:  # on its own again
+                module._ps = None
+    for param in model.parameters():
+        forget(param)
+    return model
+
+
+def report(model: nn.Module) -> Report:
+    """How each module of a converted model is handled: path, class, replacement, parameters, bytes per sample.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> print(ps.report(ps.convert_model(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()))))
+        module   class       replacement  parameters  bytes/sample
+        -------  ----------  -----------  ----------  ------------
+        (model)  Sequential  container             0             0
+        0        Linear      PSLinear             15            60
+        total                                     15            60
+    """
+    rows = []
+    for path, module in model.named_modules():
+        if isinstance(module, Converted):
+            rows.append(Row(path, module, _original(type(module)), type(module)))
+        elif any(p.requires_grad for p in module.parameters(recurse=False)):
+            rows.append(Row(path, module, type(module), None))
+    return Report(rows)
+
+
+def settings_of(model: nn.Module) -> list[Settings]:
+    """The settings that the converted modules of `model` go by (one, unless parts were converted apart)."""
+    found: dict[int, Settings] = {}
+    for module in model.modules():
+        if isinstance(module, Converted):
+            settings = module._ps_state().settings
+            found[id(settings)] = settings
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no converted module: call ps.convert_model(model) first.")
+    return list(found.values())
+
+
+def _original(cls: type[nn.Module]) -> type[nn.Module]:
+    if issubclass(cls, PSContainer):
+        return cls._ps_original
+    return cls.replaces or cls if issubclass(cls, PSLayer) else cls
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}.")
+
+
+# ---------------------------------------------------------------------------------------------------------------- the plan
+def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
+    """What to do with each module; raises before anything is changed."""
+    rows: list[Row] = []
+    refused: list[str] = []
+    unsupported: list[str] = []
+    for path, module in model.named_modules():
+        cls = type(module)
+        name = f"`{path or '(model)'}` ({cls.__name__})"
+        if problem := _refusal(module):
+            refused.append(f"{name} {problem}.")
+        elif isinstance(module, PSLayer):
+            rows.append(Row(path, module, _original(cls), cls))
+        elif cls in REGISTRY and not (why := _unlike(module)):
+            rows.append(Row(path, module, cls, REGISTRY[cls]))
+        else:
+            row = Row(path, module, cls, None)
+            if row.trainable:
+                names = ", ".join(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
+                reason = why if cls in REGISTRY else _no_replacement(cls)
+                unsupported.append(f"{name} {reason}; its trainable parameters: {names}.")
+            if row.trainable and on_unsupported != "freeze" and any(module.children()):
+                rows.append(row)
+            elif row.trainable:
+                rows.append(row)
+            if _calls_layers(module):
+                rows.append(Row(path, module, _original(cls), cls if isinstance(module, PSContainer) else container_class(cls)))
+    problems = refused + (unsupported if on_unsupported == "error" else [])
+    if problems:
+        way_out = (
+            "\nWrite a layer for it (class PSName(ps.PSLayer, Name, replaces=Name)), or choose on_unsupported='skip' (no "
+            "per-sample gradients there) or 'freeze' (no gradients there)."
+        )
+        raise ConversionError(
+            f"{type(model).__name__} cannot be converted, and has not been changed:\n- "
+            + "\n- ".join(problems)
+            + (way_out if unsupported and on_unsupported == "error" else "")
+        )
+    if not any(row.handled == "replaced" for row in rows):
+        raise ConversionError(
+            f"{type(model).__name__} holds no module that has a replacement, so there is nothing to convert. These have one: "
+            + ", ".join(sorted(c.__name__ for c in REGISTRY))
+            + "."
+        )
+    return rows
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """Why this module cannot be part of a converted model at all, and the way out."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is compiled by TorchScript, so its layers cannot be replaced: convert the model before scripting it"
+    if any(isinstance(t, UninitializedTensorMixin) for t in (*module.parameters(False), *module.buffers(False))):
+        return "is lazy and has not seen an input yet: run one batch through the model first"
+    if "forward" in module.__dict__ and any(True for _ in module.parameters()):
+        return "has a forward of its own set on the instance, which would bypass the replacement: move it into the class"
+    if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
+        return (
+            "mixes samples in training mode, so per-sample gradients are undefined: use GroupNorm, or call .eval() on it"
+            if module.track_running_stats
+            else "normalises over the batch (track_running_stats=False), which mixes samples: use GroupNorm"
+        )
+    if type(module) in REGISTRY:
+        return REGISTRY[type(module)].unsupported(module)
+    return None
+
+
+def _unlike(module: nn.Module) -> str | None:
+    """Why a module of a known class is not like that class; None where it is."""
+    if any(isinstance(value, torch.Tensor) for value in module.__dict__.values()):
+        return "holds a weight that is computed from other parameters (weight_norm, spectral_norm, pruning)"
+    return None
+
+
+def _no_replacement(cls: type[nn.Module]) -> str:
+    base = next((c for c in cls.__mro__[1:] if c in REGISTRY), None)
+    if base is None:
+        return "has no replacement"
+    return f"has no replacement (as a subclass of {base.__name__} it may compute something else)"
+
+
+def _calls_layers(module: nn.Module) -> bool:
+    """Whether the module has a forward and layers below it."""
+    has_forward = type(module).forward is not nn.Module.forward
+    return has_forward and any(isinstance(m, PSLayer) or type(m) in REGISTRY for m in module.modules() if m is not module)
+
+
+def converted_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of every trainable parameter, shared ones once."""
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)

@@ -1,0 +1,86 @@
+"""Look-up tables with per-sample weights. V entries of D features; t counts the looked-up entries of a sample."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..expand import Expansion, shared, wanted
+from .common import check_rows, owned
+
+
+def embedding(ids: Tensor, weight: Tensor | Expansion, padding_idx: int | None = None) -> Tensor:
+    """``y[n, ...] = weight[n, ids[n, ...]]``.
+
+    Shapes: ids (N, ...) of integers, N = k * B rows, k a sample; weight (B, V, D), or (V, D) for all samples; result (N, ..., D).
+    The entry ``padding_idx`` receives no gradient. Memory of the weight's gradient: B x V x D values.
+
+    Raises:
+        ValueError: the shapes do not fit, or ``padding_idx`` is no entry.
+        IndexError: an id is out of range (on CPU).
+    """
+    w = shared(weight, 2)
+    entries = (w.weight if w is not None else weight).shape[-2]  # type: ignore[union-attr]
+    if padding_idx is not None:
+        if not -entries <= padding_idx < entries:
+            raise ValueError(f"ps.functional.embedding got padding_idx={padding_idx} for a table of {entries} entries.")
+        padding_idx %= entries
+    if w is None:
+        assert isinstance(weight, Tensor)
+        check_rows("embedding", ids, weight)
+        return _lookup(ids, weight, padding_idx)
+    check_rows("embedding", ids, w.rows)
+    return _Embedding.apply(ids, w.weight, w.rows, w, padding_idx)
+
+
+def _flat(ids: Tensor, size: int, entries: int) -> Tensor:
+    """Each sample's ids as ids into the samples' tables laid end to end: (size, t)."""
+    ids = ids.reshape(size, ids.numel() // max(size, 1))
+    return ids + torch.arange(size, device=ids.device, dtype=ids.dtype).unsqueeze(1) * entries
+
+
+def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    size, entries, width = weight.shape
+    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= entries):
+        raise IndexError(f"ps.functional.embedding got an id outside of 0..{entries - 1}.")
+    found = F.embedding(_flat(ids, size, entries), weight.reshape(size * entries, width)).reshape(*ids.shape, width)
+    if padding_idx is None:
+        return found
+    return torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, rows: Tensor | None, w: Expansion, padding_idx: int | None
+    ) -> Tensor:
+        ctx.save_for_backward(ids, weight, rows)
+        ctx.w, ctx.padding_idx = w, padding_idx
+        return owned(F.embedding(ids, weight, padding_idx))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gy,), (ids, weight, rows), w, padding_idx = grads, ctx.saved_tensors, ctx.w, ctx.padding_idx
+        _, need_weight, need_rows, *_ = wanted(ctx)
+        gy = gy.to(weight.dtype)
+        g_weight = g_rows = None
+        if need_rows:
+            size, (entries, width) = len(rows), weight.shape
+            scaled = gy if w.scale.rows == 1 else gy * w.scale.rows
+            if padding_idx is not None:
+                scaled = scaled.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
+            index, flat = _flat(ids, size, entries).reshape(-1), scaled.reshape(ids.numel(), width)
+            if torch.is_grad_enabled():
+                g_rows = torch.zeros_like(rows, memory_format=torch.contiguous_format).reshape(size * entries, width)
+                g_rows = g_rows.index_add(0, index, flat).reshape(rows.shape)
+            else:
+                g_rows = w.buffer().zero_()
+                g_rows.view(size * entries, width).index_add_(0, index, flat)
+        if need_weight:
+            padding = -1 if padding_idx is None else padding_idx
+            g_weight = torch.ops.aten.embedding_dense_backward(gy, ids, weight.shape[0], padding, False)
+            g_weight = w.send(g_weight if w.scale.weight == 1 else g_weight * w.scale.weight)
+        return None, g_weight, g_rows, None, None
+
+

@@ -1,0 +1,239 @@
+"""Reading per-sample gradients: in one call, in chunks, in functional form; recording, accumulating, clearing."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .convert import ConversionError, convert_model, converted_parameters, restore_model, settings_of
+from .expand import Settings
+from .layers.base import Converted, map_tensors, tensors_in
+
+ACCUMULATION = ("replace", "append", "add")
+
+
+@contextmanager
+def _changed(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
+    before = [(settings, getattr(settings, attribute)) for settings in settings_of(model)]
+    for settings, _ in before:
+        setattr(settings, attribute, value)
+    try:
+        yield
+    finally:
+        for settings, old in before:
+            setattr(settings, attribute, old)
+
+
+@contextmanager
+def recording(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """Switch the recording of per-sample gradients on or off inside a ``with`` block.
+
+    Off, the layers run torch's own forward: nothing is recorded, and nothing costs.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> model = ps.convert_model(torch.nn.Linear(3, 2))
+        >>> with ps.recording(model, False):
+        ...     model(torch.randn(4, 3)).sum().backward()
+        >>> model.weight.grad_sample is None
+        True
+    """
+    with _changed(model, "recording", bool(enabled)):
+        yield
+
+
+@contextmanager
+def accumulating(model: nn.Module, how: str) -> Iterator[None]:
+    """Choose what a later backward pass does to `grad_sample` inside a ``with`` block.
+
+    Args:
+        model: a converted model.
+        how: "replace" (the default outside), "append" (the rows of micro-batches one after the other), or "add" (several losses
+            on one batch: rows are added).
+
+    Raises:
+        ValueError: `how` is none of these, or the model is not converted.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> model = ps.convert_model(torch.nn.Linear(3, 2))
+        >>> with ps.accumulating(model, "append"):
+        ...     for x in torch.randn(2, 4, 3):
+        ...         model(x).sum(1).mean().backward()
+        >>> model.weight.grad_sample.shape
+        torch.Size([8, 2, 3])
+    """
+    if how not in ACCUMULATION:
+        raise ValueError(f"`how` must be one of {', '.join(map(repr, ACCUMULATION))}; got {how!r}.")
+    with _changed(model, "accumulation", how):
+        yield
+
+
+def clear_grad_samples(model: nn.Module) -> None:
+    """Set every `grad_sample` to None and let go of the memory kept for the next ones; `.grad` stays."""
+    for param in model.parameters():
+        if "grad_sample" in param.__dict__:
+            param.grad_sample = None  # type: ignore[attr-defined]
+        if (recorder := param.__dict__.get("_ps_recorder")) is not None:
+            recorder.storage = recorder.leaf = None
+
+
+def expand_params(model: nn.Module, batch_size: int) -> dict[str, Tensor]:
+    """The functional form: every trainable parameter expanded to the batch, {name: (batch_size, *shape)}, without memory.
+
+    For ``torch.func.functional_call(model, params, (x,))``: the gradient of an entry is the per-sample gradient of whatever was
+    differentiated (of a mean over B samples: 1/B of each sample's). The entries are views of the parameters and part of their
+    graph; they may be replaced by weights that truly differ from sample to sample.
+
+    Raises:
+        ValueError: the model is not converted, or `batch_size` is negative.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> model = ps.convert_model(torch.nn.Linear(3, 2))
+        >>> params = ps.expand_params(model, batch_size=4)
+        >>> out = torch.func.functional_call(model, params, (torch.randn(4, 3),))
+        >>> [g.shape for g in torch.autograd.grad(out.sum(), list(params.values()))]
+        [torch.Size([4, 2, 3]), torch.Size([4, 2])]
+    """
+    settings_of(model)
+    if batch_size < 0:
+        raise ValueError(f"`batch_size` must be at least 0; got {batch_size}.")
+    return {name: p.expand(batch_size, *p.shape) for name, p in converted_parameters(model)}
+
+
+def per_sample_grads(
+    model: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    inputs: Any,
+    *targets: Any,
+    chunk_size: int | None = None,
+    create_graph: bool = False,
+    progress: bool = False,
+) -> dict[str, Tensor]:
+    """The gradient of each sample's loss, in one call: {name: (B, *shape)} for every trainable parameter.
+
+    Nothing is left behind: ``.grad`` and ``.grad_sample`` stay as they are, and a model that is not converted is converted for
+    the call alone. A parameter that the loss does not reach has rows of zeros (stride 0, no memory).
+
+    Args:
+        model: any model that `convert_model` takes.
+        loss_fn: ``loss_fn(model(inputs), *targets)`` returns the per-sample losses (B,), or one loss, reduced as the model was
+            told (``loss_reduction``, "mean" by default).
+        inputs: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
+        targets: what else the loss takes.
+        chunk_size: samples a pass, which bounds the memory of activations; None takes all at once. Tensors whose batch dim has
+            the size of the batch are split, others go to each chunk whole.
+        create_graph: keep the graph, so that the result can be differentiated again.
+        progress: show a bar over the chunks (needs tqdm).
+
+    Raises:
+        ConversionError: the model cannot be converted.
+        ValueError: the loss is neither one number nor one a sample, or `chunk_size` is not positive.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 1, 0])
+        >>> grads = ps.per_sample_grads(model, torch.nn.functional.cross_entropy, x, y, chunk_size=4)
+        >>> grads["weight"].shape
+        torch.Size([6, 2, 3])
+    """
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"`chunk_size` must be at least 1, or None; got {chunk_size}.")
+    if not any(isinstance(m, Converted) for m in model.modules()):
+        convert_model(model)
+        try:
+            return per_sample_grads(
+                model, loss_fn, inputs, *targets, chunk_size=chunk_size, create_graph=create_graph, progress=progress
+            )
+        finally:
+            restore_model(model)
+    if not isinstance(model, Converted):
+        raise ConversionError(f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model.")
+    args, kwargs = _arguments(inputs)
+    size = model._ps_batch_size(args, kwargs)
+    if size is None:
+        raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
+    dim = 0 if model._ps_state().settings.batch_first else 1
+    result: dict[str, Tensor] = {}
+    step = chunk_size or max(size, 1)
+    for start in _bar(range(0, max(size, 1), step), progress):
+        stop = min(start + step, size)
+        whole = stop - start == size
+        part = (args, kwargs, targets) if whole else _narrow((args, kwargs, targets), dim, size, start, stop)
+        rows = _one_pass(model, loss_fn, *part, size=stop - start, create_graph=create_graph)
+        if whole:
+            return rows
+        if create_graph:
+            result = {name: torch.cat([result[name], g]) if result else g for name, g in rows.items()}
+            continue
+        for name, g in rows.items():
+            if name not in result:
+                result[name] = torch.empty(size, *g.shape[1:], dtype=g.dtype, device=g.device)
+            result[name][start:stop] = g
+    return result
+
+
+def _one_pass(
+    model: Converted,
+    loss_fn: Callable[..., Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    targets: tuple[Any, ...],
+    *,
+    size: int,
+    create_graph: bool,
+) -> dict[str, Tensor]:
+    params = list(converted_parameters(model))  # type: ignore[arg-type]
+    if not params:
+        return {}
+    settings: Settings = model._ps_state().settings
+    with torch.enable_grad():
+        loss = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
+        if loss.shape == (size,) and loss.ndim == 1:
+            loss = loss.mean() if settings.loss_reduction == "mean" and size else loss.sum()
+        elif loss.numel() != 1:
+            raise ValueError(
+                f"loss_fn returned a tensor of shape {tuple(loss.shape)}: expected one loss, or the losses of {size} samples."
+            )
+    leaves = [getattr(p.__dict__.get("_ps_recorder"), "leaf", None) for _, p in params]
+    reached = [i for i, leaf in enumerate(leaves) if leaf is not None and leaf.shape[0] == size]
+    # the parameters go along: only so does their hook see a gradient that came past the layers
+    wanted = [leaves[i] for i in reached] + [p for _, p in params]
+    grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
+    found = dict(zip(reached, grads, strict=False))
+    for i, ((name, p), total) in enumerate(zip(params, grads[len(reached) :], strict=True)):
+        if total is not None and found.get(i) is None:
+            raise ValueError(f"`{name}` has a gradient, but none per sample: its module is not converted (see ps.report(model)).")
+    return {
+        name: rows if (rows := found.get(i)) is not None else p.new_zeros(()).expand(size, *p.shape)
+        for i, (name, p) in enumerate(params)
+    }
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs if type(inputs) is tuple else (inputs,)), {}
+
+
+def _narrow(value: Any, dim: int, size: int, start: int, stop: int) -> Any:
+    def part(t: Tensor) -> Tensor:
+        d = dim if t.ndim > dim else 0
+        return t.narrow(d, start, stop - start) if t.ndim and t.shape[d] == size else t
+
+    if any(not isinstance(t, Tensor) for t in tensors_in(value)):
+        raise ValueError("packed sequences cannot be split: leave `chunk_size` at None, or pack each chunk.")
+    return map_tensors(part, value)
+
+
+def _bar(steps: range, progress: bool) -> Any:
+    if not progress:
+        return steps
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise ImportError("progress=True needs tqdm: pip install 'pslayers[progress]'.") from error
+    return tqdm(steps, desc="per-sample gradients", unit="chunk")

@@ -1,0 +1,49 @@
+"""PSLayerNorm and PSGroupNorm."""
+
+from torch import Tensor, nn
+
+from .. import functional as PF
+from .base import PSLayer
+
+
+class PSLayerNorm(PSLayer, nn.LayerNorm, replaces=nn.LayerNorm, fused=True):
+    """nn.LayerNorm with per-sample weights: ``y[n] = (x[n] - mean) / sqrt(var + eps) * weight[n] + bias[n]``.
+
+    Shapes: input (B, ..., *S), result the same, S = `normalized_shape`; `grad_sample` (B, *S). Also k * B rows, and (1, ..., *S)
+    or S, which all samples share. Memory: 2 x B x S values. Source: Ba et al. 2016 (arXiv:1607.06450).
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> layer = ps.PSLayerNorm(3)
+        >>> layer(torch.randn(5, 7, 3)).sum((1, 2)).mean().backward()
+        >>> layer.bias.grad_sample[0]
+        tensor([7., 7., 7.])
+    """
+
+    @property
+    def event_dims(self) -> int:  # type: ignore[override]
+        return len(self.normalized_shape)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x (B, ..., *S) -> (B, ..., *S)."""
+        shape = tuple(self.normalized_shape)
+        return PF.layer_norm(input, shape, self.expansion("weight"), self.expansion("bias"), self.eps)
+
+
+class PSGroupNorm(PSLayer, nn.GroupNorm, replaces=nn.GroupNorm, fused=True):
+    """nn.GroupNorm with per-sample weights: ``y[n, c] = (x[n, c] - mean[n, g]) / sqrt(var[n, g] + eps) * weight[n, c] + bias[n, c]``.
+
+    Shapes: input (B, C, ...), result the same; `grad_sample` (B, C). Also k * B rows, and (1, C, ...), which all samples share.
+    Memory: 2 x B x C values. Source: Wu and He 2018 (arXiv:1803.08494).
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> layer = ps.PSGroupNorm(2, 4)
+        >>> layer(torch.randn(5, 4, 6, 6)).sum((1, 2, 3)).mean().backward()
+        >>> layer.weight.grad_sample.shape
+        torch.Size([5, 4])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x (B, C, ...) -> (B, C, ...)."""
+        return PF.group_norm(input, self.num_groups, self.expansion("weight"), self.expansion("bias"), self.eps)
