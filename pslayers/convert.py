@@ -49,10 +49,9 @@ def container_class(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if local.batch is not None or self._ps is None:
+        if local.batch is not None or local.tracker is not None or self._ps is None:
             return original.forward(self, *args, **kwargs)
-        with self._ps_outermost(args, kwargs):
-            return original.forward(self, *args, **kwargs)
+        return self._ps_outermost(original.forward, args, kwargs)
 
     names = {"forward": forward, "_ps_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
     cls = type(original)(original.__name__, (PSContainer, original), names)
@@ -62,7 +61,7 @@ def container_class(original: type[nn.Module]) -> type[nn.Module]:
 
 @dataclass(frozen=True)
 class Row:
-    """How one module is handled: "replaced", "container" (of replaced ones), or "skipped" (its parameters get no rows)."""
+    """How one module is handled; `target` is the class that it is given, None where it keeps its own."""
 
     path: str
     module: nn.Module
@@ -70,8 +69,16 @@ class Row:
     target: type[nn.Module] | None
 
     @property
+    def recorded(self) -> bool:
+        """Whether the module's own parameters get per-sample gradients."""
+        return self.target is not None and issubclass(self.target, PSLayer)
+
+    @property
     def handled(self) -> str:
-        return "skipped" if self.target is None else "container" if issubclass(self.target, PSContainer) else "replaced"
+        """The replacement's name, "skipped" (trainable parameters without rows), or "container" of other modules."""
+        if self.recorded and self.target is not None:
+            return self.target.__name__
+        return "skipped" if self.trainable else "container"
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -85,7 +92,7 @@ class Row:
     @property
     def bytes_per_sample(self) -> int:
         """What the per-sample gradients of one sample take."""
-        return 0 if self.target is None else sum(p.numel() * p.element_size() for p in self.trainable)
+        return sum(p.numel() * p.element_size() for p in self.trainable) if self.recorded else 0
 
 
 class Report:
@@ -102,7 +109,7 @@ class Report:
     @property
     def bytes_per_sample(self) -> int:
         """Memory of the per-sample gradients, in bytes a sample, shared parameters counted once."""
-        found = {id(p): p.numel() * p.element_size() for row in self.rows if row.target is not None for p in row.trainable}
+        found = {id(p): p.numel() * p.element_size() for row in self.rows if row.recorded for p in row.trainable}
         return sum(found.values())
 
     def __str__(self) -> str:
@@ -111,7 +118,7 @@ class Report:
             (
                 row.path or "(model)",
                 row.original.__name__,
-                row.target.__name__ if row.handled == "replaced" and row.target else row.handled,
+                row.handled,
                 f"{row.parameters:,}",
                 f"{row.bytes_per_sample:,}",
             )
@@ -134,6 +141,7 @@ def convert_model(
     loss_reduction: str = "mean",
     batch_first: bool = True,
     on_unsupported: str = "error",
+    example: Any = None,
 ) -> M:
     """Give every parameter of `model` a per-sample gradient, ``p.grad_sample`` (B, *p.shape), after each backward pass.
 
@@ -148,6 +156,9 @@ def convert_model(
         batch_first: whether the batch is in dim 0 of the first tensor that the model is called with, else in dim 1.
         on_unsupported: what to do about trainable parameters in a module without a replacement: "error" lists them all, "skip"
             leaves them without per-sample gradients, "freeze" sets requires_grad to False.
+        example: an example batch (a tensor, a tuple of positional or a dict of keyword arguments): the model runs on it a few
+            times, to track which rows of each layer's input belong to which sample. Otherwise that is done at the first call
+            whose shapes leave it open.
 
     Returns:
         `model` itself.
@@ -181,15 +192,55 @@ def convert_model(
             undo.module.__class__ = undo.original
         raise ConversionError(f"`{row.path}` ({row.original.__name__}) cannot change its class: {error}.") from error
     for row in rows:
-        if row.target is None:
-            if on_unsupported == "freeze":
-                for param in row.trainable:
-                    param.requires_grad_(False)
-        else:
+        if on_unsupported == "freeze" and not row.recorded:
+            for param in row.trainable:
+                param.requires_grad_(False)
+        if row.target is not None:
             row.module._ps = State(settings, row.path or type(model).__name__, row.module)
     for param in model.parameters():
         param.grad_sample = None  # type: ignore[attr-defined]
+    _clear_with_optimizers()
+    if example is not None:
+        try:
+            _try_example(model, *arguments(example))
+        except BaseException:
+            restore_model(model)
+            raise
     return model
+
+
+def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    size = model._ps_batch_size(args, kwargs)
+    if size is None or not isinstance(model, PSContainer):
+        return
+    with torch.random.fork_rng():
+        try:
+            model._ps_learn(model._ps_original.forward, args, kwargs, size)
+        except ValueError as error:
+            raise ConversionError(f"{type(model).__name__} cannot be converted, and has not been changed: {error}") from error
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with, from a tensor, a tuple of positional or a dict of keyword arguments."""
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (inputs if type(inputs) is tuple else (inputs,)), {}
+
+
+@functools.cache
+def _clear_with_optimizers() -> None:
+    """Let every optimizer's zero_grad clear `grad_sample` too. Torch has no hook for it, so its method is wrapped, once."""
+    original = torch.optim.Optimizer.zero_grad
+
+    @functools.wraps(original)
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if "_ps_recorder" in param.__dict__:
+                    param.grad_sample = None
+
+    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def restore_model(model: M) -> M:
@@ -261,7 +312,7 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
     refused: list[str] = []
     unsupported: list[str] = []
     for path, module in model.named_modules():
-        cls = type(module)
+        cls, why = type(module), None
         name = f"`{path or '(model)'}` ({cls.__name__})"
         if problem := _refusal(module):
             refused.append(f"{name} {problem}.")
@@ -270,17 +321,12 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
         elif cls in REGISTRY and not (why := _unlike(module)):
             rows.append(Row(path, module, cls, REGISTRY[cls]))
         else:
-            row = Row(path, module, cls, None)
+            row = Row(path, module, _original(cls), container_class(_original(cls)) if _calls_layers(module) else None)
             if row.trainable:
                 names = ", ".join(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
-                reason = why if cls in REGISTRY else _no_replacement(cls)
-                unsupported.append(f"{name} {reason}; its trainable parameters: {names}.")
-            if row.trainable and on_unsupported != "freeze" and any(module.children()):
+                unsupported.append(f"{name} {why or _no_replacement(cls)}; its trainable parameters: {names}.")
+            if row.trainable or row.target is not None:
                 rows.append(row)
-            elif row.trainable:
-                rows.append(row)
-            if _calls_layers(module):
-                rows.append(Row(path, module, _original(cls), cls if isinstance(module, PSContainer) else container_class(cls)))
     problems = refused + (unsupported if on_unsupported == "error" else [])
     if problems:
         way_out = (
@@ -292,7 +338,7 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
             + "\n- ".join(problems)
             + (way_out if unsupported and on_unsupported == "error" else "")
         )
-    if not any(row.handled == "replaced" for row in rows):
+    if not any(row.recorded for row in rows):
         raise ConversionError(
             f"{type(model).__name__} holds no module that has a replacement, so there is nothing to convert. These have one: "
             + ", ".join(sorted(c.__name__ for c in REGISTRY))

@@ -71,26 +71,26 @@ class Scale:
 
 
 class Batch:
-    """The batch of one outermost call: every layer below expands to its size."""
+    """The batch of one outermost call: every layer below expands to its size.
 
-    __slots__ = ("scale", "settings", "size")
+    ``trackable`` says whether the outermost module can run again to find out which rows are whose.
+    """
 
-    def __init__(self, size: int, settings: Settings) -> None:
-        self.size, self.settings = size, settings
+    __slots__ = ("calls", "scale", "settings", "size", "trackable")
+
+    def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
+        self.size, self.settings, self.trackable = size, settings, trackable
+        self.calls: dict[int, int] = {}  # how often each layer has been called so far
         self.scale = Scale(float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0)
 
 
 class _Local(threading.local):
     batch: Batch | None = None
     explicit: int | None = None
+    tracker: Any = None  # collects the layers' inputs while the batch is tracked
 
 
 local = _Local()
-
-
-def current_batch() -> Batch | None:
-    """The batch of the outermost call that is running in this thread, or None outside of one."""
-    return local.batch
 
 
 @contextmanager
@@ -288,6 +288,7 @@ class Recorder:
         now: Tensor | None = getattr(param, "grad_sample", None)
         first = self.pass_id != pass_id
         if first:
+            now = None if self.settings.accumulation == "replace" else now
             self.pass_id, self.offset = pass_id, 0 if now is None or adding else len(now)
             self.settings.recorded[id(param)] = self.param
         self.storage = rows.untyped_storage()

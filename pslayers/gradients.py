@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .convert import ConversionError, convert_model, converted_parameters, restore_model, settings_of
+from .convert import ConversionError, arguments, convert_model, converted_parameters, restore_model, settings_of
 from .expand import Settings
-from .layers.base import Converted, map_tensors, tensors_in
+from .layers.base import Converted
+from .trees import map_tensors, tensors_in
 
 ACCUMULATION = ("replace", "append", "add")
 
@@ -152,7 +153,7 @@ def per_sample_grads(
             restore_model(model)
     if not isinstance(model, Converted):
         raise ConversionError(f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model.")
-    args, kwargs = _arguments(inputs)
+    args, kwargs = arguments(inputs)
     size = model._ps_batch_size(args, kwargs)
     if size is None:
         raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
@@ -211,12 +212,6 @@ def _one_pass(
         name: rows if (rows := found.get(i)) is not None else p.new_zeros(()).expand(size, *p.shape)
         for i, (name, p) in enumerate(params)
     }
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, dict):
-        return (), inputs
-    return (inputs if type(inputs) is tuple else (inputs,)), {}
 
 
 def _narrow(value: Any, dim: int, size: int, start: int, stop: int) -> Any:

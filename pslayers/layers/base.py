@@ -1,9 +1,7 @@
 """PSLayer: the base of every layer whose forward computes with per-sample weights."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..expand import Batch, Expansion, Scale, Settings, local, recorder_of
+from ..tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Ambiguous, Layout, track
+from ..trees import map_tensors, tensors_in
 
 # what each torch class is replaced by; classes enter themselves when they are defined
 REGISTRY: dict[type[nn.Module], type["PSLayer"]] = {}
@@ -22,34 +22,7 @@ class State:
     def __init__(self, settings: Settings, path: str, module: nn.Module) -> None:
         self.settings, self.path = settings, path
         self.ndims = {name: p.ndim for name, p in module._parameters.items() if p is not None}
-
-
-def tensors_in(value: Any) -> Iterator[Tensor | PackedSequence]:
-    """Every tensor in what a module is called with, containers opened in order."""
-    if isinstance(value, (Tensor, PackedSequence)):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for f in fields(value):
-            yield from tensors_in(getattr(value, f.name))
-
-
-def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `fn` applied to every tensor in its tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(fn, v) for v in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(fn, v) for v in value)
-    if type(value) is dict:
-        return {k: map_tensors(fn, v) for k, v in value.items()}
-    return value
+        self.layouts: dict[tuple[int, int], Layout] = {}  # tracked: (number of the call, dims of its input): layout
 
 
 class Converted:
@@ -62,6 +35,13 @@ class Converted:
             self._ps = State(Settings(), type(self).__name__, self)  # type: ignore[arg-type]
         return self._ps
 
+    def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
+        super().__setstate__(state)  # type: ignore[misc]
+        for param in self.__dict__["_parameters"].values():
+            if param is not None:
+                param.__dict__.pop("_ps_recorder", None)
+                param.grad_sample = None
+
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no tensor."""
         settings = self._ps_state().settings
@@ -72,14 +52,43 @@ class Converted:
                 return value.shape[0 if settings.batch_first or value.ndim == 1 else 1]
         return None
 
-    @contextmanager
-    def _ps_outermost(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an outermost call, its batch size known to every layer below."""
         size = local.explicit if local.explicit is not None else self._ps_batch_size(args, kwargs)
-        local.batch = None if size is None else Batch(size, self._ps_state().settings)
+        if size is None:
+            return run(self, *args, **kwargs)
+        settings, trackable = self._ps_state().settings, not isinstance(self, PSLayer)
+        random = _random_state() if trackable and size > 1 else None
+        local.batch = Batch(size, settings, trackable)
         try:
-            yield
+            return run(self, *args, **kwargs)
+        except Ambiguous:
+            pass
         finally:
             local.batch = None
+        _set_random_state(random)
+        return self._ps_learn(run, args, kwargs, size)
+
+    def _ps_learn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
+        """Track the batch through the layers below, let each remember how its inputs hold the samples, and run."""
+        batch = Batch(size, self._ps_state().settings)
+        found, plain = track(functools.partial(run, self), self, args, kwargs, batch)  # type: ignore[arg-type]
+        modules = {id(m): m for m in self.modules()}  # type: ignore[attr-defined]
+        for (key, call, ndim), layout in found.items():
+            modules[key]._ps_state().layouts[call, ndim] = layout
+        local.batch = batch
+        try:
+            output = run(self, *args, **kwargs)
+        finally:
+            local.batch = None
+        ours, theirs = ([tuple(t.shape) for t in tensors_in([o]) if isinstance(t, Tensor)] for o in (output, plain))
+        if ours != theirs:
+            raise ValueError(
+                f"`{self._ps_state().path}` ({type(self).__name__}) returned tensors of shape {ours} instead of {theirs}: an input "
+                f"that all {size} samples share was given a batch dim, and did not broadcast as without one. Give it one in the "
+                f"model, as in ids.unsqueeze(0)."
+            )
+        return output
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and `grad_sample` of every parameter below becomes None."""
@@ -96,15 +105,20 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: "PSLayer", *args: Any, **kwargs: Any) -> Any:
         if self._ps_call is not None:  # a subclass that calls super().forward: one call, one set of rows
             return ps_forward(self, *args, **kwargs)
+        if local.tracker is not None:
+            return self._ps_seen(ps_forward, args, kwargs)
         if self.replaces is not None and not self._ps_needed():
             return self.replaces.forward(self, *args, **kwargs)
         if local.batch is not None:
             return self._ps_run(ps_forward, args, kwargs)
-        with self._ps_outermost(args, kwargs):
-            return self._ps_run(ps_forward, args, kwargs)
+        return self._ps_outermost(functools.partial(_run, ps_forward), args, kwargs)
 
     forward._ps_guarded = True  # type: ignore[attr-defined]
     return forward
+
+
+def _run(ps_forward: Callable[..., Any], self: "PSLayer", *args: Any, **kwargs: Any) -> Any:
+    return self._ps_run(ps_forward, args, kwargs)
 
 
 class Call:
@@ -198,6 +212,7 @@ class PSLayer(Converted):
                 f"`{self._ps_state().path}` ({type(self).__name__}) was called without a tensor, so its batch size is unknown: "
                 f"call it inside `with ps.batch_size(n):`."
             )
+        batch.calls[id(self)] = batch.calls.get(id(self), -1) + 1
         args, kwargs, rows, undo = self.arrange(args, kwargs, batch.size)
         call = Call(rows, batch.scale)
         if not self._ps_fused and batch.scale.total != 1:
@@ -226,57 +241,90 @@ class PSLayer(Converted):
                 whole = whole and not recorder.unexpanded
         return whole
 
+    def _ps_seen(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call while the batch is tracked: note the input, and compute as the original does."""
+        x = next((t for t in tensors_in([args, kwargs]) if isinstance(t, Tensor)), None)
+        if x is not None:
+            local.tracker.see(self, x)
+        if self.replaces is not None:
+            return self.replaces.forward(self, *args, **kwargs)
+        self.__dict__["_ps_call"] = Call(len(x) if x is not None and x.ndim else 1, Scale())
+        try:
+            return ps_forward(self, *args, **kwargs)
+        finally:
+            del self.__dict__["_ps_call"]
+
     def arrange(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
     ) -> tuple[tuple[Any, ...], dict[str, Any], int, Callable[[Tensor], Tensor] | None]:
-        """Bring the first tensor input to N = k * size rows in dim 0; returns what to do with the output to undo it.
+        """Bring the first tensor input to N = k * size rows in dim 0; also returns N, and what brings an output back.
 
         Raises:
-            ValueError: the leading size is no multiple of the batch size, or rows and samples cannot be told apart.
+            ValueError: the rows cannot be attributed to the samples.
         """
-        args, kwargs = tuple(args), dict(kwargs)
-        where: tuple[Any, Any] | None = next(
-            ((i, a) for i, a in enumerate(args) if isinstance(a, Tensor)),
-            next(((k, a) for k, a in kwargs.items() if isinstance(a, Tensor)), None),
+        key, x = next(
+            ((k, v) for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, Tensor)),
+            (None, None),
         )
-        if where is None:
+        if x is None:
             return args, kwargs, size, None
-        key, x = where
         x, undo = self.to_rows(x, size)
         if isinstance(key, int):
             args = (*args[:key], x, *args[key + 1 :])
         else:
-            kwargs[key] = x
-        return args, kwargs, len(x) if x.ndim else size, undo
+            kwargs = {**kwargs, str(key): x}
+        return args, kwargs, x.shape[0], undo
 
     def to_rows(self, x: Tensor, size: int) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-        """`x` with N = k * size rows in dim 0, by the rules of the batch dim, and how to bring an output back."""
-        settings, dims = self._ps_state().settings, self.event_dims
-        if x.ndim == (dims or 0):  # no batch dim: shared by all samples
+        """`x` with N = k * size rows in dim 0, and how to bring an output back to the form of the input."""
+        kind, dim = layout = self.layout(x, size)
+        if layout == SHARED:
+            return x.expand(size, *x.shape[1:]), None
+        if layout == TABLE:
             return x.expand(size, *x.shape), (_squeeze if size == 1 else None)
-        if not settings.batch_first and dims is not None and x.ndim >= dims + 2:
-            x, undo = self.to_rows_first(x.transpose(0, 1), size), _swap
-            return x, undo
-        if not settings.batch_first and x.shape[0] not in (1, size):
-            raise ValueError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} in a model with "
-                f"batch_first=False and {size} samples: expected {size} rows, since rows of several time steps are time-major "
-                f"there and cannot be told from batch-major ones. Keep time and batch as two dims, or convert a batch-first model."
-            )
-        return self.to_rows_first(x, size), None
+        if kind == "dim" and dim:
+            return x.movedim(dim, 0), lambda y: y.movedim(0, dim)
+        if layout == TIME_MAJOR:
+            return _swap_rows(x, size), lambda y: _swap_rows(y, y.shape[0] // size)
+        return x, None
 
-    def to_rows_first(self, x: Tensor, size: int) -> Tensor:
-        n = x.shape[0]
-        if n == 1 and size != 1:
-            return x.expand(size, *x.shape[1:])
-        if n != size and (size == 0 or n == 0 or n % size):
+    def layout(self, x: Tensor, size: int) -> Layout:
+        """How `x` holds the samples: by its shape where that is enough, else tracked."""
+        free = 1 if self.event_dims is None else x.ndim - self.event_dims  # dims that could be the batch's
+        if free <= 0 or x.ndim == 0:
+            return TABLE
+        n, batch, state = x.shape[0], local.batch, self._ps_state()
+        assert batch is not None
+        if size <= 1:
+            return BATCH_MAJOR if size or not n else SHARED if n == 1 else TABLE
+        first = 0 if state.settings.batch_first or free < 2 else 1
+        among_events = x.ndim == free and free == 1 and not x.is_floating_point()  # ids of samples, or of positions?
+        others = sum(x.shape[d] == size for d in range(free) if d != first)
+        if x.shape[first] == size and not others and not among_events:
+            return "dim", first
+        known = state.layouts.get((batch.calls[id(self)], x.ndim))
+        if known is not None and _fits(known, x, size):
+            return self._attributable(known, x, free, size)
+        if batch.trackable:
+            raise Ambiguous
+        if x.shape[first] == size:
+            return "dim", first
+        if n == 1:
+            return SHARED
+        if known is None and n % size == 0 and state.settings.batch_first and not state.layouts:
+            return BATCH_MAJOR
+        return self._attributable(MIXED, x, free, size)
+
+    def _attributable(self, layout: Layout, x: Tensor, free: int, size: int) -> Layout:
+        if layout == MIXED or (layout[0] == "dim" and layout[1] >= free):
             raise ValueError(
                 f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} in a batch of {size} "
-                f"samples: expected {size} rows, a multiple of it (k rows a sample, batch-major) or 1 (shared by all). If the "
-                f"batch is not in dim 0 of the model's first input, say so with convert_model(..., batch_first=False) or "
-                f"`with ps.batch_size(n):`."
+                f"samples, whose rows cannot be attributed to samples: expected {size} rows, a multiple of it (k rows a sample) or "
+                f"1 (shared by all). If the batch is not in dim 0 of the model's first input, say so with "
+                f"convert_model(..., batch_first=False) or `with ps.batch_size(n):`; if shapes are ambiguous, give an example "
+                f"batch, convert_model(..., example=x); else write a layer for this module (ps.PSLayer)."
             )
-        return x
+        return layout
 
     # ------------------------------------------------------------------ the weights
     def expansion(self, name: str) -> Expansion | Tensor | None:
@@ -320,8 +368,30 @@ def _squeeze(t: Tensor) -> Tensor:
     return t.squeeze(0)
 
 
-def _swap(t: Tensor) -> Tensor:
-    return t.transpose(0, 1)
+def _swap_rows(t: Tensor, outer: int) -> Tensor:
+    """Rows (k * outer, ...), time-major, as batch-major ones, or the other way round."""
+    return t.reshape(t.shape[0] // outer, outer, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
+
+
+def _fits(layout: Layout, x: Tensor, size: int) -> bool:
+    """Whether what was learned from another batch can be true of this input."""
+    kind, dim = layout
+    if kind == "dim":
+        return x.ndim > dim and x.shape[dim] == size
+    if layout == SHARED:
+        return x.shape[0] == 1
+    return layout in (TABLE, MIXED) or x.shape[0] % size == 0
+
+
+def _random_state() -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def _set_random_state(state: list[Tensor] | None) -> None:
+    if state is not None:
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state_all(state[1:])
 
 
 class _ScaleGrad(torch.autograd.Function):

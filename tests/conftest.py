@@ -1,0 +1,15 @@
+"""Settings of all tests, and the cases of the layers' suite."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.cls is not None and "case" in metafunc.fixturenames:
+        cases = metafunc.cls.cases
+        metafunc.parametrize("case", cases, ids=[case.name for case in cases])
