@@ -5,32 +5,46 @@ from .check import Check, check_layer, check_model
 from .convert import ConversionError, Report, convert_model, report, restore_model
 from .expand import batch_size
 from .gradients import accumulating, clear_grad_samples, expand_params, per_sample_grads, recording
-from .layers import PSEmbedding, PSGroupNorm, PSLayer, PSLayerNorm, PSLinear
+from .layers import (
+    PSConv1d,
+    PSConv2d,
+    PSConv3d,
+    PSEmbedding,
+    PSGroupNorm,
+    PSLayer,
+    PSLayerNorm,
+    PSLinear,
+    PSLSTM,
+)
 
 __all__ = [
-    # converting
-    "ConversionError",
-    "Report",
+    # converting a model, and back
     "convert_model",
-    "report",
     "restore_model",
-    # reading
+    "report",
+    "Report",
+    "ConversionError",
+    # reading per-sample gradients
+    "per_sample_grads",
+    "expand_params",
+    "recording",
     "accumulating",
     "batch_size",
     "clear_grad_samples",
-    "expand_params",
-    "per_sample_grads",
-    "recording",
-    # checking
-    "Check",
-    "check_layer",
+    # checking them
     "check_model",
+    "check_layer",
+    "Check",
     # layers
-    "PSEmbedding",
-    "PSGroupNorm",
     "PSLayer",
-    "PSLayerNorm",
     "PSLinear",
+    "PSConv1d",
+    "PSConv2d",
+    "PSConv3d",
+    "PSEmbedding",
+    "PSLayerNorm",
+    "PSGroupNorm",
+    "PSLSTM",
     # ops
     "functional",
 ]

@@ -1,7 +1,7 @@
 """check_layer and check_model: prove on given inputs that every per-sample gradient is right, or name what is not."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,38 +81,36 @@ def check_model(
 
     Example:
         >>> import torch, pslayers as ps
-        >>> class TimeMajor(torch.nn.Module):          # flattens (B, T, D) to rows that are not batch-major
+        >>> class Centred(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
-        ...         self.fc = torch.nn.Linear(2, 2, bias=False)
+        ...         self.fc = torch.nn.Linear(2, 2)
         ...     def forward(self, x):
-        ...         B, T, D = x.shape
-        ...         return self.fc(x.transpose(0, 1).reshape(T * B, D)).reshape(T, B, D).transpose(0, 1)
-        >>> bool(ps.check_model(TimeMajor(), torch.randn(3, 4, 2)))
+        ...         return torch.tanh(self.fc(x)) - torch.tanh(self.fc(x)).mean(0)       # mixes samples
+        >>> bool(ps.check_model(Centred(), torch.randn(3, 2)))
         False
     """
-    model = copy.deepcopy(model)
-    if not any(isinstance(m, Converted) for m in model.modules()):
-        convert_model(model)
-    elif not isinstance(model, Converted):
+    twin = copy.deepcopy(model)
+    if not any(isinstance(m, Converted) for m in twin.modules()):
+        convert_model(twin)
+    if not isinstance(twin, Converted):
         raise ValueError(f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model.")
     if dtype is not None:
-        model, (inputs, keywords) = model.to(dtype), _to(dtype, (inputs, keywords))
+        twin.to(dtype)
+        inputs, keywords = _to(dtype, (inputs, keywords))
         floating = dtype
     else:
-        floating = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    size = model._ps_batch_size(inputs, keywords)
+        floating = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.float32)
+    size = twin._ps_batch_size(inputs, keywords)
     if size is None:
         raise ValueError("check_model was given no tensor, so the batch size is unknown.")
-    return _Checker(model, inputs, keywords, loss_fn or _Projection(model, size, seed), seed, size).run(
+    return _Checker(twin, inputs, keywords, loss_fn or _Projection(twin, size, seed), seed, size).run(
         tolerance if tolerance is not None else torch.finfo(floating).eps ** 0.5 / (30 if floating == torch.float64 else 1)
     )
 
 
 class _Checker:
-    def __init__(
-        self, model: Any, inputs: tuple[Any, ...], keywords: dict[str, Any], loss_fn: Any, seed: int, size: int
-    ) -> None:
+    def __init__(self, model: Any, inputs: tuple[Any, ...], keywords: dict[str, Any], loss_fn: Any, seed: int, size: int) -> None:
         self.model, self.inputs, self.keywords = model, inputs, keywords
         self.loss_fn, self.seed, self.size = loss_fn, seed, size
         self.params = dict(converted_parameters(model))
@@ -157,7 +155,7 @@ class _Checker:
                 self.alone(check, i, self.rows(loss), tolerance)
         return check
 
-    def compare(self, check: Check, name: str, rows: Tensor | None, true: list[Tensor | None], tolerance: float) -> None:
+    def compare(self, check: Check, name: str, rows: Tensor | None, true: Sequence[Tensor | None], tolerance: float) -> None:
         if rows is None:
             if any(g is not None for g in true):
                 check.problems.append(f"`{name}` has a gradient but no per-sample gradient: nothing expanded it")
@@ -169,7 +167,7 @@ class _Checker:
         errors = (rows - expected).flatten(1).abs().amax(1) if expected[0].numel() else expected.new_zeros(self.size)
         worst = int(errors.nan_to_num(torch.inf).argmax())
         largest = expected.abs().max().item() if expected.numel() else 0.0
-        if not errors[worst].item() <= tolerance * max(largest, torch.finfo(expected.dtype).tiny**0.5):
+        if not errors[worst].item() <= tolerance * max(largest, torch.finfo(expected.dtype).tiny ** 0.5):
             ratio = errors[worst].item() / largest if largest else float("inf")
             check.problems.append(
                 f"`{name}`: row {worst} is off by {errors[worst].item():.1e}, {ratio:.1e} of the largest true value"

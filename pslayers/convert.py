@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from .expand import Settings, forget
+from .expand import Settings, clear, forget
 from .layers.base import REGISTRY, Converted, PSLayer, State, local
 
 M = TypeVar("M", bound=nn.Module)
@@ -43,9 +43,13 @@ def _rebuild(original: type[nn.Module], make: Any, args: tuple[Any, ...]) -> Any
     return make(container_class(original), *args)
 
 
-@functools.cache
-def container_class(original: type[nn.Module]) -> type[nn.Module]:
+_CONTAINERS: dict[type[nn.Module], type[PSContainer]] = {}
+
+
+def container_class(original: Any) -> type[PSContainer]:
     """`original` with a forward that knows the batch; same name, an `isinstance` of the original."""
+    if original in _CONTAINERS:
+        return _CONTAINERS[original]
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,8 +58,9 @@ def container_class(original: type[nn.Module]) -> type[nn.Module]:
         return self._ps_outermost(original.forward, args, kwargs)
 
     names = {"forward": forward, "_ps_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
-    cls = type(original)(original.__name__, (PSContainer, original), names)
+    cls: type[PSContainer] = type(original)(original.__name__, (PSContainer, original), names)
     cls.__qualname__ = original.__qualname__
+    _CONTAINERS[original] = cls
     return cls
 
 
@@ -82,6 +87,7 @@ class Row:
 
     @property
     def trainable(self) -> list[nn.Parameter]:
+        """The module's own parameters that require grad."""
         return [p for p in self.module.parameters(recurse=False) if p.requires_grad]
 
     @property
@@ -196,9 +202,10 @@ def convert_model(
             for param in row.trainable:
                 param.requires_grad_(False)
         if row.target is not None:
+            assert isinstance(row.module, Converted)
             row.module._ps = State(settings, row.path or type(model).__name__, row.module)
     for param in model.parameters():
-        param.grad_sample = None  # type: ignore[attr-defined]
+        clear(param)
     _clear_with_optimizers()
     if example is not None:
         try:
@@ -238,7 +245,7 @@ def _clear_with_optimizers() -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if "_ps_recorder" in param.__dict__:
-                    param.grad_sample = None
+                    clear(param)
 
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
@@ -251,11 +258,9 @@ def restore_model(model: M) -> M:
     for module in model.modules():
         if isinstance(module, Converted):
             original = _original(type(module))
+            module.__dict__.pop("_ps", None)
             if original is not type(module):
-                module.__class__ = original
-                module.__dict__.pop("_ps", None)
-            else:  # on its own again
-                module._ps = None
+                module.__class__ = original  # type: ignore[assignment]
     for param in model.parameters():
         forget(param)
     return model
@@ -351,7 +356,9 @@ def _refusal(module: nn.Module) -> str | None:
     """Why this module cannot be part of a converted model at all, and the way out."""
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by TorchScript, so its layers cannot be replaced: convert the model before scripting it"
-    if any(isinstance(t, UninitializedTensorMixin) for t in (*module.parameters(False), *module.buffers(False))):
+    if any(
+        isinstance(t, (UninitializedParameter, UninitializedBuffer)) for t in (*module.parameters(False), *module.buffers(False))
+    ):
         return "is lazy and has not seen an input yet: run one batch through the model first"
     if "forward" in module.__dict__ and any(True for _ in module.parameters()):
         return "has a forward of its own set on the instance, which would bypass the replacement: move it into the class"

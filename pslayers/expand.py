@@ -28,16 +28,24 @@ class Settings:
     recording: bool = True
     accumulation: str = "replace"
     pass_id: int = field(default=-1, compare=False)
+    sizes: set[int] = field(default_factory=set, compare=False, repr=False)  # of the calls that wait for their backward pass
+    waiting: bool = field(default=False, compare=False, repr=False)
     recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:  # a copy agrees on the same things, and has recorded nothing yet
-        return {**self.__dict__, "pass_id": -1, "recorded": {}}
+        return {**self.__dict__, "pass_id": -1, "recorded": {}, "sizes": set(), "waiting": False}
+
+    def called(self, size: int) -> None:
+        """Note the batch size of an outermost call: a checkpoint recomputes parts of it during the backward pass."""
+        if not self.waiting:
+            self.sizes, self.waiting = set(), True
+        self.sizes.add(size)
 
     def begin_pass(self, pass_id: int) -> None:
         """At the first row of a backward pass, forget what the earlier one left (a pass may not reach every parameter)."""
         if pass_id == self.pass_id:
             return
-        self.pass_id = pass_id
+        self.pass_id, self.waiting = pass_id, False
         if self.accumulation == "replace":
             self.clear()
 
@@ -45,7 +53,7 @@ class Settings:
         """Set `grad_sample` of every parameter that holds one to None."""
         for ref in self.recorded.values():
             if (param := ref()) is not None:
-                param.grad_sample = None  # type: ignore[attr-defined]
+                clear(param)
         self.recorded = {}
 
 
@@ -63,10 +71,12 @@ class Scale:
 
     @property
     def rows(self) -> float:
+        """The factor that the gradient of rows is still owed."""
         return self.total / self.inside
 
     @property
     def weight(self) -> float:
+        """The factor that undoes, on the summed gradient, what was put on inside."""
         return 1 / self.inside
 
 
@@ -122,6 +132,37 @@ def batch_size(size: int) -> Iterator[None]:
 UNSCALED = Scale()
 
 
+class _Cross(torch.autograd.Function):
+    """A value on its way into a call or out of it, times a factor; gradients inside the call carry ``scale.inside``.
+
+    What goes in with factor f comes back, as a gradient, out with f / inside; what goes out with f comes back in with f * inside.
+    The way back is itself such a crossing, which makes it right for gradients of gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Scale, into: bool, factor: float) -> Tensor:
+        ctx.scale, ctx.into, ctx.factor = scale, into, factor
+        return x.view_as(x) if factor == 1 else x * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        inside: float = ctx.scale.inside
+        back = ctx.factor / inside if ctx.into else ctx.factor * inside
+        return cross(grads[0], ctx.scale, not ctx.into, back), None, None, None
+
+
+def cross(x: Tensor, scale: Scale, into: bool, factor: float = 1.0) -> Tensor:
+    """`x` times `factor`, into a call with this scale or out of it."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Cross.apply(x, scale, into, factor)
+    return x if factor == 1 else x * factor
+
+
+def current_batch() -> Batch | None:
+    """The batch of the outermost call that is running in this thread, or None outside of one."""
+    return local.batch
+
+
 class Expansion:
     """One weight behind B per-sample weights.
 
@@ -133,9 +174,7 @@ class Expansion:
 
     __slots__ = ("recorder", "rows", "scale", "weight")
 
-    def __init__(
-        self, weight: Tensor, rows: Tensor | None, scale: Scale = UNSCALED, recorder: "Recorder | None" = None
-    ) -> None:
+    def __init__(self, weight: Tensor, rows: Tensor | None, scale: Scale = UNSCALED, recorder: "Recorder | None" = None) -> None:
         self.weight, self.rows, self.scale, self.recorder = weight, rows, scale, recorder
 
     def rebind(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
@@ -159,6 +198,14 @@ class Expansion:
             return self.recorder.buffer(self.rows)
         return torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
 
+    def out(self, weight_grad: Tensor | None, rows_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of (weight, rows) as they leave the call, from those that autograd sees inside it."""
+        if weight_grad is not None:
+            weight_grad = self.send(cross(weight_grad, self.scale, False, self.scale.weight))
+        if rows_grad is not None:
+            rows_grad = cross(rows_grad, self.scale, False, self.scale.rows)
+        return weight_grad, rows_grad
+
     def send(self, grad: Tensor) -> Tensor:
         """Pass the summed gradient on to the parameter, noting it for the check that nothing else reaches it."""
         if self.recorder is not None:
@@ -176,15 +223,11 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), shape, scale = grads, ctx.rows_shape, ctx.expansion.scale
+        (grad,), shape = grads, ctx.rows_shape
         need_weight, need_rows, *_ = wanted(ctx)
         if len(grad) != shape[0]:  # k rows a sample
             grad = grad.reshape(shape[0], -1, *shape[1:]).sum(1)
-        total = None
-        if need_weight:
-            total = grad.sum(0)
-            total = ctx.expansion.send(total if scale.weight == 1 else total * scale.weight)
-        return total, (grad if scale.rows == 1 else grad * scale.rows) if need_rows else None, None, None
+        return *ctx.expansion.out(grad.sum(0) if need_weight else None, grad if need_rows else None), None, None
 
 
 class Recorder:
@@ -231,12 +274,14 @@ class Recorder:
         return leaf
 
     def current_pass(self) -> int:
+        """The id of the backward pass that is running."""
         return self.outer_pass if self.outer_pass != -1 else torch._C._current_graph_task_id()
 
     def buffer(self, rows: Tensor) -> Tensor:
+        """Memory for the gradient of `rows`: the last one's again, unless somebody holds it."""
         param = self.param()
         if param is not None and self.storage is not None and self._may_reuse(param, self.storage, rows):
-            return torch.empty(0, dtype=rows.dtype, device=rows.device).set_(self.storage, 0, rows.shape)
+            return rows.new_empty(0).set_(self.storage, 0, rows.shape)  # type: ignore[call-overload]
         return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
 
     def _may_reuse(self, param: Tensor, storage: torch.UntypedStorage, rows: Tensor) -> bool:
@@ -244,7 +289,7 @@ class Recorder:
             return False
         if storage.nbytes() != rows.numel() * rows.element_size() or storage.device != rows.device:
             return False
-        param.grad_sample = None  # type: ignore[attr-defined]  # about to be replaced: let it go, then see who else holds it
+        clear(param)  # about to be replaced: let it go, then see who else holds it
         return torch._C._storage_Use_Count(storage._cdata) == 1
 
     def note(self, grad: Tensor) -> None:
@@ -272,8 +317,8 @@ class Recorder:
         if not whole and grad.numel():
             raise RuntimeError(
                 f"`{self.name}` received a gradient that did not come through its layer (it is also used on its own, as "
-                f"in F.linear(x, layer.weight) or in a penalty on the weights), so its per-sample rows would lack a part: in a layer "
-                f"of your own write self.expand(name); compute a penalty on weights in a backward pass of its own, without "
+                f"in F.linear(x, layer.weight) or in a penalty on the weights), so its per-sample rows would lack a part: in a "
+                f"layer of your own write self.expand(name); compute a penalty on weights in a backward pass of its own, without "
                 f"recording: ps.recording(model, False)."
             )
 
@@ -334,6 +379,11 @@ def recorder_of(param: Tensor, name: str, settings: Settings) -> Recorder:
     elif recorder.settings is not settings:
         recorder.name, recorder.settings = name, settings
     return recorder
+
+
+def clear(param: Tensor) -> None:
+    """The parameter has no per-sample gradient, like a `.grad` of None."""
+    param.grad_sample = None  # type: ignore[attr-defined]
 
 
 def forget(param: Tensor) -> None:
@@ -398,8 +448,5 @@ def composite_backward(
     into = [t for t in inputs if t is not None and t.requires_grad]
     if not pairs or not into:
         return [None for _ in inputs]
-    found = iter(
-        torch.autograd.grad([o for o, _ in pairs], into, [g for _, g in pairs], create_graph=True, allow_unused=True)
-    )
+    found = iter(torch.autograd.grad([o for o, _ in pairs], into, [g for _, g in pairs], create_graph=True, allow_unused=True))
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
-

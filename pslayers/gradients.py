@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .convert import ConversionError, arguments, convert_model, converted_parameters, restore_model, settings_of
-from .expand import Settings
+from .expand import Settings, clear
 from .layers.base import Converted
 from .trees import map_tensors, tensors_in
 
@@ -76,7 +76,7 @@ def clear_grad_samples(model: nn.Module) -> None:
     """Set every `grad_sample` to None and let go of the memory kept for the next ones; `.grad` stays."""
     for param in model.parameters():
         if "grad_sample" in param.__dict__:
-            param.grad_sample = None  # type: ignore[attr-defined]
+            clear(param)
         if (recorder := param.__dict__.get("_ps_recorder")) is not None:
             recorder.storage = recorder.leaf = None
 
@@ -199,19 +199,20 @@ def _one_pass(
             raise ValueError(
                 f"loss_fn returned a tensor of shape {tuple(loss.shape)}: expected one loss, or the losses of {size} samples."
             )
-    leaves = [getattr(p.__dict__.get("_ps_recorder"), "leaf", None) for _, p in params]
-    reached = [i for i, leaf in enumerate(leaves) if leaf is not None and leaf.shape[0] == size]
+    leaves: dict[str, Tensor] = {}
+    for name, p in params:
+        leaf = getattr(p.__dict__.get("_ps_recorder"), "leaf", None)
+        if leaf is not None and leaf.shape[0] == size:
+            leaves[name] = leaf
     # the parameters go along: only so does their hook see a gradient that came past the layers
-    wanted = [leaves[i] for i in reached] + [p for _, p in params]
+    wanted = [*leaves.values(), *(p for _, p in params)]
     grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
-    found = dict(zip(reached, grads, strict=False))
-    for i, ((name, p), total) in enumerate(zip(params, grads[len(reached) :], strict=True)):
-        if total is not None and found.get(i) is None:
+    settings.waiting = False
+    found = dict(zip(leaves, grads, strict=False))
+    for (name, _), total in zip(params, grads[len(leaves) :], strict=True):
+        if total is not None and found.get(name) is None:
             raise ValueError(f"`{name}` has a gradient, but none per sample: its module is not converted (see ps.report(model)).")
-    return {
-        name: rows if (rows := found.get(i)) is not None else p.new_zeros(()).expand(size, *p.shape)
-        for i, (name, p) in enumerate(params)
-    }
+    return {name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(size, *p.shape) for name, p in params}
 
 
 def _narrow(value: Any, dim: int, size: int, start: int, stop: int) -> Any:

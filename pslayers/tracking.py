@@ -36,6 +36,7 @@ class Tracker:
         self.calls: dict[int, int] = {}
 
     def see(self, module: nn.Module, x: Tensor) -> None:
+        """Note the input of a call of `module`."""
         call = self.calls[id(module)] = self.calls.get(id(module), -1) + 1
         self.seen[id(module), call, x.ndim] = x.detach().clone()
 
@@ -63,9 +64,9 @@ def track(
         for key, x in plain.items():
             where = _differs(x, changed.get(key))
             # nothing reaches it, so it is the same for all; floating rows as many as the samples' may just be dead features
-            if key not in layouts and where is not None and not where.any():
-                if not (x.is_floating_point() and len(x) > 1 and len(x) % batch.size == 0):
-                    layouts[key] = SHARED if len(x) == 1 else TABLE
+            dead = x.is_floating_point() and len(x) > 1 and len(x) % batch.size == 0
+            if key not in layouts and where is not None and not where.any() and not dead:
+                layouts[key] = SHARED if len(x) == 1 else TABLE
     return layouts, output
 
 

@@ -142,8 +142,8 @@ def test_rows_picked_by_data_are_refused(sent: int) -> None:
     x.view(12, 4)[torch.randperm(12)[:sent], 0] = 1
     if sent in (4, 8):  # as many rows as samples: only tracking can tell
         x[..., 0] = -1
-        x.view(12, 4)[: sent, 0] = 1
-    with pytest.raises(ValueError, match="cannot be attributed to samples.*batch_first.*example"):
+        x.view(12, 4)[:sent, 0] = 1
+    with pytest.raises(ValueError, match=r"cannot be attributed to samples.*batch_first.*example"):
         ours(x)
 
 

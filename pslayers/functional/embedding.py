@@ -52,9 +52,7 @@ def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, rows: Tensor | None, w: Expansion, padding_idx: int | None
-    ) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, rows: Tensor | None, w: Expansion, padding_idx: int | None) -> Tensor:
         ctx.save_for_backward(ids, weight, rows)
         ctx.w, ctx.padding_idx = w, padding_idx
         return owned(F.embedding(ids, weight, padding_idx))
@@ -66,21 +64,16 @@ class _Embedding(torch.autograd.Function):
         gy = gy.to(weight.dtype)
         g_weight = g_rows = None
         if need_rows:
-            size, (entries, width) = len(rows), weight.shape
-            scaled = gy if w.scale.rows == 1 else gy * w.scale.rows
+            size, (entries, width), again = len(rows), weight.shape, torch.is_grad_enabled()
+            values = gy if again or w.scale.rows == 1 else gy * w.scale.rows
             if padding_idx is not None:
-                scaled = scaled.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
-            index, flat = _flat(ids, size, entries).reshape(-1), scaled.reshape(ids.numel(), width)
-            if torch.is_grad_enabled():
-                g_rows = torch.zeros_like(rows, memory_format=torch.contiguous_format).reshape(size * entries, width)
-                g_rows = g_rows.index_add(0, index, flat).reshape(rows.shape)
-            else:
-                g_rows = w.buffer().zero_()
-                g_rows.view(size * entries, width).index_add_(0, index, flat)
+                values = values.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
+            index, values = _flat(ids, size, entries).reshape(-1), values.reshape(ids.numel(), width)
+            table = values.new_zeros(rows.shape) if again else w.buffer().zero_()
+            g_rows = table.view(size * entries, width).index_add_(0, index, values).view(rows.shape)
         if need_weight:
             padding = -1 if padding_idx is None else padding_idx
             g_weight = torch.ops.aten.embedding_dense_backward(gy, ids, weight.shape[0], padding, False)
-            g_weight = w.send(g_weight if w.scale.weight == 1 else g_weight * w.scale.weight)
-        return None, g_weight, g_rows, None, None
-
-
+        if torch.is_grad_enabled():
+            return None, *w.out(g_weight, g_rows), None, None
+        return None, w.out(g_weight, None)[0], g_rows, None, None

@@ -83,38 +83,41 @@ class _Linear(torch.autograd.Function):
             g_weight, g_rows = _weight_grads(into, outof, rows, w, need_weight, need_rows)
         if need_bias:
             g_bias = gy.reshape(-1, gy.shape[-1]).sum(0).to(b.weight.dtype)
-            g_bias = b.send(g_bias if b.scale.weight == 1 else g_bias * b.scale.weight)
         if need_bias_rows:
-            g_bias_rows = by_sample(gy, len(b.rows), gy.shape[-1]).sum(1) * b.scale.rows
-            g_bias_rows = g_bias_rows.to(b.rows.dtype)
+            g_bias_rows = by_sample(gy, len(b.rows), gy.shape[-1]).sum(1).to(b.rows.dtype)
+        if b is not None:
+            g_bias, g_bias_rows = b.out(g_bias, g_bias_rows)
         return gx, g_weight, g_rows, g_bias, g_bias_rows, None, None, None
 
 
 def _weight_grads(
     x: Tensor, gy: Tensor, rows: Tensor | None, w: Expansion, need_weight: bool, need_rows: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of (weight, rows): ``gy.T @ x`` over all rows, and over each sample's k rows."""
+    """The gradients of (weight, rows): ``gy.T @ x`` over all rows, and over each sample's t rows."""
     x, gy = x.to(w.weight.dtype), gy.to(w.weight.dtype)
+    if torch.is_grad_enabled():
+        g_rows = None if rows is None else _by_sample_product(gy, x, len(rows))
+        return w.out(_product(gy, x) if need_weight else None, g_rows if need_rows else None)
     g_weight = g_rows = None
-    per_sample_rows = 1
     if need_rows:
         assert rows is not None
-        size = len(rows)
-        x3 = by_sample(x, size, x.shape[-1])  # (B, t, I)
-        g3 = by_sample(gy if w.scale.rows == 1 else gy * w.scale.rows, size, gy.shape[-1])  # (B, t, O)
-        per_sample_rows = x3.shape[1]
-        if torch.is_grad_enabled():
-            g_rows = g3.transpose(1, 2) @ x3
-        elif per_sample_rows == 1:
-            g_rows = torch.mul(g3.transpose(1, 2), x3, out=w.buffer())
-        else:
-            g_rows = torch.bmm(g3.transpose(1, 2), x3, out=w.buffer())
+        g_rows = _by_sample_product(gy if w.scale.rows == 1 else gy * w.scale.rows, x, len(rows), w.buffer())
     if need_weight:
-        if g_rows is not None and per_sample_rows > SUM_FROM_ROWS and len(g_rows):
+        if g_rows is not None and 0 < len(g_rows) * SUM_FROM_ROWS < x.shape[:-1].numel():
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
         else:
-            g_weight = gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-            if w.scale.weight != 1:
-                g_weight = g_weight * w.scale.weight
-        g_weight = w.send(g_weight)
+            g_weight = _product(gy, x)
+            g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
+        w.send(g_weight)
     return g_weight, g_rows
+
+
+def _product(gy: Tensor, x: Tensor) -> Tensor:
+    return gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])  # (O, I)
+
+
+def _by_sample_product(gy: Tensor, x: Tensor, size: int, out: Tensor | None = None) -> Tensor:
+    left, right = by_sample(gy, size, gy.shape[-1]).transpose(1, 2), by_sample(x, size, x.shape[-1])  # (B, O, t), (B, t, I)
+    if right.shape[1] == 1:  # an outer product: written, not summed
+        return torch.mul(left, right) if out is None else torch.mul(left, right, out=out)
+    return torch.bmm(left, right) if out is None else torch.bmm(left, right, out=out)

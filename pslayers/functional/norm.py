@@ -15,9 +15,7 @@ from .common import check_rows, owned
 Weight = Tensor | Expansion | None
 
 
-def layer_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Weight = None, bias: Weight = None, eps: float = 1e-5
-) -> Tensor:
+def layer_norm(x: Tensor, normalized_shape: Sequence[int], weight: Weight = None, bias: Weight = None, eps: float = 1e-5) -> Tensor:
     """``y[n] = (x[n] - mean) / sqrt(var + eps) * weight[n] + bias[n]``, over the last dims, of shape S = ``normalized_shape``.
 
     Shapes: x (N, ..., *S) with N = k * B rows, k a sample; weight and bias (B, *S), or (*S) for all samples; result as x.
@@ -161,8 +159,7 @@ def _sums(each: Tensor, e: Expansion, need_weight: bool, need_rows: bool) -> tup
     """The gradients of (weight, rows) from the gradient of each of the N rows, (N, *S)."""
     total = rows = None
     if need_weight:
-        total = each.sum(0).to(e.weight.dtype)
-        total = e.send(total if e.scale.weight == 1 else total * e.scale.weight)
+        total, _ = e.out(each.sum(0).to(e.weight.dtype), None)
     if need_rows:
         assert e.rows is not None
         rows = e.buffer()

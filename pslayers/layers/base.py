@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..expand import Batch, Expansion, Scale, Settings, local, recorder_of
+from ..expand import Batch, Expansion, Scale, Settings, clear, cross, local, recorder_of
 from ..tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Ambiguous, Layout, track
 from ..trees import map_tensors, tensors_in
 
@@ -25,22 +25,29 @@ class State:
         self.layouts: dict[tuple[int, int], Layout] = {}  # tracked: (number of the call, dims of its input): layout
 
 
-class Converted:
+# mixed in before a module's class: a module to its users, and to the type checker
+if TYPE_CHECKING:
+    _Mixin = nn.Module
+else:
+    _Mixin = object
+
+
+class Converted(_Mixin):
     """What every module of a converted model shares: settings, the batch of the outermost call, clearing."""
 
     _ps: State | None = None
 
     def _ps_state(self) -> State:
         if self._ps is None:
-            self._ps = State(Settings(), type(self).__name__, self)  # type: ignore[arg-type]
+            self._ps = State(Settings(), type(self).__name__, self)
         return self._ps
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
-        super().__setstate__(state)  # type: ignore[misc]
+        super().__setstate__(state)
         for param in self.__dict__["_parameters"].values():
             if param is not None:
                 param.__dict__.pop("_ps_recorder", None)
-                param.grad_sample = None
+                clear(param)
 
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no tensor."""
@@ -54,10 +61,14 @@ class Converted:
 
     def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an outermost call, its batch size known to every layer below."""
-        size = local.explicit if local.explicit is not None else self._ps_batch_size(args, kwargs)
-        if size is None:
-            return run(self, *args, **kwargs)
         settings, trackable = self._ps_state().settings, not isinstance(self, PSLayer)
+        if torch._C._current_graph_task_id() != -1 and settings.sizes:  # a checkpoint recomputes a part of an earlier call
+            size, trackable = self._ps_recomputed_size(settings), False
+        else:
+            size = local.explicit if local.explicit is not None else self._ps_batch_size(args, kwargs)
+            if size is None:
+                return run(self, *args, **kwargs)
+            settings.called(size)
         random = _random_state() if trackable and size > 1 else None
         local.batch = Batch(size, settings, trackable)
         try:
@@ -69,11 +80,19 @@ class Converted:
         _set_random_state(random)
         return self._ps_learn(run, args, kwargs, size)
 
+    def _ps_recomputed_size(self, settings: Settings) -> int:
+        if len(settings.sizes) > 1:
+            raise RuntimeError(
+                f"`{self._ps_state().path}` ({type(self).__name__}) is recomputed in the backward pass (checkpointing), while calls "
+                f"of batch sizes {sorted(settings.sizes)} wait for theirs: back-propagate each call before the next one."
+            )
+        return next(iter(settings.sizes))
+
     def _ps_learn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """Track the batch through the layers below, let each remember how its inputs hold the samples, and run."""
         batch = Batch(size, self._ps_state().settings)
-        found, plain = track(functools.partial(run, self), self, args, kwargs, batch)  # type: ignore[arg-type]
-        modules = {id(m): m for m in self.modules()}  # type: ignore[attr-defined]
+        found, plain = track(functools.partial(run, self), self, args, kwargs, batch)
+        modules: dict[int, Any] = {id(m): m for m in self.modules()}
         for (key, call, ndim), layout in found.items():
             modules[key]._ps_state().layouts[call, ndim] = layout
         local.batch = batch
@@ -92,10 +111,10 @@ class Converted:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and `grad_sample` of every parameter below becomes None."""
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-        for param in self.parameters():  # type: ignore[attr-defined]
+        super().zero_grad(set_to_none)
+        for param in self.parameters():
             if "grad_sample" in param.__dict__:
-                param.grad_sample = None
+                clear(param)
 
 
 def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +132,6 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             return self._ps_run(ps_forward, args, kwargs)
         return self._ps_outermost(functools.partial(_run, ps_forward), args, kwargs)
 
-    forward._ps_guarded = True  # type: ignore[attr-defined]
     return forward
 
 
@@ -154,8 +172,8 @@ class PSLayer(Converted):
 
     ``replaces=`` enters the class in the converter's registry: modules of exactly that type become this one. Without it the
     class is used by constructing it. ``fused=True`` says that the forward hands its weights, as ``self.expansion(name)``, to ops of
-    ``ps.functional`` alone, which then scale the rows of a mean loss themselves. ``event_dims`` tells how many dims one sample's first input has without a batch dim, where
-    the layer wants inputs without one handled (they are then shared by all samples).
+    ``ps.functional`` alone, which then scale the rows of a mean loss themselves. ``event_dims`` tells how many dims the first
+    input of one sample has by itself, where inputs without a batch dim, or with the batch in another dim, are to be handled.
     """
 
     replaces: ClassVar[type[nn.Module] | None] = None
@@ -167,7 +185,7 @@ class PSLayer(Converted):
         super().__init_subclass__(**kwargs)
         forward = cls.__dict__.get("forward")
         if forward is not None:
-            cls.forward = _guard(forward)  # type: ignore[attr-defined]
+            cls.forward = _guard(forward)
             cls._ps_fused, cls.replaces = fused, None
         if replaces is not None:
             if not (isinstance(replaces, type) and issubclass(cls, replaces)):
@@ -180,12 +198,12 @@ class PSLayer(Converted):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.replaces is not None and (problem := self.unsupported(self)):  # type: ignore[arg-type]
+        if self.replaces is not None and (problem := self.unsupported(self)):
             raise ValueError(f"{type(self).__name__} {problem}.")
-        self._ps = State(Settings(), type(self).__name__, self)  # type: ignore[arg-type]
-        for param in self._parameters.values():  # type: ignore[attr-defined]
+        self._ps = State(Settings(), type(self).__name__, self)
+        for param in self._parameters.values():
             if param is not None:
-                param.grad_sample = None
+                clear(param)
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
@@ -197,7 +215,7 @@ class PSLayer(Converted):
         """Whether this call computes with per-sample weights: rows are recorded, or the weights given are per sample."""
         state = self._ps_state()
         recording = state.settings.recording and torch.is_grad_enabled()
-        for name, p in self._parameters.items():  # type: ignore[attr-defined]
+        for name, p in self._parameters.items():
             if p is not None:
                 if recording and p.requires_grad and isinstance(p, nn.Parameter):
                     return True
@@ -217,7 +235,7 @@ class PSLayer(Converted):
         call = Call(rows, batch.scale)
         if not self._ps_fused and batch.scale.total != 1:
             call.scale = scale = Scale(batch.scale.total, batch.scale.total)
-            args, kwargs = map_tensors(lambda t: scale_grad(t, scale, False), (args, kwargs))
+            args, kwargs = map_tensors(lambda t: cross(t, scale, True), (args, kwargs))
         attributes = self.__dict__  # nn.Module.__setattr__ is slow
         attributes["_ps_call"] = call
         try:
@@ -228,17 +246,18 @@ class PSLayer(Converted):
             if not self._ps_all_expanded(call):
                 call.scale.inside = 1.0  # gradients of other things flow through here: scale the rows themselves
             if call.scale.total != 1:
-                output = map_tensors(lambda t: scale_grad(t, call.scale, True), output)
+                output = map_tensors(lambda t: cross(t, call.scale, False), output)
         return output if undo is None else map_tensors(undo, output)
 
     def _ps_all_expanded(self, call: Call) -> bool:
-        """Whether every parameter here was expanded; the others are marked, for they must not receive a gradient."""
-        state, whole = self._ps_state(), not self._modules  # type: ignore[attr-defined]
-        for name, param in self._parameters.items():  # type: ignore[attr-defined]
-            if isinstance(param, nn.Parameter) and param.requires_grad and state.settings.recording:
-                recorder = recorder_of(param, f"{state.path}.{name}", state.settings)
-                recorder.unexpanded = name not in call.expanded
-                whole = whole and not recorder.unexpanded
+        """Whether all that is trainable here was expanded and recorded; what was not must not receive a gradient, and is marked."""
+        state, whole = self._ps_state(), not self._modules
+        for name, param in self._parameters.items():
+            if param is not None and param.requires_grad:
+                expanded = name in call.expanded
+                whole = whole and expanded
+                if isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
+                    recorder_of(param, f"{state.path}.{name}", state.settings).unexpanded = not expanded
         return whole
 
     def _ps_seen(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,6 +322,9 @@ class PSLayer(Converted):
         if x.shape[first] == size and not others and not among_events:
             return "dim", first
         known = state.layouts.get((batch.calls[id(self)], x.ndim))
+        if torch._C._current_graph_task_id() != -1:  # recomputed, in an order of its own: which call is it?
+            alike = {layout for (_, ndim), layout in state.layouts.items() if ndim == x.ndim}
+            known = alike.pop() if len(alike) == 1 else MIXED if alike else None
         if known is not None and _fits(known, x, size):
             return self._attributable(known, x, free, size)
         if batch.trackable:
@@ -341,8 +363,10 @@ class PSLayer(Converted):
                 )
             return weight
         call, settings = self._ps_call, state.settings
-        if batch is None or call is None or not (
-            settings.recording and weight.requires_grad and torch.is_grad_enabled() and isinstance(weight, nn.Parameter)
+        if (
+            batch is None
+            or call is None
+            or not (settings.recording and weight.requires_grad and torch.is_grad_enabled() and isinstance(weight, nn.Parameter))
         ):
             return Expansion(weight, None)
         call.expanded.add(name)
@@ -392,21 +416,3 @@ def _set_random_state(state: list[Tensor] | None) -> None:
         torch.set_rng_state(state[0])
         if len(state) > 1:
             torch.cuda.set_rng_state_all(state[1:])
-
-
-class _ScaleGrad(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by the factor inside a call, or divided by it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Scale, into: bool) -> Tensor:
-        ctx.scale, ctx.into = scale, into
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        factor = ctx.scale.inside
-        return grads[0] if factor == 1 else grads[0] * (factor if ctx.into else 1 / factor), None, None
-
-
-def scale_grad(x: Tensor, scale: Scale, into: bool) -> Tensor:
-    return _ScaleGrad.apply(x, scale, into) if x.requires_grad else x

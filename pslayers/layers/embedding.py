@@ -29,6 +29,7 @@ class PSEmbedding(PSLayer, nn.Embedding, replaces=nn.Embedding, fused=True):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
+        """Gradients that are counted over the batch, or sparse."""
         assert isinstance(module, nn.Embedding)
         if module.scale_grad_by_freq:
             return "counts how often an id occurs in the whole batch (scale_grad_by_freq), which mixes samples: switch it off"

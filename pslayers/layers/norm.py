@@ -22,6 +22,7 @@ class PSLayerNorm(PSLayer, nn.LayerNorm, replaces=nn.LayerNorm, fused=True):
 
     @property
     def event_dims(self) -> int:  # type: ignore[override]
+        """As many dims as are normalised."""
         return len(self.normalized_shape)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ class PSLayerNorm(PSLayer, nn.LayerNorm, replaces=nn.LayerNorm, fused=True):
 
 
 class PSGroupNorm(PSLayer, nn.GroupNorm, replaces=nn.GroupNorm, fused=True):
-    """nn.GroupNorm with per-sample weights: ``y[n, c] = (x[n, c] - mean[n, g]) / sqrt(var[n, g] + eps) * weight[n, c] + bias[n, c]``.
+    """nn.GroupNorm with per-sample weights: ``y[n, c] = (x[n, c] - mean[n, g]) / std[n, g] * weight[n, c] + bias[n, c]``.
 
     Shapes: input (B, C, ...), result the same; `grad_sample` (B, C). Also k * B rows, and (1, C, ...), which all samples share.
     Memory: 2 x B x C values. Source: Wu and He 2018 (arXiv:1803.08494).

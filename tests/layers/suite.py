@@ -209,9 +209,7 @@ class LayerSuite:
 
     def test_non_contiguous_input(self, case: Case) -> None:
         layer, inputs = self.build(case), self.inputs(case)
-        strided = tuple(
-            t.transpose(0, -1).contiguous().transpose(0, -1) if isinstance(t, Tensor) else t for t in inputs
-        )
+        strided = tuple(t.transpose(0, -1).contiguous().transpose(0, -1) if isinstance(t, Tensor) else t for t in inputs)
         ours = self.converted(layer)
         self.losses(ours(*strided), self.batch).mean().backward()
         self.assert_rows(ours, self.loop(layer, inputs, self.batch))

@@ -1,0 +1,483 @@
+"""Recurrent layers with per-sample weights.
+
+Indices: t time, n row (N = k * B of them, k a sample, batch-major), g gates, i in, h hidden. T time steps, D directions, L layers,
+H hidden features, R features of the output: the projection's, else H. Sequences are time-major, ``(T, N, ...)``, or packed.
+
+What one kind of recurrence is, a `Cell` says; layers, directions, packing, dropout and the weights' gradients are common to all.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..expand import Expansion, composite_backward, per_sample, shared, wanted
+from .linear import SUM_FROM_ROWS
+
+
+def lstm(
+    x: Tensor,
+    hx: tuple[Tensor, Tensor] | None,
+    weights: Sequence[Tensor | Expansion],
+    *,
+    bias: bool = True,
+    num_layers: int = 1,
+    dropout: float = 0.0,
+    training: bool = False,
+    bidirectional: bool = False,
+    packing: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A long short-term memory: ``torch.nn.LSTM`` with weights of its own for each sample.
+
+    ``i, f, g, o = w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t - 1, n] + b_hh[n]``;
+    ``c[t, n] = sigmoid(f) * c[t - 1, n] + sigmoid(i) * tanh(g)``; ``h[t, n] = w_hr[n] @ (sigmoid(o) * tanh(c[t, n]))``.
+
+    Shapes: x (T, N, I) with N = k * B rows, k a sample; hx, each (L * D, N, ...), zeros if None; result (T, N, D * R), h_n, c_n.
+    `weights` come in torch's order: for each layer and direction w_ih (B, 4 H, I), w_hh (B, 4 H, R), then b_ih, b_hh (B, 4 H) where
+    `bias`, and w_hr (B, R, H) where there is a projection. One without the batch dim is one for all samples. `packing` is a
+    PackedSequence's (batch_sizes, sorted_indices, unsorted_indices): then x and the result are its packed data, while rows and
+    hx are in the caller's order.
+
+    Where the weights are only an expansion, the forward pass is torch's fused kernel, the backward pass walks time once for the
+    gates' gradients and makes each weight's in one product over all time. Memory: that of the weights' gradients, and 4 values
+    for each gate. Otherwise every step is a batched product.
+
+    Raises:
+        ValueError: the number of sequences is no multiple of the number of per-sample weights.
+    """
+    directions = 2 if bidirectional else 1
+    steps = _Packed(*packing) if packing is not None else _Steps(x.shape[0], x.shape[1])
+    if hx is None:
+        w_hh = weights[1].weight if isinstance(weights[1], Expansion) else weights[1]
+        size = num_layers * directions, steps.rows
+        hx = x.new_zeros(*size, w_hh.shape[-1]), x.new_zeros(*size, w_hh.shape[-2] // LSTM.blocks)
+    return _run(LSTM, x, hx, weights, steps, bias, num_layers, dropout if training else 0.0, directions)
+
+
+# ---------------------------------------------------------------------- the cells
+class Pass(NamedTuple):
+    """One direction of one layer on its way back: what the forward pass has left, and the gradients that arrive."""
+
+    steps: "_Steps"
+    reverse: bool
+    x: Tensor  # (T, N, I)
+    before: Tensor  # (T, N, R): h[t - 1]
+    after: Tensor  # (T, N, R): h[t]
+    states: tuple[Tensor, ...]  # the initial state but for h: c0 (N, H)
+    weights: dict[str, Tensor]
+    g_after: Tensor  # (T, N, R): grows, in place, from the gradient of the output to that of h[t]
+    g_states: tuple[Tensor, ...]  # of the final state but for h
+
+
+class GateGrads(NamedTuple):
+    ih: Tensor  # (T, N, G): gradient of w_ih @ x + b_ih
+    hh: Tensor  # (T, N, G): gradient of w_hh @ h + b_hh
+    unprojected: Tensor  # (T, N, H): what a projection takes to h
+    states: tuple[Tensor, ...]  # (T, N, H): gradient of the state before each step, but for h
+
+
+class Cell(Protocol):
+    """One kind of recurrence."""
+
+    blocks: int  # gates, each of H features
+    kernel: Any  # torch's fused one
+
+    def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        """One step in ops that can be differentiated any number of times: (h before the projection, rest of the state)."""
+
+    def gate_grads(self, p: Pass) -> GateGrads:
+        """Walk time back, once."""
+
+
+class _LSTM:
+    blocks = 4
+    kernel = staticmethod(torch._VF.lstm)  # type: ignore[attr-defined]
+
+    def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        i, f, g, o = (gates_x + gates_h).chunk(4, -1)
+        c = f.sigmoid() * state[0] + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+    def gate_grads(self, p: Pass) -> GateGrads:
+        """All h being known, so are the gates; only c needs a scan.
+
+        ``blocks[t]`` holds five factors, which the walk turns into gradients by multiplying them in place with that of c[t],
+        the last one with that of h[t]: of c[t - 1] and of the gates i, f, g, o.
+        """
+        (time, n, _), (c0,), (gc_n,) = p.x.shape, p.states, p.g_states
+        w_hh, w_hr = p.weights["hh"], p.weights.get("hr")
+        hidden = c0.shape[-1]
+        blocks = p.x.new_empty(time, n, 5, hidden)
+        carry, i, f, g, o = blocks.unbind(2)  # (T, N, H) each
+        gates = blocks.view(time, n, 5 * hidden)[..., hidden:]  # (T, N, 4 H)
+        _gates(p, gates)
+        if p.steps.padding is not None:  # closed gates carry the state through
+            blocks[p.steps.padding] = blocks.new_tensor([0, -torch.inf, torch.inf, 0, -torch.inf]).unsqueeze(1)
+        blocks[:, :, 1:3].sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        ig = i * g
+        cells, c_before, c_after = _shifted(c0, time, p.reverse)
+        for step in _in_time(p.reverse, ig, f, c_before, c_after):
+            torch.addcmul(*step[:3], out=step[3])
+        m = p.after if w_hr is None else o * c_after.tanh()
+        through = (m * m).div_(o.clamp_min(torch.finfo(o.dtype).tiny))  # o * tanh(c)^2, where m = o * tanh(c)
+        torch.sub(o, through, out=through)  # dh/dc
+        carry.copy_(f)
+        f.addcmul_(f, f, value=-1).mul_(c_before)
+        torch.addcmul(i, ig, g, value=-1, out=g)
+        torch.addcmul(ig, ig, i, value=-1, out=i)
+        torch.addcmul(m, m, o, value=-1, out=o)
+
+        gc, later, g_carry = torch.empty_like(c0), None, gc_n
+        gc_4 = gc.unsqueeze(1)
+        for blocks_c, carry_t, o_t, through_t, gates_t, gh in _in_time(
+            not p.reverse, blocks[:, :, :4], carry, o, through, gates, p.g_after
+        ):
+            if later is not None:
+                gh.addmm_(later, w_hh)
+            gm = gh if w_hr is None else gh @ w_hr
+            torch.addcmul(g_carry, gm, through_t, out=gc)
+            blocks_c.mul_(gc_4)
+            o_t.mul_(gm)
+            later, g_carry = gates_t, carry_t
+        return GateGrads(gates, gates, m, (carry,))
+
+
+LSTM = _LSTM()
+
+
+def _gates(p: Pass, out: Tensor) -> None:
+    """The gates of all steps, before their activations, in two products: (T, N, G)."""
+    flat = out.flatten(0, 1) if out.is_contiguous() else out.view(-1, out.shape[-1])
+    w, x = p.weights, p.x.view(-1, p.x.shape[-1])
+    if "b_ih" in w:
+        torch.addmm(w["b_ih"] + w["b_hh"], x, w["ih"].t(), out=flat)
+    else:
+        torch.mm(x, w["ih"].t(), out=flat)
+    flat.addmm_(p.before.view(-1, p.before.shape[-1]), w["hh"].t())
+
+
+def _shifted(first: Tensor, time: int, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for a state at T + 1 times, that before the first step filled in; its views before and after each step."""
+    states = first.new_empty(time + 1, *first.shape)
+    states[-1 if reverse else 0] = first
+    return (states, states[1:], states[:-1]) if reverse else (states, states[:-1], states[1:])
+
+
+def _in_time(reverse: bool, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Step by step through tensors (T, ...)."""
+    steps = list(zip(*(t.unbind(0) for t in tensors), strict=True))
+    return reversed(steps) if reverse else steps
+
+
+# ---------------------------------------------------------------------- how the sequences lie
+class _Steps:
+    """Sequences of one length: (T, N, ...)."""
+
+    padding: Tensor | None = None  # (T, N), where a row's sequence has ended
+    batch_sizes: Tensor | None = None
+
+    def __init__(self, time: int, rows: int) -> None:
+        self.time, self.rows = time, rows
+
+    def pad(self, t: Tensor) -> Tensor:
+        """To (T, N, ...), rows in the caller's order."""
+        return t
+
+    def pack(self, t: Tensor) -> Tensor:
+        return t
+
+    def sort(self, state: Tensor) -> Tensor:
+        """A state (D, N, H) in the order of the packed data."""
+        return state
+
+    def unsort(self, state: Tensor) -> Tensor:
+        return state
+
+    def outermost(self, last: bool) -> Any:
+        """The index into (T, N, ...) of each row's first step, or its last: (N, ...)."""
+        return self.time - 1 if last else 0
+
+
+class _Packed(_Steps):
+    """Sequences of many lengths, longest first, in one block of data: all their first steps, all their second ones, ..."""
+
+    def __init__(self, batch_sizes: Tensor, sorted_indices: Tensor | None, unsorted_indices: Tensor | None) -> None:
+        super().__init__(len(batch_sizes), int(batch_sizes[0]))
+        self.batch_sizes, self.sorted_indices, self.unsorted_indices = batch_sizes, sorted_indices, unsorted_indices
+
+    @cached_property
+    def places(self) -> Tensor:
+        """Where in (T * N) each entry of the packed data belongs."""
+        rows = torch.arange(self.rows) if self.sorted_indices is None else self.sorted_indices
+        present = self.batch_sizes.to(rows.device).unsqueeze(1) > torch.arange(self.rows, device=rows.device)  # (T, N)
+        return (torch.arange(self.time, device=rows.device).unsqueeze(1) * self.rows + rows)[present]
+
+    def pad(self, t: Tensor) -> Tensor:
+        padded = t.new_zeros(self.time * self.rows, t.shape[-1]).index_copy(0, self.places.to(t.device), t)
+        return padded.unflatten(0, (self.time, self.rows))
+
+    def pack(self, t: Tensor) -> Tensor:
+        return t.flatten(0, 1).index_select(0, self.places.to(t.device))
+
+    @cached_property
+    def padding(self) -> Tensor:  # type: ignore[override]
+        empty = torch.ones(self.time * self.rows, dtype=torch.bool, device=self.places.device)
+        return empty.index_fill_(0, self.places, False).unflatten(0, (self.time, self.rows))
+
+    def sort(self, state: Tensor) -> Tensor:
+        return state if self.sorted_indices is None else state.index_select(1, self.sorted_indices)
+
+    def unsort(self, state: Tensor) -> Tensor:
+        return state if self.unsorted_indices is None else state.index_select(1, self.unsorted_indices)
+
+    def outermost(self, last: bool) -> Any:
+        if not last:
+            return 0
+        return self.time - 1 - self.padding.sum(0), torch.arange(self.rows, device=self.places.device)
+
+
+# ---------------------------------------------------------------------- layers and directions
+@dataclass
+class _Plan:
+    """One layer, all directions."""
+
+    cell: Cell
+    steps: _Steps
+    directions: int
+    names: list[str]  # of a direction's weights
+    expansions: list[Expansion]  # of all directions' weights
+
+    def by_direction(self, tensors: Sequence[Any]) -> list[dict[str, Any]]:
+        k = len(self.names)
+        return [dict(zip(self.names, tensors[k * d : k * d + k], strict=True)) for d in range(self.directions)]
+
+
+def _run(
+    cell: Cell,
+    x: Tensor,
+    hx: Sequence[Tensor],
+    weights: Sequence[Tensor | Expansion],
+    steps: _Steps,
+    bias: bool,
+    num_layers: int,
+    dropout: float,
+    directions: int,
+) -> Any:
+    """(output, *final state)."""
+    names = ["ih", "hh", *(["b_ih", "b_hh"] if bias else [])]
+    count = len(weights) // num_layers  # weights of a layer
+    if count > directions * len(names):
+        names.append("hr")
+    finals = []
+    for layer in range(num_layers):
+        states = [h[directions * layer : directions * (layer + 1)] for h in hx]  # (D, N, ...)
+        given = weights[count * layer : count * (layer + 1)]
+        ndims = [1 if name.startswith("b") else 2 for name in names] * directions
+        common = [shared(w, ndim) for w, ndim in zip(given, ndims, strict=True)]
+        sizes = {len(w.rows) for w in common if w is not None and w.rows is not None}
+        sizes |= {len(w) for w, c in zip(given, common, strict=True) if c is None and isinstance(w, Tensor)}
+        if bad := [size for size in sizes if steps.rows != size and (not size or not steps.rows or steps.rows % size)]:
+            raise ValueError(
+                f"ps.functional.{type(cell).__name__.strip('_').lower()} got {steps.rows} sequences with {bad[0]} per-sample "
+                f"weights: expected {bad[0]}, one for each sample's weight, or a multiple of it (k a sample, batch-major)."
+            )
+        whole = [w for w in common if w is not None]
+        plan = _Plan(cell, steps, directions, names, whole)
+        if len(whole) == len(common):
+            flat = [t for w in whole for t in (w.weight, w.rows)]
+            x, *final = _Layer.apply(plan, x.contiguous(), *states, *flat)
+        else:
+            size = max(sizes)
+            x, *final = _composite(plan, x, states, [per_sample(w, nd, size) for w, nd in zip(given, ndims, strict=True)])
+        finals.append(final)
+        if dropout and layer < num_layers - 1:
+            x = F.dropout(x, dropout, True)
+    return x, *(finals[0] if num_layers == 1 else (torch.cat(parts) for parts in zip(*finals, strict=True)))
+
+
+class _Layer(torch.autograd.Function):
+    """One layer with one weight for all samples: torch's kernel forward, one walk back, weight gradients summed and per sample."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        states, flat = _split(plan, tensors)
+        steps, weights = plan.steps, [t for t in flat[::2] if t is not None]
+        where = () if steps.batch_sizes is None else (steps.batch_sizes,)
+        sorted_states = [steps.sort(s) for s in states]
+        hx = sorted_states[0] if len(states) == 1 else sorted_states
+        options = ("b_ih" in plan.names, 1, 0.0, False, plan.directions == 2, *(() if where else (False,)))
+        y, *final = plan.cell.kernel(x, *where, hx, weights, *options)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, y, *tensors)
+        return y, *(steps.unsort(s) for s in final)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, y, *tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, *_graph_backward(ctx.plan, x, tensors, grads)
+        off = torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
+        with off:
+            return None, *_backward(ctx.plan, wanted(ctx)[1:], x, y, tensors, grads)
+
+
+def _split(plan: _Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """(states, weights and rows in turn)."""
+    count = len(tensors) - 2 * len(plan.expansions)
+    return tensors[:count], tensors[count:]
+
+
+def _graph_backward(plan: _Plan, x: Tensor, tensors: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def composite(x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        states, flat = _split(plan, tensors)
+        pairs = zip(plan.expansions, flat[::2], flat[1::2], strict=True)
+        weights = [e.rebind(w, rows).tensor(1 if rows is None else len(rows)) for e, w, rows in pairs]
+        dtype = torch.promote_types(x.dtype, weights[0].dtype)
+        return _composite(plan, x.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights])
+
+    # under names of their own, so that one input's gradient does not run on into another that it was made from
+    own = [None if t is None else t.view_as(t) for t in (x, *tensors)]
+    return composite_backward(composite, own, grads)
+
+
+def _composite(plan: _Plan, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The layer step by step, in ops that autograd knows; weights (M, ...), where M divides N."""
+    steps, outputs, finals = plan.steps, [], []
+    x = steps.pad(x)  # (T, N, I)
+    for d, w in enumerate(plan.by_direction(weights)):
+        gates_x = _product(x, w["ih"], w.get("b_ih"))  # (T, N, G)
+        h, *rest = (s[d] for s in states)
+        after: list[Tensor] = []
+        order = range(steps.time)
+        for t in reversed(order) if d else order:
+            m, *now = plan.cell.step(gates_x[t], _product(h.unsqueeze(0), w["hh"], w.get("b_hh"))[0], *rest)
+            now = [m if "hr" not in w else _product(m.unsqueeze(0), w["hr"])[0], *now]
+            if steps.padding is not None:
+                ended = steps.padding[t].unsqueeze(-1).to(h.device)
+                now = [torch.where(ended, old, new) for old, new in zip((h, *rest), now, strict=True)]
+            h, *rest = now
+            after.append(h)
+        outputs.append(torch.stack(after[::-1] if d else after))
+        finals.append((h, *rest))
+    y = outputs[0] if plan.directions == 1 else torch.cat(outputs, -1)
+    return steps.pack(y), *(torch.stack(parts) for parts in zip(*finals, strict=True))
+
+
+def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``w[m] @ x[t, n] + bias[m]`` where row n belongs to weight m: (T, N, O)."""
+    (time, n, _), size = x.shape, len(w)
+    k = n // max(size, 1)
+    y = _by_weight(x, size) @ w.transpose(1, 2)  # (M, T * k, O)
+    if bias is not None:
+        y = y + bias.unsqueeze(1)
+    return y.reshape(size, time, k, w.shape[1]).transpose(0, 1).reshape(time, n, w.shape[1])
+
+
+def _by_weight(t: Tensor, size: int) -> Tensor:
+    """(T, N, ...) as (M, T * k, ...): all that weight m meets. A view where k is 1."""
+    time, n, width = t.shape
+    k = n // max(size, 1)
+    return t.reshape(time, size, k, width).transpose(0, 1).reshape(size, time * k, width)
+
+
+# ---------------------------------------------------------------------- the way back
+def _backward(
+    plan: _Plan, need: Sequence[bool], x: Tensor, y: Tensor, tensors: Sequence[Any], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    steps, (states, flat) = plan.steps, _split(plan, tensors)
+    need_x, (need_states, need_flat) = need[0], _split(plan, need[1:])
+    dtype = torch.promote_types(x.dtype, flat[0].dtype)
+    if dtype in (torch.bfloat16, torch.float16):  # as torch's kernels: narrow outside, float inside
+        dtype = torch.float32
+
+    def wide(t: Tensor) -> Tensor:
+        return t.to(dtype)
+
+    x_pad, y_pad = wide(steps.pad(x)), wide(steps.pad(y))
+    gy = None if grads[0] is None else wide(steps.pad(grads[0]))  # (T, N, D * R)
+    gx: Tensor | None = None
+    g_states: list[list[Tensor]] = [[] for _ in states]
+    g_flat: list[Tensor | None] = []
+    weights = plan.by_direction(list(zip(flat[::2], plan.expansions, need_flat[::2], need_flat[1::2], strict=True)))
+    for d, ws in enumerate(weights):
+        width, first, last = states[0].shape[-1], steps.outermost(bool(d)), steps.outermost(not d)
+        w = {name: wide(weight) for name, (weight, *_) in ws.items()}
+        after = y_pad[..., width * d : width * (d + 1)]
+        before = torch.cat([after[1:], wide(states[0][d : d + 1])] if d else [wide(states[0][d : d + 1]), after[:-1]])
+        if d and steps.padding is not None:
+            before[first] = wide(states[0][d])
+        gh = (
+            torch.zeros_like(after)
+            if gy is None
+            else gy[..., width * d : width * (d + 1)].clone(memory_format=torch.contiguous_format)
+        )
+        if grads[1] is not None:
+            gh[last] += grads[1][d]
+        g_rest = tuple(
+            torch.zeros_like(wide(s[d])) if g is None else wide(g[d]) for s, g in zip(states[1:], grads[2:], strict=True)
+        )
+        p = Pass(steps, bool(d), x_pad, before, after, tuple(wide(s[d]) for s in states[1:]), w, gh, g_rest)
+        gates = plan.cell.gate_grads(p)
+        if need_x:
+            g_ih = gates.ih.view(-1, gates.ih.shape[-1])
+            gx = g_ih @ w["ih"] if gx is None else gx.addmm_(g_ih, w["ih"])
+        if need_states[0]:
+            g_states[0].append(gates.hh[first] @ w["hh"])
+        for i, g in enumerate(gates.states, 1):
+            g_states[i].append(g[first])
+        factors = {"ih": (gates.ih, x_pad), "hh": (gates.hh, before), "hr": (gh, gates.unprojected)}
+        for name, (_, e, need_weight, need_rows) in ws.items():
+            if name in factors:
+                g_flat += _weight_grads(*factors[name], e, need_weight, need_rows)
+            else:
+                g_flat += _bias_grads(gates.ih if name == "b_ih" else gates.hh, e, need_weight, need_rows)
+    if gx is not None:
+        gx = steps.pack(gx.view(x_pad.shape)).to(x.dtype)
+    g0 = [torch.stack(g).to(s.dtype) if n else None for g, s, n in zip(g_states, states, need_states, strict=True)]
+    return [gx, *g0, *g_flat]
+
+
+def _weight_grads(
+    g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_rows: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of (weight, rows): the sum of ``g[t, n] @ x[t, n].T`` over everything, and over what is each sample's own."""
+    if not need_weight and not need_rows:
+        return None, None
+    g, x = g.to(w.weight.dtype), x.to(w.weight.dtype)
+    g_weight = g_rows = None
+    if need_rows:
+        assert w.rows is not None
+        g3, x3 = _by_weight(g, len(w.rows)), _by_weight(x, len(w.rows))  # (B, T * k, ...)
+        g_rows = w.buffer().baddbmm_(g3.transpose(1, 2), x3, beta=0, alpha=w.scale.rows)
+    if need_weight:
+        if g_rows is not None and len(g_rows) and g.shape[0] * g.shape[1] > SUM_FROM_ROWS * len(g_rows):
+            g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
+        else:
+            g_weight = g.view(-1, g.shape[-1]).t() @ x.view(-1, x.shape[-1])
+            if w.scale.weight != 1:
+                g_weight = g_weight * w.scale.weight
+        g_weight = w.send(g_weight)
+    return g_weight, g_rows
+
+
+def _bias_grads(g: Tensor, b: Expansion, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
+    g_weight = g_rows = None
+    if not need_weight and not need_rows:
+        return None, None
+    total = g.sum(0)  # (N, G)
+    if need_rows:
+        assert b.rows is not None
+        own = total.view(len(b.rows), -1, total.shape[-1]).sum(1) if len(total) != len(b.rows) else total
+        g_rows = torch.mul(own, b.scale.rows, out=b.buffer())
+    if need_weight:
+        g_weight = (total.sum(0) * b.scale.weight).to(b.weight.dtype)
+        g_weight = b.send(g_weight)
+    return g_weight, g_rows

@@ -1,0 +1,97 @@
+"""check_layer and check_model: they agree with what is right, and name what is wrong."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pslayers as ps
+
+
+class PSDouble(ps.PSLayer, nn.Linear):
+    """nn.Linear with twice the right row for the first sample's weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.expand("weight")
+        weight = torch.cat([2 * weight[:1] - weight[:1].detach(), weight[1:]])
+        return torch.einsum("n...i,noi->n...o", x, weight) + self.expand("bias")
+
+
+PSDouble.replaces = nn.Linear
+
+
+def test_right() -> None:
+    answer = ps.check_layer(nn.LSTM(3, 2, batch_first=True), torch.randn(4, 5, 3))
+    assert answer
+    assert "right: 4 parameters x 4 samples" in str(answer)
+
+
+def test_wrong_row_is_named_with_its_error() -> None:
+    answer = ps.check_layer(PSDouble(3, 2), torch.randn(4, 3))
+    assert not answer
+    assert len(answer.problems) == 1
+    assert answer.problems[0].startswith("`weight`: row 0 is off by ") and "1 of 4 rows are wrong" in answer.problems[0]
+
+
+@pytest.mark.parametrize("rolled", [True, False])
+def test_mixing_of_samples_is_named(rolled: bool) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.fc(x)
+            return out.roll(1, 0) if rolled else out - out.mean(0)
+
+    answer = ps.check_model(Mixed(), torch.randn(4, 3))
+    assert not answer
+    assert any("row" in problem and "`fc.weight`" in problem for problem in answer.problems)
+
+
+def test_samples_that_mix_only_in_the_gradient_of_others_are_named() -> None:
+    class Leaky(nn.Module):  # every row is right for the sum of losses, but one sample's loss reaches the others' rows
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.fc(x)
+            return out + (out - out.detach()).sum(0) - (out - out.detach()) * len(x)
+
+    assert not ps.check_model(Leaky(), torch.randn(4, 3))
+
+
+def test_forgotten_expand_is_named() -> None:
+    class PSForgets(ps.PSLayer, nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("n...i,noi->n...o", x, self.expand("weight")) + self.bias.detach() * 2
+
+    answer = ps.check_layer(PSForgets(3, 2), torch.randn(4, 3))
+    assert answer  # the bias is a constant there: nothing to record
+
+
+def test_model_is_untouched_and_random_layers_agree() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    state = torch.get_rng_state()
+    assert ps.check_model(model, torch.randn(4, 3))
+    assert type(model) is nn.Sequential and model[0].weight.dtype == torch.float32
+    assert all(p.grad is None and not p.__dict__ for p in model.parameters())
+    torch.set_rng_state(state)
+
+
+def test_own_loss_and_errors() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    assert ps.check_model(model, torch.randn(4, 3), loss_fn=lambda out: out.square().sum(1))
+    with pytest.raises(ValueError, match=r"loss_fn returned \(4, 2\): expected the losses of 4 samples"):
+        ps.check_model(model, torch.randn(4, 3), loss_fn=lambda out: out)
+    with pytest.raises(ValueError, match="no tensor"):
+        ps.check_model(model)
+    with pytest.raises(ps.ConversionError):
+        ps.check_model(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), torch.randn(4, 3))
+
+
+def test_float32_and_empty_batch() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
+    assert ps.check_model(model, torch.randn(4, 3), dtype=None)
+    assert ps.check_model(model, torch.randn(0, 3))
+    assert ps.check_model(model, torch.randn(1, 3))

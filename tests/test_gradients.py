@@ -1,0 +1,182 @@
+"""Reading: one call, chunks, the functional form, recording."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pslayers as ps
+
+from .oracle import loop, square, squares
+
+
+def model_and_data() -> tuple[nn.Sequential, Tensor, Tensor]:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return model, torch.randn(7, 4, dtype=torch.float64), torch.randint(0, 3, (7,))
+
+
+def true_rows(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    return loop(model, lambda out, i: F.cross_entropy(out, y[i : i + 1]), (x,))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 3, 7, 100])
+@pytest.mark.parametrize("converted", [False, True, "sum"])
+@pytest.mark.parametrize("kind", ["reduced", "per-sample"])
+def test_per_sample_grads(chunk_size: int | None, converted: bool | str, kind: str) -> None:
+    model, x, y = model_and_data()
+    expected = true_rows(model, x, y)
+    if converted:
+        ps.convert_model(model, loss_reduction="sum" if converted == "sum" else "mean")
+    reduction = "none" if kind == "per-sample" else "sum" if converted == "sum" else "mean"
+    found = ps.per_sample_grads(model, lambda out, y: F.cross_entropy(out, y, reduction=reduction), x, y, chunk_size=chunk_size)
+    torch.testing.assert_close(found, expected)
+    assert all(p.grad is None and getattr(p, "grad_sample", None) is None for p in model.parameters())
+    assert (type(model[0]) is nn.Linear) is not bool(converted)
+
+
+def test_inputs_as_tuple_and_dict_and_several_targets() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+            return self.fc(a * scale) - self.fc(b)
+
+    model, (_, x, y) = Two().double(), model_and_data()
+
+    def loss(out: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(out, y, reduction="none") * weight
+
+    weight = torch.rand(7, dtype=torch.float64)
+    found = ps.per_sample_grads(model, loss, (x, -x), y, weight, chunk_size=3)
+    again = ps.per_sample_grads(model, loss, {"a": 2 * x, "b": -x, "scale": 0.5}, y, weight, chunk_size=4)
+    for i in range(7):
+        one = (loss(model(x[i : i + 1], -x[i : i + 1]), y[i : i + 1], weight[i : i + 1])).sum()
+        for (name, _), g in zip(model.named_parameters(), torch.autograd.grad(one, list(model.parameters())), strict=True):
+            torch.testing.assert_close(found[name][i], g)
+            torch.testing.assert_close(again[name][i], g)
+
+
+def test_results_are_independent_of_later_calls() -> None:
+    model, x, y = model_and_data()
+    ps.convert_model(model)
+    found = ps.per_sample_grads(model, F.cross_entropy, x, y)
+    before = {k: v.clone() for k, v in found.items()}
+    ps.per_sample_grads(model, F.cross_entropy, 2 * x, y)
+    F.cross_entropy(model(3 * x), y).backward()
+    torch.testing.assert_close(found, before)
+
+
+def test_unreached_and_frozen_parameters() -> None:
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(3, 3)
+            self.c.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(self.a(x))
+
+    _, x, y = model_and_data()
+    found = ps.per_sample_grads(Part().double(), F.cross_entropy, x, y, chunk_size=4)
+    assert list(found) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert found["b.weight"].shape == (7, 3, 4) and not found["b.weight"].any() and found["a.weight"].any()
+
+
+def test_create_graph() -> None:
+    model, x, y = model_and_data()
+    found = ps.per_sample_grads(model, F.cross_entropy, x.requires_grad_(), y, create_graph=True)
+    (gx,) = torch.autograd.grad(sum((g**2).sum() for g in found.values()), x)
+    for i in range(7):
+        one = x[i : i + 1].detach().requires_grad_()
+        grads = torch.autograd.grad(F.cross_entropy(model(one), y[i : i + 1]), list(model.parameters()), create_graph=True)
+        torch.testing.assert_close(gx[i : i + 1], torch.autograd.grad(sum((g**2).sum() for g in grads), one)[0])
+
+
+def test_empty_batch() -> None:
+    model, x, y = model_and_data()
+    found = ps.per_sample_grads(model, lambda out, y: F.cross_entropy(out, y, reduction="none"), x[:0], y[:0], chunk_size=2)
+    assert {k: v.shape for k, v in found.items()} == {k: (0, *p.shape) for k, p in model.named_parameters()}
+
+
+def test_errors() -> None:
+    model, x, y = model_and_data()
+    with pytest.raises(ValueError, match=r"shape \(7, 3\): expected one loss, or the losses of 7 samples"):
+        ps.per_sample_grads(model, lambda out, y: out, x, y)
+    assert type(model[0]) is nn.Linear  # taken back although the loss failed
+    with pytest.raises(ValueError, match="`chunk_size` must be at least 1, or None; got 0"):
+        ps.per_sample_grads(model, F.cross_entropy, x, y, chunk_size=0)
+    with pytest.raises(ps.ConversionError, match="BatchNorm1d"):
+        ps.per_sample_grads(nn.Sequential(model, nn.BatchNorm1d(3)), F.cross_entropy, x, y)
+    ps.convert_model(model[0])
+    with pytest.raises(ps.ConversionError, match="Only parts of Sequential are converted"):
+        ps.per_sample_grads(model, F.cross_entropy, x, y)
+    with pytest.raises(ValueError, match="no converted module: call ps.convert_model"):
+        ps.expand_params(nn.Linear(2, 2), 3)
+    with pytest.raises(ValueError, match="no converted module"), ps.recording(nn.Linear(2, 2), False):
+        pass
+    with pytest.raises(ValueError, match="`batch_size` must be at least 0; got -1"):
+        ps.expand_params(ps.convert_model(nn.Linear(2, 2)), -1)
+    with pytest.raises(ValueError, match="`size` must be an integer of at least 0"), ps.batch_size(2.5):  # type: ignore[arg-type]
+        pass
+
+
+def test_progress_bar_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    model, x, y = model_and_data()
+    ps.per_sample_grads(model, F.cross_entropy, x, y, chunk_size=2, progress=True)
+    assert "4/4" in capsys.readouterr().err
+
+
+def test_recording_switches() -> None:
+    model, x, _ = model_and_data()
+    ours = ps.convert_model(copy.deepcopy(model))
+    with ps.recording(ours, False):
+        with ps.recording(ours, True):
+            squares(ours(x)).mean().backward()
+        assert ours[0].weight.grad_sample is not None
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+    assert ours[0].weight.grad_sample is None and ours[0].weight.grad is not None
+    with torch.no_grad():
+        assert not ours(x).requires_grad
+
+
+def test_expand_params_of_any_loss() -> None:
+    model, x, _ = model_and_data()
+    ours = ps.convert_model(copy.deepcopy(model))
+    params = ps.expand_params(ours, 7)
+    assert all(p.untyped_storage().data_ptr() == dict(ours.named_parameters())[k].data_ptr() for k, p in params.items())
+    out = torch.func.functional_call(ours, params, (x,))
+    grads = torch.autograd.grad(squares(out).mean(), list(params.values()))
+    for (_, expected), g in zip(loop(model, square, (x,)).items(), grads, strict=True):
+        torch.testing.assert_close(7 * g, expected)
+
+
+def test_wrong_number_of_per_sample_weights_is_named() -> None:
+    model, x, _ = model_and_data()
+    ours = ps.convert_model(model)
+    with pytest.raises(ValueError, match=r"`0\.weight` was given as 5 per-sample weights for a batch of 7 samples"):
+        torch.func.functional_call(ours, ps.expand_params(ours, 5), (x,))
+
+
+def test_one_step_of_maml_on_a_batch_of_tasks() -> None:
+    model, x, _ = model_and_data()
+    ours = ps.convert_model(copy.deepcopy(model))
+    support, query = torch.randn(2, 7, 5, 4, dtype=torch.float64)  # 7 tasks of 5 points
+    params = ps.expand_params(ours, 7)
+    inner = squares(torch.func.functional_call(ours, params, (support,))).sum()
+    grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+    adapted = {k: p - 0.01 * g for (k, p), g in zip(params.items(), grads, strict=True)}
+    outer = squares(torch.func.functional_call(ours, adapted, (query,))).sum()
+    found = torch.autograd.grad(outer, list(ours.parameters()))
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for s, q in zip(support, query, strict=True):
+        own = dict(model.named_parameters())
+        g = torch.autograd.grad(square(torch.func.functional_call(model, own, (s,)), 0), list(own.values()), create_graph=True)
+        own = {k: p - 0.01 * d for (k, p), d in zip(own.items(), g, strict=True)}
+        loss = square(torch.func.functional_call(model, own, (q,)), 0)
+        total = [t + d for t, d in zip(total, torch.autograd.grad(loss, list(model.parameters())), strict=True)]
+    torch.testing.assert_close(list(found), total)
