@@ -121,8 +121,8 @@ def per_sample_grads(
 
     Args:
         model: any model that `convert_model` takes.
-        loss_fn: ``loss_fn(model(inputs), *targets)`` returns the per-sample losses (B,), or one loss, reduced as the model was
-            told (``loss_reduction``, "mean" by default).
+        loss_fn: ``loss_fn(model(inputs), *targets)`` returns the per-sample losses (B,), as with ``reduction="none"``; or one
+            loss, which must be reduced as the model was told (``loss_reduction``, "mean" by default).
         inputs: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
         targets: what else the loss takes.
         chunk_size: samples a pass, which bounds the memory of activations; None takes all at once. Tensors whose batch dim has
@@ -191,7 +191,7 @@ def _one_pass(
     if not params:
         return {}
     settings: Settings = model._ps_state().settings
-    with torch.enable_grad():
+    with torch.enable_grad(), recording(model, True):
         loss = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
         if loss.shape == (size,) and loss.ndim == 1:
             loss = loss.mean() if settings.loss_reduction == "mean" and size else loss.sum()

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from einops import einsum
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, weight_norm
 
@@ -208,7 +209,7 @@ def test_user_layer_is_one_class() -> None:
     class PSBilinear(ps.PSLayer, nn.Bilinear, replaces=nn.Bilinear):
         def forward(self, x1: Tensor, x2: Tensor) -> Tensor:
             w, b = self.expand("weight"), self.expand("bias")
-            return torch.einsum("ni,noij,nj->no", x1, w, x2) + b
+            return einsum(x1, w, x2, "n i, n o i j, n j -> n o") + b
 
     try:
 

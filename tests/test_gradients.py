@@ -60,6 +60,14 @@ def test_inputs_as_tuple_and_dict_and_several_targets() -> None:
             torch.testing.assert_close(again[name][i], g)
 
 
+def test_asked_for_while_recording_is_off() -> None:
+    model, x, y = model_and_data()
+    expected = true_rows(model, x, y)
+    ours = ps.convert_model(model)
+    with ps.recording(ours, False), torch.no_grad():
+        torch.testing.assert_close(ps.per_sample_grads(ours, F.cross_entropy, x, y), expected)
+
+
 def test_results_are_independent_of_later_calls() -> None:
     model, x, y = model_and_data()
     ps.convert_model(model)

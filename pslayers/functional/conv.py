@@ -100,8 +100,7 @@ def _conv(
     weights = weight if isinstance(weight, Tensor) else weight.weight  # (O, C/G, *K), or (B, O, C/G, *K)
     _check(op, n, x, weights, groups)
     check_rows(op, x, weights if w is None else w.rows)
-    if bias is not None:
-        check_rows(op, x, bias if isinstance(bias, Tensor) and b is None else b and b.rows)
+    check_rows(op, x, b.rows if b is not None else bias if isinstance(bias, Tensor) else None)
     stride, dilation = _each(stride, n), _each(dilation, n)
     x, geometry = _padded(op, x, weights.shape[-n:], stride, padding, dilation, groups, padding_mode)
     if w is None or x.is_complex():  # torch.convolution_backward takes no complex numbers
@@ -240,12 +239,11 @@ class _Conv(torch.autograd.Function):
         if need_rows or need_weight:
             moved, fixed = (gy, x) if transposed else (x, gy)
             g_weight, g_rows = _weight_grads(moved, fixed, w, geometry, need_weight, need_rows)
-        if need_bias or need_bias_rows:
+        if b is not None and (need_bias or need_bias_rows):
             sums = gy.sum(tuple(range(2, gy.ndim)), dtype=b.weight.dtype)  # (N, O)
-            if need_bias:
-                g_bias = b.send(sums.sum(0) * b.scale.weight)
             if need_bias_rows:
-                g_bias_rows = by_sample(sums, len(b.rows), sums.shape[1]).sum(1) * b.scale.rows
+                g_bias_rows = by_sample(sums, len(b.rows), sums.shape[1]).sum(1)
+            g_bias, g_bias_rows = b.out(sums.sum(0) if need_bias else None, g_bias_rows)
         return gx, g_weight, g_rows, g_bias, g_bias_rows, None, None, None, None, None
 
 
@@ -279,32 +277,39 @@ def _weight_grads(
     `x` is the side that the kernel moves over: the input, or a transposed convolution's output gradient.
     """
     x, gy = x.to(w.weight.dtype), gy.to(w.weight.dtype)
+    if torch.is_grad_enabled():
+        g_rows = _differentiable_rows(x, gy, w.rows.shape, geometry) if need_rows and w.rows is not None else None
+        return w.out(_summed(x, gy, w.weight, geometry) if need_weight else None, g_rows)
     g_weight = g_rows = None
     if need_rows:
-        scale, small = w.scale.rows, gy.numel() <= x.numel()
-        g_rows = _rows(x if small or scale == 1 else x * scale, gy * scale if small and scale != 1 else gy, w, geometry)
+        g_rows, factor = w.buffer(), w.scale.rows
+        scaled_x, scaled_gy = x, gy
+        if factor != 1 and gy.numel() <= x.numel():
+            scaled_gy = gy * factor
+        elif factor != 1:
+            scaled_x = x * factor
+        if g_rows.numel():
+            ROWS[_fastest(x, gy, g_rows.shape, geometry)](scaled_x, scaled_gy, g_rows, geometry)
     if need_weight:
-        if g_rows is not None and len(g_rows) and gy.numel() > SUM_FROM_POSITIONS * len(g_rows) * gy.shape[1]:
+        if g_rows is not None and 0 < SUM_FROM_POSITIONS * len(g_rows) < gy[:, 0].numel():
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
         else:
-            mask, unread = (False, True, False), w.weight.detach()
-            g_weight = _convolution_backward(gy, x, unread, geometry, False, (0,) * len(geometry.stride), mask)[1]
-            if w.scale.weight != 1:
-                g_weight = g_weight * w.scale.weight
-        g_weight = w.send(g_weight)
+            g_weight = _summed(x, gy, w.weight, geometry)
+            g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
+        w.send(g_weight)
     return g_weight, g_rows
 
 
+def _summed(x: Tensor, gy: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    mask, none = (False, True, False), (0,) * len(geometry.stride)
+    return _convolution_backward(gy, x, weight.detach(), geometry, False, none, mask)[1]
+
+
 # ---------------------------------------------------------------------- the per-sample rows (B, O, C/G, *K)
-def _rows(x: Tensor, gy: Tensor, w: Expansion, geometry: Geometry) -> Tensor:
-    assert w.rows is not None
-    if torch.is_grad_enabled():  # plain ops, which can be differentiated again
-        patches, outs = _factors(x, gy, w.rows.shape, geometry)
-        return (outs @ patches.reshape(len(outs), -1, outs.shape[2]).transpose(1, 2)).view(w.rows.shape)
-    out = w.buffer()
-    if out.numel():
-        ROWS[_fastest(x, gy, out.shape, geometry)](x, gy, out, geometry)
-    return out
+def _differentiable_rows(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
+    patches, outs = _factors(x, gy, shape, geometry)
+    columns = patches.reshape(len(outs), shape[2:].numel(), outs.shape[2])
+    return (outs @ columns.transpose(1, 2)).view(shape)
 
 
 def _fused_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
@@ -316,6 +321,14 @@ def _fused_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
         grouped, mask = geometry._replace(groups=len(part) * geometry.groups), (False, True, False)
         grads = _convolution_backward(some_gy, some_x, part.flatten(0, 1), grouped, False, (0,) * n, mask)
         part.copy_(grads[1].view(part.shape))
+
+
+def _each_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+    """The same sample by sample: for a few input channels (an image's), only an ungrouped convolution has a kernel."""
+    k = len(x) // len(out)
+    for i in range(len(out)):
+        of_one = slice(i * k, (i + 1) * k)
+        _fused_rows(x[of_one], gy[of_one], out[i : i + 1], geometry)
 
 
 def _im2col_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
@@ -348,6 +361,7 @@ def _turned_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None
 
 ROWS: dict[str, Callable[[Tensor, Tensor, Tensor, Geometry], None]] = {
     "fused": _fused_rows,
+    "each": _each_rows,
     "im2col": _im2col_rows,
     "turned": _turned_rows,
 }
@@ -382,6 +396,7 @@ def _factors(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> tu
 # of the result (another memory layout inside), and for blocks of channels; a product with patches pays for copying those, run
 # by run.
 FUSED_MULTIPLY, FUSED_RESULT = 0.0045, 0.4
+EACH_MULTIPLY, EACH_CALL = 0.007, 30e3
 IM2COL_MULTIPLY, IM2COL_RESULT, IM2COL_PATCH, IM2COL_RUN = 0.0115, 0.15, 0.05, 1.5
 
 
@@ -393,9 +408,12 @@ def _fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> st
     o, i, kernel = shape[1] // groups, shape[2], shape[3:].numel()
     if o == i == 1:  # depthwise
         return "turned"
-    blocked_o, blocked_i = (c if c % 8 == 0 else math.ceil(c / 16) * 16 for c in (o, i))
-    patches = groups * i * kernel * positions
-    fused = groups * blocked_o * blocked_i * kernel * (FUSED_RESULT + FUSED_MULTIPLY * positions)
-    im2col = groups * o * i * kernel * (IM2COL_RESULT + IM2COL_MULTIPLY * positions)
-    im2col += patches * (IM2COL_PATCH + IM2COL_RUN / gy.shape[-1])
-    return "fused" if fused < im2col else "im2col"
+    values, patches = groups * o * i * kernel, groups * i * kernel * positions
+    blocked = groups * kernel * math.prod(c if c % 8 == 0 else math.ceil(c / 16) * 16 for c in (o, i))
+    costs = {
+        "fused": blocked * (FUSED_RESULT + FUSED_MULTIPLY * positions),
+        "im2col": values * (IM2COL_RESULT + IM2COL_MULTIPLY * positions) + patches * (IM2COL_PATCH + IM2COL_RUN / gy.shape[-1]),
+    }
+    if groups == 1 and i < 8 and gy.ndim == 4:
+        costs["each"] = values * (FUSED_RESULT + EACH_MULTIPLY * positions) + EACH_CALL
+    return min(costs, key=costs.__getitem__)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from einops import einsum
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -37,7 +38,7 @@ def _per_sample_linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Exp
     w = per_sample(weight, 2, size)
     check_rows("linear", x, w)
     x3 = by_sample(x, size, w.shape[2])  # (B, t, I)
-    y = x3 @ w.transpose(1, 2)  # (B, t, O)
+    y = einsum(x3, w, "n t i, n o i -> n t o")
     if bias is not None:
         y = y + per_sample(bias, 1, size).unsqueeze(1)
     return y.reshape(*x.shape[:-1], w.shape[1])

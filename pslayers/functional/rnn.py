@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from ..expand import Expansion, composite_backward, per_sample, shared, wanted
 from .linear import SUM_FROM_ROWS
 
+HAS_MKLDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
 
 def lstm(
     x: Tensor,
@@ -71,14 +73,14 @@ class Pass(NamedTuple):
     states: tuple[Tensor, ...]  # the initial state but for h: c0 (N, H)
     weights: dict[str, Tensor]
     g_after: Tensor  # (T, N, R): grows, in place, from the gradient of the output to that of h[t]
-    g_states: tuple[Tensor, ...]  # of the final state but for h
+    g_states: tuple[Tensor, ...]  # (N, H): of the final state but for h; ours to write on
 
 
 class GateGrads(NamedTuple):
     ih: Tensor  # (T, N, G): gradient of w_ih @ x + b_ih
     hh: Tensor  # (T, N, G): gradient of w_hh @ h + b_hh
     unprojected: Tensor  # (T, N, H): what a projection takes to h
-    states: tuple[Tensor, ...]  # (T, N, H): gradient of the state before each step, but for h
+    states: tuple[Tensor, ...]  # (N, H): gradient of the initial state but for h
 
 
 class Cell(Protocol):
@@ -106,68 +108,63 @@ class _LSTM:
     def gate_grads(self, p: Pass) -> GateGrads:
         """All h being known, so are the gates; only c needs a scan.
 
-        ``blocks[t]`` holds five factors, which the walk turns into gradients by multiplying them in place with that of c[t],
-        the last one with that of h[t]: of c[t - 1] and of the gates i, f, g, o.
+        ``gates[t]`` holds the factors by which the gradients of c[t] (for i, f, g) and of h[t] (for o) become those of the gates:
+        the walk multiplies them in place.
         """
-        (time, n, _), (c0,), (gc_n,) = p.x.shape, p.states, p.g_states
+        (time, n, _), (c0,), (gc,) = p.x.shape, p.states, p.g_states
         w_hh, w_hr = p.weights["hh"], p.weights.get("hr")
-        hidden = c0.shape[-1]
-        blocks = p.x.new_empty(time, n, 5, hidden)
-        carry, i, f, g, o = blocks.unbind(2)  # (T, N, H) each
-        gates = blocks.view(time, n, 5 * hidden)[..., hidden:]  # (T, N, 4 H)
-        _gates(p, gates)
+        gates = _affine(p.x, p.weights["ih"], p.weights["b_ih"] + p.weights["b_hh"] if "b_ih" in p.weights else None)
+        gates += _affine(p.before, w_hh)  # (T, N, 4 H)
+        by_gate = gates.view(time, n, 4, c0.shape[-1])
+        i, f, g, o = by_gate.unbind(2)
         if p.steps.padding is not None:  # closed gates carry the state through
-            blocks[p.steps.padding] = blocks.new_tensor([0, -torch.inf, torch.inf, 0, -torch.inf]).unsqueeze(1)
-        blocks[:, :, 1:3].sigmoid_()
+            by_gate[p.steps.padding] = gates.new_tensor([-torch.inf, torch.inf, 0, -torch.inf]).unsqueeze(1)
+        by_gate[:, :, :2].sigmoid_()
         g.tanh_()
         o.sigmoid_()
-        ig = i * g
-        cells, c_before, c_after = _shifted(c0, time, p.reverse)
-        for step in _in_time(p.reverse, ig, f, c_before, c_after):
+        ig, keep = i * g, f.clone()
+        c_before, c_after = _states(c0, time, p.reverse)
+        for step in _in_time(p.reverse, ig, keep, c_before, c_after):
             torch.addcmul(*step[:3], out=step[3])
-        m = p.after if w_hr is None else o * c_after.tanh()
-        through = (m * m).div_(o.clamp_min(torch.finfo(o.dtype).tiny))  # o * tanh(c)^2, where m = o * tanh(c)
+        m = p.after.contiguous() if w_hr is None else o * c_after.tanh()
+        through = (m * m).div_(o.clamp_min_(torch.finfo(o.dtype).tiny))  # o * tanh(c)^2, where m = o * tanh(c)
         torch.sub(o, through, out=through)  # dh/dc
-        carry.copy_(f)
         f.addcmul_(f, f, value=-1).mul_(c_before)
         torch.addcmul(i, ig, g, value=-1, out=g)
         torch.addcmul(ig, ig, i, value=-1, out=i)
         torch.addcmul(m, m, o, value=-1, out=o)
 
-        gc, later, g_carry = torch.empty_like(c0), None, gc_n
-        gc_4 = gc.unsqueeze(1)
-        for blocks_c, carry_t, o_t, through_t, gates_t, gh in _in_time(
-            not p.reverse, blocks[:, :, :4], carry, o, through, gates, p.g_after
+        later, gc_each = None, gc.unsqueeze(1)
+        for gates_t, ifg, o_t, through_t, keep_t, gh in _in_time(
+            not p.reverse, gates, by_gate[:, :, :3], o, through, keep, p.g_after
         ):
             if later is not None:
                 gh.addmm_(later, w_hh)
             gm = gh if w_hr is None else gh @ w_hr
-            torch.addcmul(g_carry, gm, through_t, out=gc)
-            blocks_c.mul_(gc_4)
+            gc.addcmul_(gm, through_t)
+            ifg.mul_(gc_each)
             o_t.mul_(gm)
-            later, g_carry = gates_t, carry_t
-        return GateGrads(gates, gates, m, (carry,))
+            gc.mul_(keep_t)
+            later = gates_t
+        return GateGrads(gates, gates, m, (gc,))
 
 
 LSTM = _LSTM()
 
 
-def _gates(p: Pass, out: Tensor) -> None:
-    """The gates of all steps, before their activations, in two products: (T, N, G)."""
-    flat = out.flatten(0, 1) if out.is_contiguous() else out.view(-1, out.shape[-1])
-    w, x = p.weights, p.x.view(-1, p.x.shape[-1])
-    if "b_ih" in w:
-        torch.addmm(w["b_ih"] + w["b_hh"], x, w["ih"].t(), out=flat)
-    else:
-        torch.mm(x, w["ih"].t(), out=flat)
-    flat.addmm_(p.before.view(-1, p.before.shape[-1]), w["hh"].t())
+def _affine(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear, by the library that torch's own LSTM uses: 2.4 times as fast as MKL on a CPU that is not Intel's."""
+    if x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() and torch._C._get_mkldnn_enabled() and HAS_MKLDNN:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
+        return y
+    return F.linear(x, w, bias)
 
 
-def _shifted(first: Tensor, time: int, reverse: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for a state at T + 1 times, that before the first step filled in; its views before and after each step."""
+def _states(first: Tensor, time: int, reverse: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the states before and after each step, that before the first one filled in: (T, N, H) each."""
     states = first.new_empty(time + 1, *first.shape)
     states[-1 if reverse else 0] = first
-    return (states, states[1:], states[:-1]) if reverse else (states, states[:-1], states[1:])
+    return (states[1:], states[:-1]) if reverse else (states[:-1], states[1:])
 
 
 def _in_time(reverse: bool, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -210,7 +207,8 @@ class _Packed(_Steps):
 
     def __init__(self, batch_sizes: Tensor, sorted_indices: Tensor | None, unsorted_indices: Tensor | None) -> None:
         super().__init__(len(batch_sizes), int(batch_sizes[0]))
-        self.batch_sizes, self.sorted_indices, self.unsorted_indices = batch_sizes, sorted_indices, unsorted_indices
+        self.batch_sizes: Tensor = batch_sizes
+        self.sorted_indices, self.unsorted_indices = sorted_indices, unsorted_indices
 
     @cached_property
     def places(self) -> Tensor:
@@ -421,18 +419,18 @@ def _backward(
         )
         if grads[1] is not None:
             gh[last] += grads[1][d]
-        g_rest = tuple(
-            torch.zeros_like(wide(s[d])) if g is None else wide(g[d]) for s, g in zip(states[1:], grads[2:], strict=True)
-        )
-        p = Pass(steps, bool(d), x_pad, before, after, tuple(wide(s[d]) for s in states[1:]), w, gh, g_rest)
+        rest = tuple(wide(s[d]) for s in states[1:])
+        g_rest = tuple(torch.zeros_like(s) if g is None else wide(g[d]).clone() for s, g in zip(rest, grads[2:], strict=True))
+        p = Pass(steps, bool(d), x_pad, before, after, rest, w, gh, g_rest)
         gates = plan.cell.gate_grads(p)
         if need_x:
             g_ih = gates.ih.view(-1, gates.ih.shape[-1])
-            gx = g_ih @ w["ih"] if gx is None else gx.addmm_(g_ih, w["ih"])
+            gx_d = _affine(g_ih, w["ih"].t())
+            gx = gx_d if gx is None else gx.add_(gx_d)
         if need_states[0]:
             g_states[0].append(gates.hh[first] @ w["hh"])
         for i, g in enumerate(gates.states, 1):
-            g_states[i].append(g[first])
+            g_states[i].append(g)
         factors = {"ih": (gates.ih, x_pad), "hh": (gates.hh, before), "hr": (gh, gates.unprojected)}
         for name, (_, e, need_weight, need_rows) in ws.items():
             if name in factors:
@@ -445,9 +443,7 @@ def _backward(
     return [gx, *g0, *g_flat]
 
 
-def _weight_grads(
-    g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_rows: bool
-) -> tuple[Tensor | None, Tensor | None]:
+def _weight_grads(g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
     """Of (weight, rows): the sum of ``g[t, n] @ x[t, n].T`` over everything, and over what is each sample's own."""
     if not need_weight and not need_rows:
         return None, None

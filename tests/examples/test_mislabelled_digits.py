@@ -1,0 +1,87 @@
+"""The example runs, finds what it says it finds, and its scores are what their formulas say."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+PATH = Path(__file__).resolve().parents[2] / "examples" / "mislabelled_digits.py"
+
+
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mislabelled_digits", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
+    for name in ("matplotlib", "rich", "sklearn", "tqdm"):
+        pytest.importorskip(name)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the program does when run
+    yield load_example()
+    torch.set_num_threads(threads)
+
+
+def test_quick_run(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "suspects.png"
+    (result,) = example.main(["--quick", "--output", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert all(method in printed for method in result) and str(picture) in printed
+    for method, measures in result.items():
+        if method == "random order":
+            assert measures["k"] < 0.3 and 0.4 < measures["auc"] < 0.6
+        elif "k" in measures:
+            assert measures["k/4"] >= 0.9 and measures["k"] >= 0.8 and measures["auc"] >= 0.97, method
+        if "accuracy" in measures:
+            assert measures["accuracy"] > 0.9, method
+
+
+def test_flips_as_many_as_asked_and_never_to_the_same_class(example: ModuleType) -> None:
+    torch.manual_seed(0)
+    x, true, given, x_held, y_held = example.load(0.2)
+    assert len(x) == len(true) == len(given) == 1397 and len(x_held) == len(y_held) == 400
+    assert int((given != true).sum()) == round(0.2 * 1397)
+    assert given.min() >= 0 and given.max() <= 9
+
+
+def test_scores_against_a_loop_over_samples(example: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = example.network()
+    x, given = torch.rand(60, 1, 8, 8), torch.arange(60) % 2
+    loss, norm, against = example.suspicion(model, x, given)
+    rows = []
+    for i in range(60):
+        one = F.cross_entropy(model(x[i : i + 1]), given[i : i + 1])
+        torch.testing.assert_close(loss[i], one.detach())
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(one, list(model.parameters()))]))
+    torch.testing.assert_close(norm, torch.stack([row.norm() for row in rows]))
+    for i in range(0, 60, 7):
+        cosines = [F.cosine_similarity(rows[i], rows[j], dim=0) for j in range(60) if j != i and given[j] == given[i]]
+        nearest = torch.stack(cosines).sort(descending=True).values[: example.NEIGHBOURS]
+        torch.testing.assert_close(against[i], -nearest.mean(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("missing", ["sklearn", "matplotlib", "rich", "tqdm"])
+def test_missing_dependency_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit, match=r"pslayers\[examples\]"):
+        load_example()
+
+
+@pytest.mark.parametrize("options", [["--flip-share", "0"], ["--epochs", "0"], ["--seeds", "0"]])
+def test_bad_options_are_refused(example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        example.main(options)
+    assert options[0] in capsys.readouterr().err

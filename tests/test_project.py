@@ -1,0 +1,116 @@
+"""The public names, the documents, the package itself."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pslayers as ps
+from pslayers.layers.base import REGISTRY
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+LAYERS = [name for name in ps.__all__ if name.startswith("PS") and name != "PSLayer"]
+
+
+def test_public_names() -> None:
+    assert len(set(ps.__all__)) == len(ps.__all__)
+    for name in ps.__all__:
+        value = getattr(ps, name)
+        assert inspect.getdoc(value), f"{name} has no docstring"
+        assert f"{name}" in README, f"{name} is not in the README"
+    public = {name for name in vars(ps) if not name.startswith("_") and not inspect.ismodule(getattr(ps, name))}
+    assert public <= set(ps.__all__)
+    for name in ps.functional.__all__:
+        assert inspect.getdoc(getattr(ps.functional, name))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_is_registered_documented_and_tested(name: str) -> None:
+    layer = getattr(ps, name)
+    assert REGISTRY[layer.replaces] is layer, f"{name} does not say what it replaces"
+    assert layer.replaces is getattr(nn, name.removeprefix("PS"))
+    doc = inspect.getdoc(layer)
+    assert doc is not None
+    for part in ("Shapes:", "Memory:", "Source:", ">>> "):
+        assert part in doc, f"{name}'s docstring lacks {part!r}"
+    assert f"`{name}`" in README, f"{name} has no row in the README"
+    tests = "".join(path.read_text() for path in (ROOT / "tests/layers").glob("test_*.py"))
+    assert f"class Test{name}(LayerSuite)" in tests, f"{name} has no cases of the suite"
+
+
+def test_registry_holds_no_layer_that_is_not_exported() -> None:
+    assert {layer.__name__ for layer in REGISTRY.values()} == set(LAYERS)
+
+
+def test_readme_code_runs_as_it_stands() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) >= 4
+    scope: dict[str, object] = {}
+    try:
+        for block in blocks:
+            exec(compile(block, "README.md", "exec"), scope)
+    finally:
+        REGISTRY.pop(nn.Bilinear, None)
+    assert scope["norms"].shape == (64,)  # type: ignore[attr-defined]
+
+
+def test_readme_commands_install_what_the_extras_hold() -> None:
+    commands = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
+    assert "-c constraints.txt '.[examples]'" in commands and "examples/mislabelled_digits.py" in commands
+    assert "-e '.[dev]'" in commands and ".venv/bin/pytest" in commands
+    assert "torch==" in (ROOT / "constraints.txt").read_text()
+
+
+def test_import_is_quick_and_needs_only_torch_and_einops() -> None:
+    code = """
+import sys, time, torch
+before = set(sys.modules)
+start = time.perf_counter()
+import pslayers
+print(time.perf_counter() - start)
+print(" ".join(sorted({m.partition(".")[0] for m in set(sys.modules) - before})))
+"""
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+    assert float(lines[0]) < 0.5
+    third_party = {m for m in lines[1].split() if m not in sys.stdlib_module_names and not m.startswith("_")}
+    assert third_party <= {"pslayers", "torch", "einops"}, third_party
+
+
+def test_changelog_and_version() -> None:
+    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text() or ps.__version__ in (ROOT / "CHANGELOG.md").read_text()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", ps.__version__)
+    assert (ROOT / "pslayers" / "py.typed").exists()
+
+
+def test_files_mirror_each_other() -> None:
+    layers = {p.stem for p in (ROOT / "pslayers/layers").glob("*.py")} - {"__init__"}
+    assert {p.stem.removeprefix("test_") for p in (ROOT / "tests/layers").glob("test_*.py")} == layers
+
+
+def test_torch_is_touched_in_one_place_only() -> None:
+    code = """
+import torch
+before = {(m.__name__, k): v for m in (torch, torch.nn, torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)
+          for k, v in vars(m).items()}
+import pslayers
+pslayers.convert_model(torch.nn.Linear(2, 2))
+for m in (torch, torch.nn, torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer):
+    for k, v in vars(m).items():
+        if before.get((m.__name__, k), v) is not v:
+            print(m.__name__, k)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert out.split() == ["Optimizer", "zero_grad"]
+
+
+def test_deterministic() -> None:
+    model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)), torch.randn(8, 3, 6, 6)
+    results = [ps.per_sample_grads(model, lambda out: out.square().sum(1), x) for _ in range(2)]
+    for name in results[0]:
+        assert torch.equal(results[0][name], results[1][name])
