@@ -6,6 +6,7 @@ from .convert import ConversionError, Report, convert_model, report, restore_mod
 from .expand import batch_size
 from .gradients import accumulating, clear_grad_samples, expand_params, per_sample_grads, recording
 from .layers import (
+    PSLSTM,
     PSConv1d,
     PSConv2d,
     PSConv3d,
@@ -14,7 +15,6 @@ from .layers import (
     PSLayer,
     PSLayerNorm,
     PSLinear,
-    PSLSTM,
 )
 
 __all__ = [

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+# the tensors of tests are small: more threads only wait for one another
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:

@@ -68,13 +68,22 @@ REFUSED = {
         lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval(),
         r"`1` \(BatchNorm1d\) normalises over the batch",
     ),
-    "frequencies": (lambda: nn.Embedding(4, 4, scale_grad_by_freq=True), r"`\(model\)` \(Embedding\) counts how often.*mixes samples"),
+    "frequencies": (
+        lambda: nn.Embedding(4, 4, scale_grad_by_freq=True),
+        r"`\(model\)` \(Embedding\) counts how often",
+    ),
     "sparse": (lambda: nn.Embedding(4, 4, sparse=True), r"sparse=True"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"`0` \(LazyLinear\) is lazy.*run one batch"),
     "own-forward": (with_forward, r"`encoder\.0` \(Linear\) has a forward of its own set on the instance"),
-    "script": (lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4))), r"`0` \(RecursiveScriptModule\) is compiled by TorchScript"),
+    "script": (
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4))),
+        r"`0` \(RecursiveScriptModule\) is compiled",
+    ),
     "old-weight-norm": (lambda: nn.Sequential(weight_norm(nn.Linear(4, 4))), r"computed from other parameters"),
-    "parametrized": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))), r"ParametrizedLinear.*has no replacement"),
+    "parametrized": (
+        lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))),
+        r"ParametrizedLinear.*has no",
+    ),
     "nothing": (lambda: nn.Sequential(nn.ReLU()), r"nothing to convert. These have one: .*Linear"),
 }
 

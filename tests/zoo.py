@@ -1,5 +1,7 @@
 """The models that the foundation is proved on, small enough for a loop over samples."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -48,7 +50,7 @@ class ResNet18(nn.Module):
         self.layers = nn.Sequential(
             *(
                 nn.Sequential(BasicBlock(i, o, 1 if n == 0 else 2), BasicBlock(o, o, 1))
-                for n, (i, o) in enumerate(zip(widths, widths[1:], strict=False))
+                for n, (i, o) in enumerate(pairwise(widths))
             )
         )
         self.fc = nn.Linear(8 * width, 10)

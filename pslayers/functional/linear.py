@@ -75,7 +75,7 @@ class _Linear(torch.autograd.Function):
         gx = g_weight = g_rows = g_bias = g_bias_rows = None
         if need_x:
             if torch.is_grad_enabled():
-                gx = _Linear.apply(gy, weight, rows, None, None, w.rebind(weight, rows), None, not turned)
+                gx = _Linear.apply(gy.to(weight.dtype), weight, rows, None, None, w.rebind(weight, rows), None, not turned)
             else:
                 gx = gy @ (weight.t() if turned else weight).to(gy.dtype)
             gx = gx.to(x.dtype)

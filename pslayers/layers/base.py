@@ -65,9 +65,10 @@ class Converted(_Mixin):
         if torch._C._current_graph_task_id() != -1 and settings.sizes:  # a checkpoint recomputes a part of an earlier call
             size, trackable = self._ps_recomputed_size(settings), False
         else:
-            size = local.explicit if local.explicit is not None else self._ps_batch_size(args, kwargs)
-            if size is None:
+            known = local.explicit if local.explicit is not None else self._ps_batch_size(args, kwargs)
+            if known is None:
                 return run(self, *args, **kwargs)
+            size = known
             settings.called(size)
         random = _random_state() if trackable and size > 1 else None
         local.batch = Batch(size, settings, trackable)
@@ -83,8 +84,8 @@ class Converted(_Mixin):
     def _ps_recomputed_size(self, settings: Settings) -> int:
         if len(settings.sizes) > 1:
             raise RuntimeError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) is recomputed in the backward pass (checkpointing), while calls "
-                f"of batch sizes {sorted(settings.sizes)} wait for theirs: back-propagate each call before the next one."
+                f"`{self._ps_state().path}` ({type(self).__name__}) is recomputed in the backward pass (checkpointing), while "
+                f"calls of batch sizes {sorted(settings.sizes)} wait for theirs: back-propagate each call before the next one."
             )
         return next(iter(settings.sizes))
 

@@ -9,7 +9,8 @@ from .base import PSLayer
 class PSConv1d(PSLayer, nn.Conv1d, replaces=nn.Conv1d, fused=True):
     """nn.Conv1d with per-sample weights: ``y[n] = conv1d(x[n], weight[n]) + bias[n]``; all else as in `PSConv2d`.
 
-    Shapes: x (B, C, S), result (B, O, L); `grad_sample` (B, O, C/G, K) and (B, O).
+    Shapes: x (B, C, S), result (B, O, L); `grad_sample` (B, O, C/G, K) and (B, O). Memory: B x O x (C/G x K + 1) values.
+    Source: direct derivation.
 
     Example:
         >>> import torch, pslayers as ps
@@ -63,7 +64,8 @@ class PSConv2d(PSLayer, nn.Conv2d, replaces=nn.Conv2d, fused=True):
 class PSConv3d(PSLayer, nn.Conv3d, replaces=nn.Conv3d, fused=True):
     """nn.Conv3d with per-sample weights: ``y[n] = conv3d(x[n], weight[n]) + bias[n]``; all else as in `PSConv2d`.
 
-    Shapes: x (B, C, D, H, W), result (B, O, *L); `grad_sample` (B, O, C/G, *K) and (B, O).
+    Shapes: x (B, C, D, H, W), result (B, O, *L); `grad_sample` (B, O, C/G, *K) and (B, O). Memory: B x O x (C/G x K + 1) values.
+    Source: direct derivation.
 
     Example:
         >>> import torch, pslayers as ps

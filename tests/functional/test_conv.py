@@ -13,7 +13,7 @@ from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
 from pslayers.expand import Expansion, Scale
-from pslayers.functional import conv
+from pslayers.functional import conv, conv_rows
 from pslayers.functional.conv import conv1d, conv2d, conv3d
 
 OURS = {1: conv1d, 2: conv2d, 3: conv3d}
@@ -127,16 +127,16 @@ def test_mixed_sharing() -> None:
 
 
 # ---------------------------------------------------------------------- the methods for the rows
-@pytest.fixture(params=sorted(conv.ROWS))
+@pytest.fixture(params=sorted(conv_rows.ROWS))
 def method(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(conv, "_fastest", lambda *_: request.param)
+    monkeypatch.setattr(conv_rows, "fastest", lambda *_: request.param)
     return request.param
 
 
 @pytest.mark.parametrize("chunk", [1, 2000, 1 << 20])
 @pytest.mark.parametrize(("n", "groups", "out"), [(1, 1, 6), (2, 1, 6), (2, 2, 6), (2, 4, 4), (2, 4, 8), (3, 2, 4)])
 def test_methods(method: str, n: int, groups: int, out: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(conv.CHUNK_BYTES, "cpu", chunk)
+    monkeypatch.setitem(conv_rows.CHUNK_BYTES, "cpu", chunk)
     for k, (stride, padding, dilation) in itertools.product((1, 2), ((1, 1, 1), (2, 1, 1), (3, 2, 1), (1, 2, 2), (2, 0, 2))):
         x, weight, bias = data(n, size=5, k=k, groups=groups, out=out)
         check(x, weight, bias, 5, stride=stride, padding=padding, dilation=dilation, groups=groups)
@@ -155,7 +155,7 @@ def test_the_rule_takes_every_method() -> None:
     for channels, out, groups, space in ((1, 8, 1, 20), (32, 32, 1, 20), (32, 32, 32, 20), (256, 256, 1, 4), (3, 64, 1, 80)):
         x, weight, bias = data(2, 4, 1, channels, out, groups, space, dtype=torch.float32)
         chosen.add(
-            conv._fastest(
+            conv_rows.fastest(
                 x,
                 torch.empty(4, out, space - 2, space - 3),
                 torch.Size((4, *weight.shape)),
@@ -163,7 +163,7 @@ def test_the_rule_takes_every_method() -> None:
             )
         )
         check(x, weight, bias, 4, {"rtol": 1e-3, "atol": 1e-3}, groups=groups)
-    assert chosen == set(conv.ROWS)
+    assert chosen == set(conv_rows.ROWS)
 
 
 @pytest.mark.parametrize("layout", ["channels_last", "transposed", "sliced", "expanded"])

@@ -277,9 +277,7 @@ class LayerSuite:
         losses = self.losses(torch.func.functional_call(ours, weights, inputs), self.batch)
         found = torch.autograd.grad(losses.sum(), list(weights.values()))
         with torch.no_grad():
-            torch.testing.assert_close(
-                self.losses(torch.func.functional_call(ours, weights, inputs), self.batch), losses.detach()
-            )
+            torch.testing.assert_close(self.losses(torch.func.functional_call(ours, weights, inputs), self.batch), losses.detach())
         for i in range(self.batch):
             own = {k: w[i].detach().requires_grad_() for k, w in weights.items()}
             loss = self.losses(torch.func.functional_call(layer, own, self.sample(inputs, i)), 1).sum()

@@ -1,0 +1,183 @@
+"""The per-sample gradient of a convolution's weight, (B, O, C/G, *K), by the method that is fastest for its shape.
+
+Shapes: B samples, N = k * B rows, C and O in and out channels, G groups, K kernel, S space, L positions of the result.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# what one chunk of samples may take on the side: on a CPU it should stay in the cache, elsewhere a chunk should fill the device
+CHUNK_BYTES = {"cpu": 4 << 20}
+CHUNK_BYTES_ELSEWHERE = 64 << 20
+
+
+class Geometry(NamedTuple):
+    """How the kernel moves over its input."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    transposed: bool = False,
+    output_padding: tuple[int, ...] = (),
+) -> Tensor:
+    """The plain convolution, or its transpose; by torch.nn.functional, since autocast does not see torch.convolution."""
+    stride, padding, dilation, groups = geometry
+    n = len(stride) - 1
+    if transposed:
+        turned = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n]
+        return turned(x, weight, bias, stride, padding, output_padding, groups, dilation)
+    return (F.conv1d, F.conv2d, F.conv3d)[n](x, weight, bias, stride, padding, dilation, groups)
+
+
+def as_groups(t: Tensor, size: int) -> Tensor:
+    """(k * B, C, *S) as (k, B * C, *S): every sample a group of channels."""
+    return t.unflatten(0, (size, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def convolution_backward(
+    gy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    geometry: Geometry,
+    transposed: bool,
+    output_padding: tuple[int, ...],
+    mask: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain gradients of (input, weight, bias); `mask` says which are computed."""
+    stride, padding, dilation, groups = geometry
+    options = stride, padding, dilation, transposed, output_padding, groups, mask
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(gy, x, weight, None, *options)
+    return grads
+
+
+def write_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+    """Write the rows to `out`: `x` correlated with `gy` over the positions of each sample."""
+    if out.numel():
+        ROWS[fastest(x, gy, out.shape, geometry)](x, gy, out, geometry)
+
+
+def differentiable_rows(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
+    """The rows by a product that can be differentiated again."""
+    patches, outs = _factors(x, gy, shape, geometry)
+    columns = patches.reshape(len(outs), shape[2:].numel(), outs.shape[2])
+    return (outs @ columns.transpose(1, 2)).view(shape)
+
+
+def _fused_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+    """A convolution's own weight gradient, with every sample a group; by chunks, since it writes to new memory."""
+    k, n = len(x) // len(out), len(geometry.stride)
+    for start, stop in _chunks(out, out[0].numel()):
+        part = out[start:stop]  # stands in for the weights too, which are not read
+        some_gy, some_x = (as_groups(t[start * k : stop * k], len(part)) for t in (gy, x))
+        grouped, mask = geometry._replace(groups=len(part) * geometry.groups), (False, True, False)
+        grads = convolution_backward(some_gy, some_x, part.flatten(0, 1), grouped, False, (0,) * n, mask)
+        part.copy_(grads[1].view(part.shape))
+
+
+def _each_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+    """The same sample by sample: for a few input channels (an image's), only an ungrouped convolution has a kernel."""
+    k = len(x) // len(out)
+    for i in range(len(out)):
+        of_one = slice(i * k, (i + 1) * k)
+        _fused_rows(x[of_one], gy[of_one], out[i : i + 1], geometry)
+
+
+def _im2col_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+    """Output gradients times patches; by chunks, since the patches hold every input value as often as it is used."""
+    patches, outs = _factors(x, gy, out.shape, geometry)
+    groups, width = geometry.groups, out[0, 0].numel()
+    into = out.view(len(outs), -1, width)
+    for start, stop in _chunks(out, patches[0].numel()):
+        some = slice(start * groups, stop * groups)
+        columns = patches[start:stop].reshape(-1, width, outs.shape[2])
+        torch.bmm(outs[some], columns.transpose(1, 2), out=into[some])
+
+
+def _turned_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+    """A convolution of the input with the output gradient as its kernel, stride and dilation exchanged.
+
+    With groups of one channel in and out this is a depthwise convolution, which has kernels of its own: far faster than the
+    weight gradient of a depthwise convolution, which mostly has none.
+    """
+    stride, padding, dilation, groups = geometry
+    size, n = len(out), len(stride)
+    x = x.unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2)  # (B, G, k, C/G, *S)
+    gy = gy.unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2).transpose(2, 3)  # (B, G, O/G, k, *L)
+    moved = Geometry(dilation, padding, stride, size * groups)
+    y = convolution(x.movedim(3, 0).flatten(1, 3), gy.flatten(0, 2), None, moved)  # (C/G, B * O, *K), or more on the right
+    for dim in range(n):  # what the strided kernel did not reach
+        y = y.narrow(2 + dim, 0, out.shape[3 + dim])
+    out.copy_(y.unflatten(1, out.shape[:2]).movedim(0, 2))
+
+
+ROWS: dict[str, Callable[[Tensor, Tensor, Tensor, Geometry], None]] = {
+    "fused": _fused_rows,
+    "each": _each_rows,
+    "im2col": _im2col_rows,
+    "turned": _turned_rows,
+}
+
+
+def _chunks(out: Tensor, values: int) -> Iterator[tuple[int, int]]:
+    """Slices of the batch whose samples take `values` on the side each."""
+    limit = CHUNK_BYTES.get(out.device.type, CHUNK_BYTES_ELSEWHERE)
+    count = math.ceil(len(out) / max(round(limit / (values * out.element_size())), 1))
+    step = math.ceil(len(out) / count)  # even ones
+    for start in range(0, len(out), step):
+        yield start, min(start + step, len(out))
+
+
+def _factors(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """The patches as a view (B, G, C/G, *K, k, *L), and the output gradients (B * G, O/G, T)."""
+    stride, padding, dilation, groups = geometry
+    size, n, kernel = shape[0], len(stride), shape[3:]
+    by_row = size, len(x) // max(size, 1)
+    if any(padding):
+        x = F.pad(x, [p for pad in reversed(padding) for p in (pad, pad)])
+    x = x.unflatten(0, by_row).unflatten(2, (groups, shape[2]))  # (B, k, G, C/G, *S)
+    for i in range(n):
+        x = x.unfold(4 + i, dilation[i] * (kernel[i] - 1) + 1, stride[i])[..., :: dilation[i]]
+    x = x.permute(0, 2, 3, *range(4 + n, 4 + 2 * n), 1, *range(4, 4 + n))  # from (B, k, G, C/G, *L, *K)
+    gy = gy.unflatten(0, by_row).unflatten(2, (groups, shape[1] // groups))
+    gy = gy.permute(0, 2, 3, 1, *range(4, 4 + n))  # (B, G, O/G, k, *L)
+    return x, gy.reshape(size * groups, shape[1] // groups, gy.shape[3:].numel())
+
+
+# Nanoseconds on two cores, measured; what decides is their ratios. The fused kernel multiplies fastest, but pays for every value
+# of the result (another memory layout inside), and for blocks of channels; a product with patches pays for copying those, run
+# by run.
+FUSED_MULTIPLY, FUSED_RESULT = 0.0045, 0.4
+EACH_MULTIPLY, EACH_CALL = 0.007, 30e3
+IM2COL_MULTIPLY, IM2COL_RESULT, IM2COL_PATCH, IM2COL_RUN = 0.0115, 0.15, 0.05, 1.5
+
+
+def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str:
+    """The method that is faster by a linear model of what one sample's rows cost."""
+    if x.device.type != "cpu" or x.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return "im2col"
+    groups, positions = geometry.groups, gy[:, 0].numel() // shape[0]
+    o, i, kernel = shape[1] // groups, shape[2], shape[3:].numel()
+    if o == i == 1:  # depthwise
+        return "turned"
+    values, patches = groups * o * i * kernel, groups * i * kernel * positions
+    blocked = groups * kernel * math.prod(c if c % 8 == 0 else math.ceil(c / 16) * 16 for c in (o, i))
+    costs = {
+        "fused": blocked * (FUSED_RESULT + FUSED_MULTIPLY * positions),
+        "im2col": values * (IM2COL_RESULT + IM2COL_MULTIPLY * positions) + patches * (IM2COL_PATCH + IM2COL_RUN / gy.shape[-1]),
+    }
+    if groups == 1 and i < 8 and gy.ndim == 4:
+        costs["each"] = values * (FUSED_RESULT + EACH_MULTIPLY * positions) + EACH_CALL
+    return min(costs, key=costs.__getitem__)
