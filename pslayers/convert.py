@@ -53,7 +53,9 @@ def container_class(original: Any) -> type[PSContainer]:
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if local.batch is not None or local.tracker is not None or self._ps is None:
+        if local.tracker is not None and self._ps is not None:
+            return local.tracker.call(self, original.forward, args, kwargs)
+        if local.batch is not None or self._ps is None:
             return original.forward(self, *args, **kwargs)
         return self._ps_outermost(original.forward, args, kwargs)
 

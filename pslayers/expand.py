@@ -439,6 +439,8 @@ def composite_backward(
 ) -> list[Tensor | None]:
     """A backward with a graph: differentiate a composite form of the op, so that the result can be differentiated again."""
     with torch.enable_grad():
+        # aliases: where one input was made from another, as by tied weights, each counts its own part only
+        inputs = [None if t is None else t.view_as(t) for t in inputs]
         outputs = fn(*inputs)
     pairs = [
         (out, grad)

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from .expand import Batch, local
-from .trees import map_tensors
+from .trees import map_tensors, tensors_in
 
 # how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's together or each time
 # step's together; not at all, being the same for all, in one row or without a batch dim (a table); or in no such way
 Layout = tuple[str, int]
-Key = tuple[int, int, int]  # a call of a layer: the module's id, the number of the call, the dims of its input
+# a tensor that a call takes or returns: the module's id, the number of the call, its place ("in", 0), its dims
+Key = tuple[int, int, tuple[str, int], int]
 BATCH_MAJOR, TIME_MAJOR, SHARED, TABLE, MIXED = ((kind, 0) for kind in ("batch-major", "time-major", "shared", "table", "mixed"))
+FIRST = ("in", 0)
 _PREFERENCE = [*(("dim", d) for d in range(16)), BATCH_MAJOR, TIME_MAJOR]
 
 
@@ -29,30 +31,46 @@ class Ambiguous(BaseException):
 
 
 class Tracker:
-    """Collects the inputs of every layer's calls while the model runs by its original layers."""
+    """Collects what the calls of layers and containers take and return, while the model runs by its original layers."""
 
     def __init__(self) -> None:
         self.seen: dict[Key, Tensor] = {}
         self.calls: dict[int, int] = {}
+        self.made: list[tuple[nn.Module, int, tuple[Any, ...], dict[str, Any], Any]] = []  # the calls of containers, whole
 
     def see(self, module: nn.Module, x: Tensor) -> None:
-        """Note the input of a call of `module`."""
+        """Note the input of a call of the layer `module`."""
         call = self.calls[id(module)] = self.calls.get(id(module), -1) + 1
-        self.seen[id(module), call, x.ndim] = x.detach().clone()
+        self.seen[id(module), call, FIRST, x.ndim] = x.detach().clone()
+
+    def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the container `module`, and note all of its inputs and outputs."""
+        call = self.calls[id(module)] = self.calls.get(id(module), -1) + 1
+        # what it takes may be changed in place later on
+        kept_args, kept_kwargs = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
+        output = forward(module, *args, **kwargs)
+        kept = map_tensors(lambda t: t.detach().clone(), output)
+        for slot, value in (("in", (kept_args, kept_kwargs)), ("out", kept)):
+            for place, t in enumerate(tensors_in(value)):
+                if isinstance(t, Tensor):
+                    self.seen[id(module), call, (slot, place), t.ndim] = t
+        self.made.append((module, call, kept_args, kept_kwargs, kept))
+        return output
 
 
 def track(
     run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
-) -> tuple[dict[Key, Layout], Any]:
-    """{a call of a layer: layout} for every call that changing samples tells something about, and the model's output."""
+) -> tuple[dict[Key, Layout], Tracker, Any]:
+    """{a tensor of a call: layout} for every one that changing samples tells about; the run as called; the model's output."""
     inputs, everyone = _batched(args, kwargs, batch), range(batch.size)
     layouts: dict[Key, Layout] = {}
     with torch.no_grad(), _unchanged_buffers(model):
-        plain, output = _run(run, args, kwargs)
+        tracker, output = _run(run, args, kwargs)
+        plain = tracker.seen
         for place in inputs:  # the first input that reaches a call decides: a mask may be as large as the batch by chance
             found: dict[Key, set[Layout]] = {}
             for sample in {0, batch.size - 1}:
-                changed, _ = _run(run, *_changed(args, kwargs, [place], [sample], batch))
+                changed = _run(run, *_changed(args, kwargs, [place], [sample], batch))[0].seen
                 for key, x in plain.items():
                     where = _differs(x, changed.get(key))
                     if where is not None and where.any():
@@ -60,17 +78,18 @@ def track(
                         found[key] = found[key] & fits if key in found else fits
             for key, fits in found.items():
                 layouts.setdefault(key, min(fits, key=_PREFERENCE.index) if fits else MIXED)
-        changed, _ = _run(run, *_changed(args, kwargs, inputs, everyone, batch))
+        changed = _run(run, *_changed(args, kwargs, inputs, everyone, batch))[0].seen
         for key, x in plain.items():
             where = _differs(x, changed.get(key))
             # nothing reaches it, so it is the same for all; floating rows as many as the samples' may just be dead features
-            dead = x.is_floating_point() and len(x) > 1 and len(x) % batch.size == 0
+            rows = len(x) if x.ndim else 1
+            dead = x.is_floating_point() and rows > 1 and rows % batch.size == 0
             if key not in layouts and where is not None and not where.any() and not dead:
-                layouts[key] = SHARED if len(x) == 1 else TABLE
-    return layouts, output
+                layouts[key] = SHARED if x.ndim and rows == 1 else TABLE
+    return layouts, tracker, output
 
 
-def _run(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[Key, Tensor], Any]:
+def _run(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tracker, Any]:
     local.tracker = tracker = Tracker()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
@@ -78,7 +97,7 @@ def _run(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
             output = run(*args, **kwargs)
     finally:
         local.tracker = None
-    return tracker.seen, output
+    return tracker, output
 
 
 @contextmanager

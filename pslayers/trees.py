@@ -1,7 +1,7 @@
 """Tensors inside what a module is called with, or returns."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,7 @@ def tensors_in(value: Any) -> Iterator[Tensor | PackedSequence]:
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A value with `fn` applied to every tensor in its tuples, lists and dicts."""
+    """A value with `fn` applied to every tensor in its containers: tuples, lists, mappings, dataclasses."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
@@ -33,6 +33,9 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
         return type(value)(*(map_tensors(fn, v) for v in value))
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(fn, v) for v in value)
-    if type(value) is dict:
-        return {k: map_tensors(fn, v) for k, v in value.items()}
+    if isinstance(value, Mapping):
+        mapped = {k: map_tensors(fn, v) for k, v in value.items()}
+        return mapped if type(value) is dict else type(value)(**mapped) if is_dataclass(value) else type(value)(mapped)  # type: ignore[call-arg]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: map_tensors(fn, getattr(value, f.name)) for f in fields(value) if f.init})
     return value

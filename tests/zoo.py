@@ -48,10 +48,7 @@ class ResNet18(nn.Module):
         self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.GroupNorm(2, width), nn.ReLU(inplace=True))
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         self.layers = nn.Sequential(
-            *(
-                nn.Sequential(BasicBlock(i, o, 1 if n == 0 else 2), BasicBlock(o, o, 1))
-                for n, (i, o) in enumerate(pairwise(widths))
-            )
+            *(nn.Sequential(BasicBlock(i, o, 1 if n == 0 else 2), BasicBlock(o, o, 1)) for n, (i, o) in enumerate(pairwise(widths)))
         )
         self.fc = nn.Linear(8 * width, 10)
 

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+# above this many rows a sample, summing the rows is cheaper than a second product over all rows
+SUM_FROM_ROWS = 16
+
 
 def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
     """The rows of `x` must be k for each of the weight's samples, batch-major."""

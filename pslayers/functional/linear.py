@@ -8,10 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..expand import Expansion, per_sample, shared, wanted
-from .common import by_sample, check_rows, owned
-
-# above this many rows a sample, summing the rows is cheaper than a second product over all rows
-SUM_FROM_ROWS = 16
+from .common import SUM_FROM_ROWS, by_sample, check_rows, owned
 
 
 def linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None) -> Tensor:
@@ -97,12 +94,14 @@ def _weight_grads(
     """The gradients of (weight, rows): ``gy.T @ x`` over all rows, and over each sample's t rows."""
     x, gy = x.to(w.weight.dtype), gy.to(w.weight.dtype)
     if torch.is_grad_enabled():
-        g_rows = None if rows is None else _by_sample_product(gy, x, len(rows))
-        return w.out(_product(gy, x) if need_weight else None, g_rows if need_rows else None)
+        if need_rows and rows is not None:
+            left, right = _factors(gy, x, len(rows))
+            return w.out(_product(gy, x) if need_weight else None, left @ right)
+        return w.out(_product(gy, x), None)
     g_weight = g_rows = None
     if need_rows:
         assert rows is not None
-        g_rows = _by_sample_product(gy if w.scale.rows == 1 else gy * w.scale.rows, x, len(rows), w.buffer())
+        g_rows = _write_rows(gy, x, w.scale.rows, w.buffer())
     if need_weight:
         if g_rows is not None and 0 < len(g_rows) * SUM_FROM_ROWS < x.shape[:-1].numel():
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
@@ -117,8 +116,12 @@ def _product(gy: Tensor, x: Tensor) -> Tensor:
     return gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])  # (O, I)
 
 
-def _by_sample_product(gy: Tensor, x: Tensor, size: int, out: Tensor | None = None) -> Tensor:
-    left, right = by_sample(gy, size, gy.shape[-1]).transpose(1, 2), by_sample(x, size, x.shape[-1])  # (B, O, t), (B, t, I)
+def _factors(gy: Tensor, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    return by_sample(gy, size, gy.shape[-1]).transpose(1, 2), by_sample(x, size, x.shape[-1])  # (B, O, t), (B, t, I)
+
+
+def _write_rows(gy: Tensor, x: Tensor, scale: float, out: Tensor) -> Tensor:
+    left, right = _factors(gy, x, len(out))
     if right.shape[1] == 1:  # an outer product: written, not summed
-        return torch.mul(left, right) if out is None else torch.mul(left, right, out=out)
-    return torch.bmm(left, right) if out is None else torch.bmm(left, right, out=out)
+        return torch.mul(left if scale == 1 else left * scale, right, out=out)
+    return out.baddbmm_(left, right, beta=0, alpha=scale)

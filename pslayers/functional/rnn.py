@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..expand import Expansion, composite_backward, per_sample, shared, wanted
-from .linear import SUM_FROM_ROWS
+from .common import SUM_FROM_ROWS
 
 HAS_MKLDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -46,8 +46,8 @@ def lstm(
     hx are in the caller's order.
 
     Where the weights are only an expansion, the forward pass is torch's fused kernel, the backward pass walks time once for the
-    gates' gradients and makes each weight's in one product over all time. Memory: that of the weights' gradients, and 4 values
-    for each gate. Otherwise every step is a batched product.
+    gates' gradients and makes each weight's in one product over all time. Memory: that of the weights' gradients, and while it
+    runs some 14 H values for each step and row, of one layer and direction at a time. Otherwise every step is a batched product.
 
     Raises:
         ValueError: the number of sequences is no multiple of the number of per-sample weights.
@@ -153,8 +153,8 @@ LSTM = _LSTM()
 
 
 def _affine(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear, by the library that torch's own LSTM uses: 2.4 times as fast as MKL on a CPU that is not Intel's."""
-    if x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() and torch._C._get_mkldnn_enabled() and HAS_MKLDNN:
+    """F.linear, by the library that torch's own LSTM uses: more than twice as fast as MKL on a CPU that is not Intel's."""
+    if x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() and torch.backends.mkldnn.enabled and HAS_MKLDNN:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
         return y
     return F.linear(x, w, bias)
@@ -198,7 +198,7 @@ class _Steps:
         return state
 
     def outermost(self, last: bool) -> Any:
-        """The index into (T, N, ...) of each row's first step, or its last: (N, ...)."""
+        """The index into (T, N, ...) of each row's step nearest to the start, or to the end: (N, ...)."""
         return self.time - 1 if last else 0
 
 
@@ -279,25 +279,31 @@ def _run(
         given = weights[count * layer : count * (layer + 1)]
         ndims = [1 if name.startswith("b") else 2 for name in names] * directions
         common = [shared(w, ndim) for w, ndim in zip(given, ndims, strict=True)]
-        sizes = {len(w.rows) for w in common if w is not None and w.rows is not None}
-        sizes |= {len(w) for w, c in zip(given, common, strict=True) if c is None and isinstance(w, Tensor)}
-        if bad := [size for size in sizes if steps.rows != size and (not size or not steps.rows or steps.rows % size)]:
-            raise ValueError(
-                f"ps.functional.{type(cell).__name__.strip('_').lower()} got {steps.rows} sequences with {bad[0]} per-sample "
-                f"weights: expected {bad[0]}, one for each sample's weight, or a multiple of it (k a sample, batch-major)."
-            )
+        size = _samples(type(cell).__name__.strip("_").lower(), given, common, steps.rows)
         whole = [w for w in common if w is not None]
         plan = _Plan(cell, steps, directions, names, whole)
         if len(whole) == len(common):
             flat = [t for w in whole for t in (w.weight, w.rows)]
             x, *final = _Layer.apply(plan, x.contiguous(), *states, *flat)
         else:
-            size = max(sizes)
             x, *final = _composite(plan, x, states, [per_sample(w, nd, size) for w, nd in zip(given, ndims, strict=True)])
         finals.append(final)
         if dropout and layer < num_layers - 1:
             x = F.dropout(x, dropout, True)
     return x, *(finals[0] if num_layers == 1 else (torch.cat(parts) for parts in zip(*finals, strict=True)))
+
+
+def _samples(op: str, given: Sequence[Tensor | Expansion], common: Sequence[Expansion | None], rows: int) -> int:
+    """How many samples the weights are for (1: any); the rows must be k for each, batch-major."""
+    sizes = {len(c.rows) for c in common if c is not None and c.rows is not None}
+    sizes |= {len(w) for w, c in zip(given, common, strict=True) if c is None and isinstance(w, Tensor)}
+    for size in sizes:
+        if rows != size and (not size or not rows or rows % size):
+            raise ValueError(
+                f"ps.functional.{op} got {rows} sequences with {size} per-sample weights: expected {size}, one for each sample's "
+                f"weight, or a multiple of it (k a sample, batch-major)."
+            )
+    return max(sizes, default=1)
 
 
 class _Layer(torch.autograd.Function):
@@ -341,9 +347,7 @@ def _graph_backward(plan: _Plan, x: Tensor, tensors: Sequence[Any], grads: Seque
         dtype = torch.promote_types(x.dtype, weights[0].dtype)
         return _composite(plan, x.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights])
 
-    # under names of their own, so that one input's gradient does not run on into another that it was made from
-    own = [None if t is None else t.view_as(t) for t in (x, *tensors)]
-    return composite_backward(composite, own, grads)
+    return composite_backward(composite, (x, *tensors), grads)
 
 
 def _composite(plan: _Plan, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -390,57 +394,57 @@ def _by_weight(t: Tensor, size: int) -> Tensor:
 def _backward(
     plan: _Plan, need: Sequence[bool], x: Tensor, y: Tensor, tensors: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
+    """The gradients of (x, *states, and weight and rows in turn)."""
     steps, (states, flat) = plan.steps, _split(plan, tensors)
     need_x, (need_states, need_flat) = need[0], _split(plan, need[1:])
     dtype = torch.promote_types(x.dtype, flat[0].dtype)
     if dtype in (torch.bfloat16, torch.float16):  # as torch's kernels: narrow outside, float inside
         dtype = torch.float32
+    left = steps.pad(x).to(dtype), steps.pad(y).to(dtype), [s.to(dtype) for s in states]
+    g_last = [torch.zeros_like(s) if g is None else g.to(dtype) for s, g in zip(left[2], grads[1:], strict=True)]
+    gy = torch.zeros_like(left[1]) if grads[0] is None else steps.pad(grads[0]).to(dtype)  # (T, N, D * R)
 
-    def wide(t: Tensor) -> Tensor:
-        return t.to(dtype)
-
-    x_pad, y_pad = wide(steps.pad(x)), wide(steps.pad(y))
-    gy = None if grads[0] is None else wide(steps.pad(grads[0]))  # (T, N, D * R)
     gx: Tensor | None = None
-    g_states: list[list[Tensor]] = [[] for _ in states]
+    g_states: list[tuple[Tensor, ...]] = []
     g_flat: list[Tensor | None] = []
     weights = plan.by_direction(list(zip(flat[::2], plan.expansions, need_flat[::2], need_flat[1::2], strict=True)))
     for d, ws in enumerate(weights):
-        width, first, last = states[0].shape[-1], steps.outermost(bool(d)), steps.outermost(not d)
-        w = {name: wide(weight) for name, (weight, *_) in ws.items()}
-        after = y_pad[..., width * d : width * (d + 1)]
-        before = torch.cat([after[1:], wide(states[0][d : d + 1])] if d else [wide(states[0][d : d + 1]), after[:-1]])
-        if d and steps.padding is not None:
-            before[first] = wide(states[0][d])
-        gh = (
-            torch.zeros_like(after)
-            if gy is None
-            else gy[..., width * d : width * (d + 1)].clone(memory_format=torch.contiguous_format)
-        )
-        if grads[1] is not None:
-            gh[last] += grads[1][d]
-        rest = tuple(wide(s[d]) for s in states[1:])
-        g_rest = tuple(torch.zeros_like(s) if g is None else wide(g[d]).clone() for s, g in zip(rest, grads[2:], strict=True))
-        p = Pass(steps, bool(d), x_pad, before, after, rest, w, gh, g_rest)
+        p = _pass(steps, d, left, {name: weight.to(dtype) for name, (weight, *_) in ws.items()}, gy, g_last)
         gates = plan.cell.gate_grads(p)
         if need_x:
-            g_ih = gates.ih.view(-1, gates.ih.shape[-1])
-            gx_d = _affine(g_ih, w["ih"].t())
+            gx_d = _affine(gates.ih, p.weights["ih"].t())  # (T, N, I)
             gx = gx_d if gx is None else gx.add_(gx_d)
-        if need_states[0]:
-            g_states[0].append(gates.hh[first] @ w["hh"])
-        for i, g in enumerate(gates.states, 1):
-            g_states[i].append(g)
-        factors = {"ih": (gates.ih, x_pad), "hh": (gates.hh, before), "hr": (gh, gates.unprojected)}
-        for name, (_, e, need_weight, need_rows) in ws.items():
-            if name in factors:
-                g_flat += _weight_grads(*factors[name], e, need_weight, need_rows)
+        g_states.append((gates.hh[steps.outermost(last=d == 1)] @ p.weights["hh"], *gates.states))
+        sums: dict[int, Tensor] = {}  # both biases' gradients may be the same
+        for name, (_, e, *needs) in ws.items():
+            g = {"ih": gates.ih, "b_ih": gates.ih, "hr": p.g_after}.get(name, gates.hh)
+            if name in ("ih", "hh", "hr"):
+                factor = {"ih": p.x, "hh": p.before, "hr": gates.unprojected}[name]
+                g_flat += _weight_grads(g, factor, e, *needs)
             else:
-                g_flat += _bias_grads(gates.ih if name == "b_ih" else gates.hh, e, need_weight, need_rows)
-    if gx is not None:
-        gx = steps.pack(gx.view(x_pad.shape)).to(x.dtype)
-    g0 = [torch.stack(g).to(s.dtype) if n else None for g, s, n in zip(g_states, states, need_states, strict=True)]
-    return [gx, *g0, *g_flat]
+                if id(g) not in sums:
+                    sums[id(g)] = g.sum(0)  # (N, G)
+                g_flat += _bias_grads(sums[id(g)], e, *needs)
+    g_first = [torch.stack(g).to(s.dtype) for g, s in zip(zip(*g_states, strict=True), states, strict=True)]
+    return [
+        None if gx is None else steps.pack(gx).to(x.dtype),
+        *(g if n else None for g, n in zip(g_first, need_states, strict=True)),
+        *g_flat,
+    ]
+
+
+def _pass(
+    steps: _Steps, d: int, left: tuple[Tensor, Tensor, list[Tensor]], weights: dict[str, Tensor], gy: Tensor, g_last: list[Tensor]
+) -> Pass:
+    """Direction d of a layer that has left (x, y, initial states), all (T, N, ...) or (D, N, ...)."""
+    (x, y, (h0, *rest)), (gh_last, *g_rest) = left, g_last
+    own = slice(d * h0.shape[-1], (d + 1) * h0.shape[-1])
+    after, gh = y[..., own], gy[..., own].clone(memory_format=torch.contiguous_format)
+    gh[steps.outermost(last=d == 0)] += gh_last[d]
+    before = torch.cat([after[1:], h0[d : d + 1]] if d else [h0[d : d + 1], after[:-1]])
+    if d and steps.padding is not None:
+        before[steps.outermost(last=True)] = h0[d]
+    return Pass(steps, d == 1, x, before, after, tuple(s[d] for s in rest), weights, gh, tuple(g[d].clone() for g in g_rest))
 
 
 def _weight_grads(g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -465,15 +469,12 @@ def _weight_grads(g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_ro
 
 
 def _bias_grads(g: Tensor, b: Expansion, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Of (bias, rows), from the gradient of each row's gates summed over time, (N, G)."""
     g_weight = g_rows = None
-    if not need_weight and not need_rows:
-        return None, None
-    total = g.sum(0)  # (N, G)
     if need_rows:
         assert b.rows is not None
-        own = total.view(len(b.rows), -1, total.shape[-1]).sum(1) if len(total) != len(b.rows) else total
+        own = g if len(g) == len(b.rows) else g.view(len(b.rows), -1, g.shape[-1]).sum(1)  # (B, G)
         g_rows = torch.mul(own, b.scale.rows, out=b.buffer())
     if need_weight:
-        g_weight = (total.sum(0) * b.scale.weight).to(b.weight.dtype)
-        g_weight = b.send(g_weight)
+        g_weight = b.send((g.sum(0) * b.scale.weight).to(b.weight.dtype))
     return g_weight, g_rows

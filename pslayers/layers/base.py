@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..expand import Batch, Expansion, Scale, Settings, clear, cross, local, recorder_of
-from ..tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Ambiguous, Layout, track
+from ..tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, TIME_MAJOR, Ambiguous, Layout, Tracker, track
 from ..trees import map_tensors, tensors_in
 
 # what each torch class is replaced by; classes enter themselves when they are defined
@@ -22,7 +22,8 @@ class State:
     def __init__(self, settings: Settings, path: str, module: nn.Module) -> None:
         self.settings, self.path = settings, path
         self.ndims = {name: p.ndim for name, p in module._parameters.items() if p is not None}
-        self.layouts: dict[tuple[int, int], Layout] = {}  # tracked: (number of the call, dims of its input): layout
+        # tracked: (number of the call, place of the tensor, its dims): layout
+        self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
 
 
 # mixed in before a module's class: a module to its users, and to the type checker
@@ -81,6 +82,9 @@ class Converted(_Mixin):
         _set_random_state(random)
         return self._ps_learn(run, args, kwargs, size)
 
+    def _ps_settle(self, tracker: Tracker, size: int) -> None:
+        """Choose, from what was tracked, how each module below is run."""
+
     def _ps_recomputed_size(self, settings: Settings) -> int:
         if len(settings.sizes) > 1:
             raise RuntimeError(
@@ -92,10 +96,11 @@ class Converted(_Mixin):
     def _ps_learn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """Track the batch through the layers below, let each remember how its inputs hold the samples, and run."""
         batch = Batch(size, self._ps_state().settings)
-        found, plain = track(functools.partial(run, self), self, args, kwargs, batch)
+        found, tracker, plain = track(functools.partial(run, self), self, args, kwargs, batch)
         modules: dict[int, Any] = {id(m): m for m in self.modules()}
-        for (key, call, ndim), layout in found.items():
-            modules[key]._ps_state().layouts[call, ndim] = layout
+        for (key, call, place, ndim), layout in found.items():
+            modules[key]._ps_state().layouts[call, place, ndim] = layout
+        self._ps_settle(tracker, size)
         local.batch = batch
         try:
             output = run(self, *args, **kwargs)
@@ -322,9 +327,9 @@ class PSLayer(Converted):
         others = sum(x.shape[d] == size for d in range(free) if d != first)
         if x.shape[first] == size and not others and not among_events:
             return "dim", first
-        known = state.layouts.get((batch.calls[id(self)], x.ndim))
+        known = state.layouts.get((batch.calls[id(self)], FIRST, x.ndim))
         if torch._C._current_graph_task_id() != -1:  # recomputed, in an order of its own: which call is it?
-            alike = {layout for (_, ndim), layout in state.layouts.items() if ndim == x.ndim}
+            alike = {layout for (_, place, ndim), layout in state.layouts.items() if (place, ndim) == (FIRST, x.ndim)}
             known = alike.pop() if len(alike) == 1 else MIXED if alike else None
         if known is not None and _fits(known, x, size):
             return self._attributable(known, x, free, size)

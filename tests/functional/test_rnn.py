@@ -57,9 +57,7 @@ options = {
 
 @given(form=st.sampled_from(["expanded", "true"]), k=st.integers(1, 2), size=st.integers(1, 3), time=st.integers(1, 3), **options)
 @settings(max_examples=40, deadline=None)
-def test_equals_a_loop(
-    form: str, k: int, size: int, time: int, layers: int, bidirectional: bool, bias: bool, proj: int
-) -> None:
+def test_equals_a_loop(form: str, k: int, size: int, time: int, layers: int, bidirectional: bool, bias: bool, proj: int) -> None:
     kind = {"layers": layers, "bidirectional": bidirectional}
     n = k * size
     if form == "true":

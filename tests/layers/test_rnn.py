@@ -1,0 +1,363 @@
+"""What is particular to PSLSTM; the oracle is nn.LSTM called on each sample by itself."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+
+import pslayers as ps
+
+from .suite import Case, LayerSuite, floats
+
+I, H, T, B = 3, 4, 5, 4
+
+
+def pair(**options: Any) -> tuple[nn.LSTM, ps.PSLSTM]:
+    plain = nn.LSTM(I, H, **options).double()
+    return plain, ps.convert_model(copy.deepcopy(plain))
+
+
+def state(layer: nn.LSTM, n: int) -> tuple[Tensor, Tensor]:
+    count = layer.num_layers * (1 + layer.bidirectional)
+    h, c = (torch.randn(count, n, width, dtype=torch.float64, requires_grad=True) for width in (layer.proj_size or H, H))
+    return h, c
+
+
+def loss_of(output: Tensor, h: Tensor, c: Tensor) -> Tensor:
+    """The loss of one sample: output (T, O), h and c (L * D, ...)."""
+    time = torch.arange(1.0, len(output) + 1, dtype=output.dtype).unsqueeze(1)
+    return (output * time).sin().sum() + (h**2).sum() + c.cos().sum()
+
+
+def losses(layer: nn.LSTM, result: Any) -> Tensor:
+    """The losses (B,) of a batch."""
+    output, (h, c) = result
+    if isinstance(output, PackedSequence):
+        padded, lengths = pad_packed_sequence(output, batch_first=True)
+        outputs = [o[:t] for o, t in zip(padded, lengths, strict=True)]
+    else:
+        outputs = list(output if layer.batch_first else output.transpose(0, 1))
+    return torch.stack([loss_of(o, h[:, i], c[:, i]) for i, o in enumerate(outputs)])
+
+
+def loop(layer: nn.LSTM, sequences: list[Tensor], hx: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+    """{name: (B, *shape)}, from one call of nn.LSTM for each sequence (T, I)."""
+    named = {k: p for k, p in layer.named_parameters() if p.requires_grad}
+    rows = []
+    for i, x in enumerate(sequences):
+        output, (h, c) = layer(x, None if hx is None else (hx[0][:, i], hx[1][:, i]))
+        rows.append(torch.autograd.grad(loss_of(output, h, c), list(named.values())))
+    return {k: torch.stack(gs) for k, gs in zip(named, zip(*rows, strict=True), strict=True)}
+
+
+def assert_rows(layer: nn.Module, expected: dict[str, Tensor], reduction: str = "mean") -> None:
+    for name, p in layer.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad_sample, expected[name])
+            torch.testing.assert_close(getattr(p.grad_sample, reduction)(0), p.grad)
+        else:
+            assert p.grad_sample is None and p.grad is None
+
+
+@given(
+    num_layers=st.integers(1, 2),
+    bidirectional=st.booleans(),
+    bias=st.booleans(),
+    batch_first=st.booleans(),
+    proj_size=st.sampled_from([0, 2]),
+    given_state=st.booleans(),
+    form=st.sampled_from(["batch", "sorted", "unsorted"]),
+    reduction=st.sampled_from(["mean", "sum"]),
+)
+@settings(max_examples=50, deadline=None)
+def test_rows(given_state: bool, form: str, reduction: str, **options: Any) -> None:
+    layer, _ = pair(**options)
+    ours = ps.convert_model(copy.deepcopy(layer), loss_reduction=reduction)
+    lengths = {"batch": [T] * B, "sorted": [5, 3, 3, 1], "unsorted": [2, 5, 1, 5]}[form]
+    sequences = [torch.randn(t, I, dtype=torch.float64) for t in lengths]
+    x = torch.stack(sequences, 0 if layer.batch_first else 1) if form == "batch" else pack_sequence(sequences, form == "sorted")
+    hx = state(layer, B) if given_state else None
+    result, expected = ours(x, hx), layer(x, hx)
+    torch.testing.assert_close(tuple(result[0]), tuple(expected[0]))
+    torch.testing.assert_close(result[1], expected[1])
+    assert type(result[0]) is type(expected[0])
+    getattr(losses(ours, result), reduction)().backward()
+    ours_hx = None if hx is None else [s.grad for s in hx]
+    assert_rows(ours, loop(layer, sequences, hx), reduction)
+    if hx is not None:
+        theirs = torch.autograd.grad(getattr(losses(layer, expected), reduction)(), hx)
+        torch.testing.assert_close(ours_hx, list(theirs))
+
+
+@pytest.mark.parametrize("form", ["batch", "packed"])
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_dropout_is_that_of_torch(form: str, bidirectional: bool) -> None:
+    """The masks are torch's: one layer after the other, with the masks drawn from the same seed, gives torch's output."""
+    layer, ours = pair(num_layers=3, dropout=0.4, bidirectional=bidirectional)
+    lengths = [T] * B if form == "batch" else [4, 3, 3, 1]
+    sequences = [torch.randn(t, I, dtype=torch.float64) for t in lengths]
+    x = torch.stack(sequences, 1) if form == "batch" else pack_sequence(sequences)
+    width = 2 * H if bidirectional else H
+    torch.manual_seed(5)
+    expected = layer(x)
+    torch.manual_seed(5)
+    result = ours(x)
+    torch.testing.assert_close(tuple(result[0]), tuple(expected[0]))
+    torch.testing.assert_close(result[1], expected[1])
+    losses(ours, result).mean().backward()
+
+    torch.manual_seed(5)
+    shape = (T, B, width) if form == "batch" else (len(x.data), width)
+    masks = [F.dropout(torch.ones(shape, dtype=torch.float64), 0.4) for _ in range(2)]
+    if form == "packed":
+        masks = [pad_packed_sequence(PackedSequence(m, x.batch_sizes))[0] for m in masks]
+    singles = []
+    for number in range(3):
+        single = nn.LSTM(width if number else I, H, bidirectional=bidirectional).double()
+        suffix = f"_l{number}"
+        own = {k.replace(suffix, "_l0"): p for k, p in layer.state_dict().items() if suffix in k}
+        single.load_state_dict(own)
+        singles.append(single)
+    rows: dict[str, list[Tensor]] = {k: [] for k, _ in layer.named_parameters()}
+    for i, y in enumerate(sequences):
+        finals = []
+        for number, single in enumerate(singles):
+            y, final = single(y)
+            y = y * masks[number][: len(y), i] if number < 2 else y
+            finals.append(final)
+        h, c = (torch.cat(parts) for parts in zip(*finals, strict=True))
+        loss = loss_of(y, h, c)
+        torch.testing.assert_close(loss, losses(layer, expected)[i])
+        for number, single in enumerate(singles):
+            grads = torch.autograd.grad(loss, list(single.parameters()), retain_graph=True)
+            for (k, _), g in zip(single.named_parameters(), grads, strict=True):
+                rows[k.replace("_l0", f"_l{number}")].append(g)
+    assert_rows(ours, {k: torch.stack(v) for k, v in rows.items()})
+
+
+def test_frozen_weights() -> None:
+    for frozen in (["weight_ih_l0"], ["weight_hh_l0", "bias_ih_l0"], ["bias_hh_l0", "weight_hr_l0", "weight_ih_l0"]):
+        layer, ours = pair(proj_size=2)
+        for net in (layer, ours):
+            for name in frozen:
+                net.get_parameter(name).requires_grad_(False)
+        x = torch.randn(T, B, I, dtype=torch.float64)
+        losses(ours, ours(x)).mean().backward()
+        assert_rows(ours, loop(layer, list(x.transpose(0, 1))))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_unbatched(batch_first: bool) -> None:
+    layer, ours = pair(batch_first=batch_first, bidirectional=True)
+    x, hx = torch.randn(T, I, dtype=torch.float64), tuple(s[:, 0] for s in state(layer, 1))
+    for given_hx in (None, hx):
+        ours.zero_grad()
+        result = ours(x, given_hx)
+        torch.testing.assert_close(result, layer(x, given_hx))
+        loss_of(result[0], *result[1]).backward()
+        assert_rows(ours, loop(layer, [x], None if given_hx is None else tuple(s.unsqueeze(1) for s in given_hx)))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("form", ["(T, I)", "(T, 1, I)", "packed"])
+def test_one_sequence_is_shared_by_all(form: str, batch_first: bool) -> None:
+    layer, ours = pair(batch_first=batch_first)
+    x = torch.randn(T, I, dtype=torch.float64)
+    given: Any = {"(T, I)": x, "(T, 1, I)": x.unsqueeze(0 if batch_first else 1), "packed": pack_sequence([x])}[form]
+    with ps.batch_size(B):
+        result = ours(given)
+    factor = torch.arange(1.0, B + 1)
+    (losses(ours, result) * factor).mean().backward()
+    expected = loop(layer, [x] * B)
+    assert_rows(ours, {k: g * factor.view(-1, *[1] * (g.ndim - 1)) for k, g in expected.items()})
+
+
+def test_one_state_is_shared_by_all() -> None:
+    layer, ours = pair()
+    x, hx = torch.randn(T, B, I, dtype=torch.float64), state(layer, 1)
+    losses(ours, ours(x, hx)).mean().backward()
+    assert_rows(ours, loop(layer, list(x.transpose(0, 1)), tuple(s.expand(-1, B, -1) for s in hx)))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("form", ["batch", "packed"])
+def test_several_sequences_a_sample(form: str, batch_first: bool) -> None:
+    layer, ours = pair(batch_first=batch_first, bidirectional=True)
+    lengths = [T] * 2 * B if form == "batch" else [1, 5, 2, 5, 3, 1, 4, 2]
+    sequences = [torch.randn(t, I, dtype=torch.float64) for t in lengths]
+    x = torch.stack(sequences, 0 if batch_first else 1) if form == "batch" else pack_sequence(sequences, False)
+    with ps.batch_size(B):
+        result = ours(x)
+    losses(ours, result).view(B, 2).sum(1).mean().backward()
+    assert_rows(ours, {k: g.unflatten(0, (B, 2)).sum(1) for k, g in loop(layer, sequences).items()})
+
+
+class Tagger(nn.Module):
+    """The batch is in dim 0 of the model and in dim 1 of its LSTM, where windows make k sequences a sample."""
+
+    def __init__(self, windows: int, batch_minor: bool = False) -> None:
+        super().__init__()
+        self.lstm, self.out, self.windows, self.batch_minor = nn.LSTM(I, H), nn.Linear(H, 2), windows, batch_minor
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, windows * T, I)
+        parts = x.unflatten(1, (self.windows, -1))
+        rows = parts.transpose(0, 1).flatten(0, 1) if self.batch_minor else parts.flatten(0, 1)
+        y = self.lstm(rows.transpose(0, 1))[1][0][0]  # (windows * B, H)
+        y = y.unflatten(0, (self.windows, -1)).sum(0) if self.batch_minor else y.unflatten(0, (-1, self.windows)).sum(1)
+        return self.out(y)
+
+
+@pytest.mark.parametrize(("windows", "batch_minor"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("time", [2, 3])
+def test_inside_a_batch_first_model(windows: int, batch_minor: bool, time: int) -> None:
+    model = Tagger(windows, batch_minor).double()
+    x = torch.randn(3, windows * time, I, dtype=torch.float64)
+    ours = ps.convert_model(copy.deepcopy(model))
+    (ours(x) ** 2).sum(1).mean().backward()
+    for i in range(3):
+        expected = torch.autograd.grad((model(x[i : i + 1]) ** 2).sum(), list(model.parameters()))
+        for g, p in zip(expected, ours.parameters(), strict=True):
+            torch.testing.assert_close(p.grad_sample[i], g)
+
+
+def test_wrong_inputs() -> None:
+    layer, ours = pair()
+    x = torch.randn(T, 7, I, dtype=torch.float64)
+    with (
+        ps.batch_size(B),
+        pytest.raises(ValueError, match=r"`PSLSTM` \(PSLSTM\).*shape \(7, 5, 3\).*batch of 4.*expected 4 rows.*batch_first=False"),
+    ):
+        ours(x)
+    for wrong in (
+        (torch.randn(T, B, I + 1).double(),),
+        (torch.randn(T, B, I),),
+        (torch.randn(2, T, B, I).double(),),
+        (torch.randn(0, B, I).double(),),
+        (x, state(layer, 3)),
+        (x, tuple(s[:, 0] for s in state(layer, 1))),
+        (x[:, 0], state(layer, 1)),
+    ):
+        with pytest.raises((RuntimeError, ValueError)) as theirs:
+            layer(*wrong)
+        with pytest.raises(theirs.type) as ours_too:
+            ours(*wrong)
+        assert str(ours_too.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_empty_batch_and_batch_of_one(n: int) -> None:
+    _, ours = pair(num_layers=2, bidirectional=True)
+    x = torch.randn(T, n, I, dtype=torch.float64)
+    output, _ = ours(x)
+    output.sum().backward()
+    assert output.shape == (T, n, 2 * H)
+    for p in ours.parameters():
+        assert p.grad_sample.shape == (n, *p.shape)
+        torch.testing.assert_close(p.grad, p.grad_sample.sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_types(dtype: torch.dtype) -> None:
+    layer = nn.LSTM(I, H, bidirectional=True).to(dtype)
+    ours = ps.convert_model(copy.deepcopy(layer))
+    x = torch.randn(T, B, I).to(dtype)
+    torch.testing.assert_close(ours(x)[0], layer(x)[0], rtol=0, atol=0)
+    losses(ours, ours(x)).mean().backward()
+    expected = loop(copy.deepcopy(layer).double(), list(x.double().transpose(0, 1)))
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    for name, p in ours.named_parameters():
+        assert p.grad_sample.dtype == p.grad.dtype == dtype
+        torch.testing.assert_close(
+            p.grad_sample.double(), expected[name], rtol=tolerance, atol=tolerance * expected[name].abs().max()
+        )
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast(backward_inside: bool) -> None:
+    layer = nn.LSTM(I, H)
+    ours, x = ps.convert_model(copy.deepcopy(layer)), torch.randn(T, B, I)
+    with torch.autocast("cpu", torch.bfloat16):
+        result, expected = ours(x), layer(x)
+        loss = losses(ours, result).mean()
+        if backward_inside:
+            loss.backward()
+    if not backward_inside:
+        loss.backward()
+    torch.testing.assert_close(result, expected)
+    rows = loop(layer.double(), list(x.double().transpose(0, 1)))
+    for name, p in ours.named_parameters():
+        assert p.grad_sample.dtype == torch.float32
+        torch.testing.assert_close(p.grad_sample.double(), rows[name], rtol=0.1, atol=0.1 * rows[name].abs().max())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_rows_can_be_differentiated(reduction: str) -> None:
+    layer, _ = pair(bidirectional=True, proj_size=2)
+    ours = ps.convert_model(copy.deepcopy(layer), loss_reduction=reduction)
+    sequences = [torch.randn(t, I, dtype=torch.float64) for t in (2, 5, 1, 5)]
+    getattr(losses(ours, ours(pack_sequence(sequences, False))), reduction)().backward(create_graph=True)
+    rows = [p.grad_sample for p in ours.parameters()]
+    found = torch.autograd.grad(sum((g**3).sum() for g in rows), list(ours.parameters()))
+    total: Any = 0.0
+    for i, x in enumerate(sequences):
+        output, (h, c) = layer(x)
+        grads = torch.autograd.grad(loss_of(output, h, c), list(layer.parameters()), create_graph=True)
+        torch.testing.assert_close([g[i] for g in rows], list(grads))
+        total = total + sum((g**3).sum() for g in grads)
+    torch.testing.assert_close(found, torch.autograd.grad(total, list(layer.parameters())))
+    for p in ours.parameters():  # break the cycles of create_graph
+        p.grad = p.grad_sample = None
+
+
+def test_functional_form_and_back() -> None:
+    layer, ours = pair(num_layers=2, bidirectional=True)
+    x = torch.randn(T, B, I, dtype=torch.float64)
+    different = {k: torch.randn(B, *p.shape, dtype=torch.float64, requires_grad=True) for k, p in layer.named_parameters()}
+    output, _ = torch.func.functional_call(ours, different, (x,))
+    found = torch.autograd.grad(output.sin().sum(), list(different.values()))
+    for i in range(B):
+        one = {k: w[i].detach().requires_grad_() for k, w in different.items()}
+        y, _ = torch.func.functional_call(layer, one, (x[:, i : i + 1],))
+        torch.testing.assert_close(output[:, i : i + 1], y)
+        torch.testing.assert_close([g[i] for g in found], list(torch.autograd.grad(y.sin().sum(), list(one.values()))))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), layer(x))
+
+
+def test_copies_and_flat_weights() -> None:
+    layer, ours = pair(bidirectional=True)
+    x = torch.randn(T, B, I, dtype=torch.float64)
+    losses(ours, ours(x)).mean().backward()
+    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ps.restore_model(copy.deepcopy(ours))):
+        assert [id(w) for w in other._flat_weights] == [id(p) for p in other.parameters()]
+        other.flatten_parameters()
+        torch.testing.assert_close(other(x), layer(x))
+    ours.weight_ih_l0 = nn.Parameter(torch.zeros_like(ours.weight_ih_l0))
+    layer.weight_ih_l0 = nn.Parameter(torch.zeros_like(layer.weight_ih_l0))
+    torch.testing.assert_close(ours(x), layer(x))
+    ours.zero_grad()
+    losses(ours, ours(x)).mean().backward()
+    assert_rows(ours, loop(layer, list(x.transpose(0, 1))))
+
+
+class TestPSLSTM(LayerSuite):
+    def losses(self, output: Any, n: int) -> Tensor:
+        out, (h, c) = output
+        flat = torch.cat([out.reshape(n, -1), *(t.transpose(0, 1).reshape(n, -1) for t in (h, c))], 1) if n else out.flatten(1)
+        return super().losses(flat, n)
+
+    cases = [
+        Case("plain", lambda: nn.LSTM(4, 3, batch_first=True), lambda n: (floats(n, 5, 4),)),
+        Case("no-bias", lambda: nn.LSTM(4, 3, bias=False, batch_first=True), lambda n: (floats(n, 5, 4),)),
+        Case("layers", lambda: nn.LSTM(4, 3, 2, batch_first=True), lambda n: (floats(n, 5, 4),)),
+        Case("bidirectional", lambda: nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True), lambda n: (floats(n, 4, 4),)),
+        Case("projected", lambda: nn.LSTM(4, 3, batch_first=True, proj_size=2, bidirectional=True), lambda n: (floats(n, 5, 4),)),
+        Case("one-step", lambda: nn.LSTM(4, 3, batch_first=True), lambda n: (floats(n, 1, 4),)),
+    ]
