@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from .convert import convert_model, converted_parameters, settings_of
+from .convert import ConversionError, convert_model, converted_parameters, settings_of
 from .gradients import recording
 from .layers.base import Converted
 from .trees import map_tensors, tensors_in
@@ -136,7 +136,13 @@ class _Checker:
     def run(self, tolerance: float) -> Check:
         check = Check(self.size, list(self.params))
         plain_output, plain = self.losses(record=False)
-        output, losses = self.losses(record=True)
+        try:
+            output, losses = self.losses(record=True)
+        except ConversionError:
+            raise
+        except (ValueError, RuntimeError) as refused:
+            check.problems.append(str(refused))
+            return check
         for ours, original in zip(tensors_in([output]), tensors_in([plain_output]), strict=False):
             ours, original = (t.data if isinstance(t, PackedSequence) else t for t in (ours, original))
             if ours.shape != original.shape:

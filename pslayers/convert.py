@@ -2,68 +2,27 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.parametrize import is_parametrized
 
+from .container import PSContainer, container_class
 from .expand import Settings, clear, forget
-from .layers.base import REGISTRY, Converted, PSLayer, State, local
+from .layers.base import REGISTRY, Converted, PSLayer, State
 
 M = TypeVar("M", bound=nn.Module)
 
 REDUCTIONS = ("mean", "sum")
-ON_UNSUPPORTED = ("error", "skip", "freeze")
+ON_UNSUPPORTED = ("error", "general", "skip", "freeze")
 
 
 class ConversionError(ValueError):
     """A model that cannot be converted as it is; the message lists every module at fault. The model is untouched."""
-
-
-class PSContainer(Converted):
-    """Mixed into the class of a module that has layers below it: its outermost call tells them the batch size."""
-
-    _ps_original: type[nn.Module]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Hide the new class from the original's own registries of subclasses."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by the original class: the mixed one is made, not importable."""
-        reduced = super().__reduce_ex__(protocol)
-        if isinstance(reduced, tuple) and reduced[1] and reduced[1][0] is type(self):
-            return (_rebuild, (self._ps_original, reduced[0], reduced[1][1:]), *reduced[2:])
-        return reduced
-
-
-def _rebuild(original: type[nn.Module], make: Any, args: tuple[Any, ...]) -> Any:
-    return make(container_class(original), *args)
-
-
-_CONTAINERS: dict[type[nn.Module], type[PSContainer]] = {}
-
-
-def container_class(original: Any) -> type[PSContainer]:
-    """`original` with a forward that knows the batch; same name, an `isinstance` of the original."""
-    if original in _CONTAINERS:
-        return _CONTAINERS[original]
-
-    @functools.wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if local.tracker is not None and self._ps is not None:
-            return local.tracker.call(self, original.forward, args, kwargs)
-        if local.batch is not None or self._ps is None:
-            return original.forward(self, *args, **kwargs)
-        return self._ps_outermost(original.forward, args, kwargs)
-
-    names = {"forward": forward, "_ps_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
-    cls: type[PSContainer] = type(original)(original.__name__, (PSContainer, original), names)
-    cls.__qualname__ = original.__qualname__
-    _CONTAINERS[original] = cls
-    return cls
 
 
 @dataclass(frozen=True)
@@ -74,15 +33,18 @@ class Row:
     module: nn.Module
     original: type[nn.Module]
     target: type[nn.Module] | None
+    general: bool = False
 
     @property
     def recorded(self) -> bool:
         """Whether the module's own parameters get per-sample gradients."""
-        return self.target is not None and issubclass(self.target, PSLayer)
+        return self.general or (self.target is not None and issubclass(self.target, PSLayer))
 
     @property
     def handled(self) -> str:
         """The replacement's name, "skipped" (trainable parameters without rows), or "container" of other modules."""
+        if self.general:
+            return "general"
         if self.recorded and self.target is not None:
             return self.target.__name__
         return "skipped" if self.trainable else "container"
@@ -206,6 +168,8 @@ def convert_model(
         if row.target is not None:
             assert isinstance(row.module, Converted)
             row.module._ps = State(settings, row.path or type(model).__name__, row.module)
+            row.module._ps.general = row.general
+            row.module._ps.whole = row.general and is_parametrized(row.module)
     for param in model.parameters():
         clear(param)
     _clear_with_optimizers()
@@ -224,7 +188,7 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         return
     with torch.random.fork_rng():
         try:
-            model._ps_learn(model._ps_original.forward, args, kwargs, size)
+            model._ps_learn(PSContainer._ps_run, args, kwargs, size)
         except ValueError as error:
             raise ConversionError(f"{type(model).__name__} cannot be converted, and has not been changed: {error}") from error
 
@@ -283,7 +247,7 @@ def report(model: nn.Module) -> Report:
     rows = []
     for path, module in model.named_modules():
         if isinstance(module, Converted):
-            rows.append(Row(path, module, _original(type(module)), type(module)))
+            rows.append(Row(path, module, _original(type(module)), type(module), module._ps_state().general))
         elif any(p.requires_grad for p in module.parameters(recurse=False)):
             rows.append(Row(path, module, type(module), None))
     return Report(rows)
@@ -318,8 +282,11 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
     rows: list[Row] = []
     refused: list[str] = []
     unsupported: list[str] = []
+    whole = tuple(p for p, m in model.named_modules() if on_unsupported == "general" and is_parametrized(m))
     for path, module in model.named_modules():
         cls, why = type(module), None
+        if any(path.startswith(f"{p}.parametrizations" if p else "parametrizations") for p in whole):
+            continue  # goes with the module whose weights it computes
         name = f"`{path or '(model)'}` ({cls.__name__})"
         if problem := _refusal(module):
             refused.append(f"{name} {problem}.")
@@ -328,7 +295,12 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
         elif cls in REGISTRY and not (why := _unlike(module)):
             rows.append(Row(path, module, cls, REGISTRY[cls]))
         else:
-            row = Row(path, module, _original(cls), container_class(_original(cls)) if _calls_layers(module) else None)
+            row = Row(path, module, _original(cls), None)
+            general = (
+                on_unsupported == "general" and cls.forward is not nn.Module.forward and (path in whole or bool(row.trainable))
+            )
+            if general or _calls_layers(module):
+                row = replace(row, target=container_class(row.original), general=general)
             if row.trainable:
                 names = ", ".join(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
                 unsupported.append(f"{name} {why or _no_replacement(cls)}; its trainable parameters: {names}.")

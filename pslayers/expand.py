@@ -30,6 +30,7 @@ class Settings:
     pass_id: int = field(default=-1, compare=False)
     sizes: set[int] = field(default_factory=set, compare=False, repr=False)  # of the calls that wait for their backward pass
     waiting: bool = field(default=False, compare=False, repr=False)
+    rows: int = field(default=-1, compare=False, repr=False)  # samples in the pass that is running
     recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:  # a copy agrees on the same things, and has recorded nothing yet
@@ -45,7 +46,7 @@ class Settings:
         """At the first row of a backward pass, forget what the earlier one left (a pass may not reach every parameter)."""
         if pass_id == self.pass_id:
             return
-        self.pass_id, self.waiting = pass_id, False
+        self.pass_id, self.waiting, self.rows = pass_id, False, -1
         if self.accumulation == "replace":
             self.clear()
 
@@ -86,18 +87,22 @@ class Batch:
     ``trackable`` says whether the outermost module can run again to find out which rows are whose.
     """
 
-    __slots__ = ("calls", "scale", "settings", "size", "trackable")
+    __slots__ = ("calls", "outputs", "scale", "settings", "size", "trackable")
 
     def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
         self.calls: dict[int, int] = {}  # how often each layer has been called so far
+        # what layers return, rows in dim 0, and whose they are (None: k a sample, in order), while that is to be proved
+        self.outputs: list[tuple[Tensor, Tensor | None]] | None = None
         self.scale = Scale(float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0)
 
 
 class _Local(threading.local):
     batch: Batch | None = None
     explicit: int | None = None
-    tracker: Any = None  # collects the layers' inputs while the batch is tracked
+    tracker: Any = None  # collects what calls take and return while the batch is tracked
+    call: Any = None  # the call of a layer that is running
+    general: bool = False  # inside a module whose parameters are per sample already, under vmap or in a loop
 
 
 local = _Local()
@@ -247,6 +252,10 @@ class Recorder:
         self.notes: list[tuple[int, int] | Tensor] = []
         self.unexpanded = False  # a layer's last call did not expand this parameter
         self.hook = param.register_hook(_WeakHook(self, Recorder.check))
+        if hooks := param._backward_hooks:  # before hooks of the user's, which may change what arrives
+            *others, ours = hooks.items()
+            hooks.clear()
+            hooks.update([ours, *others])
 
     def __reduce__(self) -> tuple[Any, ...]:  # copies and pickles of a parameter start without one
         return _no_recorder, ()
@@ -337,6 +346,13 @@ class Recorder:
             self.pass_id, self.offset = pass_id, 0 if now is None or adding else len(now)
             self.settings.recorded[id(param)] = self.param
         self.storage = rows.untyped_storage()
+        if self.settings.rows not in (-1, len(rows)):
+            raise RuntimeError(
+                f"`{self.name}` was reached by {len(rows)} samples in a backward pass that reached other parameters by "
+                f"{self.settings.rows}: layers were called outside of the model's own forward, each with a batch size of its own. "
+                f"Call the model itself, or put the calls inside `with ps.batch_size(n):`."
+            )
+        self.settings.rows = len(rows)
         if now is None:
             result = rows
         elif first and not adding:
@@ -403,12 +419,19 @@ def shared(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
         return weight
     if weight.ndim == ndim:
         return Expansion(weight, None)
+    if transforming():  # torch.func goes into plain ops only
+        return None
     tag: Expansion | None = getattr(weight, "_ps_expansion", None)
     if tag is not None:
         return tag
     if len(weight) and (weight.stride(0) == 0 or len(weight) == 1):
         return Expansion(weight.detach()[0], weight if weight.requires_grad else None)
     return None
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def per_sample(weight: "Tensor | Expansion", ndim: int, size: int) -> Tensor:

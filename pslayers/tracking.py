@@ -6,12 +6,15 @@ changed. The rows that change are that sample's. What is learned about a call of
 """
 
 import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 
 from .expand import Batch, local
 from .trees import map_tensors, tensors_in
@@ -36,19 +39,31 @@ class Tracker:
     def __init__(self) -> None:
         self.seen: dict[Key, Tensor] = {}
         self.calls: dict[int, int] = {}
+        self.inner: list[int] = []  # the modules that are being called, the innermost last
+        self.callers: dict[tuple[int, int], int | None] = {}  # (module, number of its call): the container that called it
         self.made: list[tuple[nn.Module, int, tuple[Any, ...], dict[str, Any], Any]] = []  # the calls of containers, whole
 
     def see(self, module: nn.Module, x: Tensor) -> None:
-        """Note the input of a call of the layer `module`."""
+        """Note the input of the layer that is being called."""
+        self.seen[id(module), self.calls[id(module)], FIRST, x.ndim] = x.detach().clone()
+
+    @contextmanager
+    def inside(self, module: nn.Module) -> Iterator[int]:
+        """Around a call of `module`; gives the number of the call."""
         call = self.calls[id(module)] = self.calls.get(id(module), -1) + 1
-        self.seen[id(module), call, FIRST, x.ndim] = x.detach().clone()
+        self.callers[id(module), call] = self.inner[-1] if self.inner else None
+        self.inner.append(id(module))
+        try:
+            yield call
+        finally:
+            self.inner.pop()
 
     def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the container `module`, and note all of its inputs and outputs."""
-        call = self.calls[id(module)] = self.calls.get(id(module), -1) + 1
         # what it takes may be changed in place later on
         kept_args, kept_kwargs = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
-        output = forward(module, *args, **kwargs)
+        with self.inside(module) as call:
+            output = forward(module, *args, **kwargs)
         kept = map_tensors(lambda t: t.detach().clone(), output)
         for slot, value in (("in", (kept_args, kept_kwargs)), ("out", kept)):
             for place, t in enumerate(tensors_in(value)):
@@ -60,48 +75,128 @@ class Tracker:
 
 def track(
     run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
-) -> tuple[dict[Key, Layout], Tracker, Any]:
-    """{a tensor of a call: layout} for every one that changing samples tells about; the run as called; the model's output."""
+) -> tuple[dict[Key, Layout], Tracker]:
+    """{a tensor of a call: layout} for every one that changing samples tells about, and the run as called.
+
+    Parameters have some noise meanwhile: what a zero-initialised layer gives would depend on nothing.
+    """
     inputs, everyone = _batched(args, kwargs, batch), range(batch.size)
     layouts: dict[Key, Layout] = {}
-    with torch.no_grad(), _unchanged_buffers(model):
-        tracker, output = _run(run, args, kwargs)
-        plain = tracker.seen
+    with torch.no_grad(), unchanged_buffers(model), _reparametrize_module(model, _noisy(model)):
+        tracker, _ = run_tracked(run, args, kwargs)
+        plain, blind = tracker.seen, False
         for place in inputs:  # the first input that reaches a call decides: a mask may be as large as the batch by chance
             found: dict[Key, set[Layout]] = {}
-            for sample in {0, batch.size - 1}:
-                changed = _run(run, *_changed(args, kwargs, [place], [sample], batch))[0].seen
+            for samples in _groups(batch.size):
+                changed = _rerun(run, args, kwargs, [place], samples, batch)
+                blind = blind or changed is None
                 for key, x in plain.items():
-                    where = _differs(x, changed.get(key))
+                    where = _differs(x, (changed or {}).get(key))
                     if where is not None and where.any():
-                        fits = {lay for lay in _candidates(x, batch.size) if _explains(lay, where, sample, batch.size)}
+                        fits = {lay for lay in _candidates(x, batch.size) if _explains(lay, where, samples, batch.size)}
                         found[key] = found[key] & fits if key in found else fits
             for key, fits in found.items():
                 layouts.setdefault(key, min(fits, key=_PREFERENCE.index) if fits else MIXED)
-        changed = _run(run, *_changed(args, kwargs, inputs, everyone, batch))[0].seen
+        changed = _rerun(run, args, kwargs, inputs, everyone, batch)
         for key, x in plain.items():
-            where = _differs(x, changed.get(key))
-            # nothing reaches it, so it is the same for all; floating rows as many as the samples' may just be dead features
-            rows = len(x) if x.ndim else 1
-            dead = x.is_floating_point() and rows > 1 and rows % batch.size == 0
-            if key not in layouts and where is not None and not where.any() and not dead:
-                layouts[key] = SHARED if x.ndim and rows == 1 else TABLE
-    return layouts, tracker, output
+            if changed is not None and (where := _differs(x, changed.get(key))) is None:
+                layouts[key] = MIXED  # how many rows there are depends on the data
+            elif key not in layouts and changed is not None and not blind and not (where is not None and where.any()):
+                layouts[key] = _of_constant(x, batch.size)
+    return layouts, tracker
 
 
-def _run(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tracker, Any]:
-    local.tracker = tracker = Tracker()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+def _rerun(
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    places: Sequence[int],
+    samples: Sequence[int],
+    batch: Batch,
+) -> dict[Key, Tensor] | None:
+    """What is seen when these samples are changed in these inputs; None where they cannot be, and so nothing is learned."""
+    changed = _changed(args, kwargs, places, samples, batch)
     try:
-        with torch.random.fork_rng(devices):  # every run sees the random numbers that the real one will see
+        return None if changed is None else run_tracked(run, *changed)[0].seen
+    except IndexError:  # an id that there is none of
+        return None
+
+
+def _of_constant(x: Tensor, size: int) -> Layout:
+    """The layout of what no input reaches: copies for the samples are alike, the entries of a table are not."""
+    for layout in _candidates(x, size):
+        kind, dim = layout
+        rows = x.movedim(dim, 0) if kind == "dim" else x.unflatten(0, (size, -1) if layout == BATCH_MAJOR else (-1, size))
+        rows = rows.transpose(0, 1) if layout == TIME_MAJOR else rows
+        if torch.equal(rows, rows[:1].expand_as(rows)):
+            return layout
+    return SHARED if x.ndim and x.shape[0] == 1 else TABLE
+
+
+def _noisy(model: nn.Module) -> dict[str, Tensor]:
+    """The floating parameters with some noise, one for all samples where they were given per sample."""
+    noisy = {}
+    for path, module in model.named_modules():
+        state = module.__dict__.get("_ps")
+        for name, p in module._parameters.items():
+            if p is not None and p.is_floating_point():
+                p = p.detach()[0] if state is not None and p.ndim > state.ndims.get(name, p.ndim) and len(p) else p.detach()
+                noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(p)
+                noisy[f"{path}.{name}" if path else name] = p + noise * (0.1 * p.abs().mean() + 0.01)
+    return noisy
+
+
+class _Uses(TorchFunctionMode):
+    """Notes which parameters are used in a differentiable way by a module whose own they are not."""
+
+    def __init__(self, tracker: Tracker, modules: dict[int, nn.Module]) -> None:
+        super().__init__()
+        self.tracker, self.modules, self.found = tracker, modules, dict[int, set[int]]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [t for t in tensors_in((args, kwargs)) if isinstance(t, nn.Parameter) and t.requires_grad]
+        if given and any(isinstance(t, Tensor) and t.requires_grad for t in tensors_in([result])):
+            inner = self.tracker.inner[-1] if self.tracker.inner else None
+            if inner is not None:
+                own = {id(p) for p in self.modules[inner].parameters(recurse=False)}
+                past = {id(p) for p in given} - own
+                if past:
+                    self.found.setdefault(inner, set()).update(past)
+        return result
+
+
+def parameters_used(
+    run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[int, set[int]]:
+    """{id of a module: ids of the parameters that it uses though they are another's}."""
+    tracker = Tracker()
+    uses = _Uses(tracker, {id(m): m for m in model.modules()})
+    with torch.enable_grad(), unchanged_buffers(model), uses:
+        run_tracked(run, args, kwargs, tracker)
+    return uses.found
+
+
+def run_tracked(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker | None = None
+) -> tuple[Tracker, Any]:
+    """Run by the original layers, noting what calls take and return; every run sees the random numbers of the real one."""
+    local.tracker = tracker = tracker or Tracker()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    state = random.getstate()
+    args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a model may change its inputs in place
+    try:
+        with torch.random.fork_rng(devices):
             output = run(*args, **kwargs)
     finally:
         local.tracker = None
+        random.setstate(state)
     return tracker, output
 
 
 @contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Buffers are what they were before."""
     before = [(b, b.clone()) for b in model.buffers()]
     try:
         yield
@@ -131,7 +226,7 @@ def _batch_dim(t: Tensor, batch: Batch) -> int:
 
 def _changed(
     args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int], samples: Sequence[int], batch: Batch
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The inputs with those of some samples changed, to values that are as valid: ids become another sample's."""
     count = itertools.count()
 
@@ -146,12 +241,13 @@ def _changed(
             if t.is_floating_point() or t.is_complex():
                 value = own * 1.5 + 0.25
             else:
-                value = next((other for other in others if not torch.equal(other, own)), own)
+                nearby = torch.where(own > 0, own - 1, own + 1)  # all samples have the same ids
+                value = next((other for other in others if not torch.equal(other, own)), nearby)
             new.narrow(dim, sample * k, k).copy_(value)
         return new
 
     changed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(change, (args, kwargs))
-    return changed
+    return changed if places else None
 
 
 def _differs(x: Tensor, y: Tensor | None) -> Tensor | None:
@@ -169,12 +265,87 @@ def _candidates(x: Tensor, size: int) -> list[Layout]:
     return layouts
 
 
-def _explains(layout: Layout, where: Tensor, sample: int, size: int) -> bool:
-    """Whether everything that changed lies in what the layout says is this sample's."""
+def _explains(layout: Layout, where: Tensor, samples: Sequence[int], size: int) -> bool:
+    """Whether everything that changed lies in what the layout says is these samples'."""
+    kind, dim = layout
+    rows = where.movedim(dim, 0) if kind == "dim" else where
+    owners = torch.arange(size, device=where.device)
+    if kind != "dim":
+        k = where.shape[0] // size
+        owners = owners.repeat_interleave(k) if layout == BATCH_MAJOR else owners.repeat(k)
+    return not bool(rows[~torch.isin(owners, torch.tensor(samples, device=where.device))].any())
+
+
+def _groups(size: int) -> list[list[int]]:
+    """Groups of samples that together tell neighbours and ends apart: the first, the last, every other one, every other pair."""
+    groups = [[0], [size - 1], list(range(0, size, 2)), [i for i in range(size) if i & 2]]
+    return [group for i, group in enumerate(groups) if group and group not in groups[:i]]
+
+
+def disagreement(ours: Any, plain: Any) -> str | None:
+    """How an output differs from the plain one; None where it does not."""
+    pairs = [[t for t in tensors_in([o]) if isinstance(t, Tensor)] for o in (ours, plain)]
+    shapes = [[tuple(t.shape) for t in tensors] for tensors in pairs]
+    if shapes[0] != shapes[1]:
+        return f"tensors of shape {shapes[0]} instead of {shapes[1]}"
+    for a, b in zip(*pairs, strict=True):
+        if b.is_floating_point() and b.numel():
+            a, b = a.detach().double().nan_to_num(), b.detach().double().nan_to_num()
+            if (a - b).abs().max() > 1e-2 * b.abs().max() + 1e-6:
+                return "other values than the original layers"
+    return None
+
+
+def rows_agree(outputs: Sequence[tuple[Tensor, Tensor | None]], output: Any, batch: Batch) -> bool:
+    """Whether groups of samples' outputs depend, in every layer's output, on the rows taken for theirs alone.
+
+    A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a table as long as the
+    batch). Costs two passes of the graph without weight gradients.
+    """
+    first = next((t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad and t.ndim), None)
+    dim = 0 if first is None else _batch_dim(first, batch)
+    asked = [pair for pair in outputs if pair[0].requires_grad and pair[0].numel()]
+    if first is None or first.shape[dim] != batch.size or not asked or first.is_complex():
+        return True  # nothing to be told here
+    for samples in _groups(batch.size)[2:] or [[0]]:
+        theirs = torch.tensor(samples, device=first.device)
+        one = first.index_select(dim, theirs)
+        loss = one.sum() + (one * one).sum()
+        grads = torch.autograd.grad(loss, [t for t, _ in asked], retain_graph=True, allow_unused=True)
+        for grad, (_, owners) in zip(grads, asked, strict=True):
+            if grad is None:
+                continue
+            if owners is None:
+                owners = torch.arange(batch.size, device=grad.device).repeat_interleave(grad.shape[0] // batch.size)
+            if bool((grad[~torch.isin(owners, theirs)] != 0).any()):
+                return False
+    return True
+
+
+def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
+    """Whether one of these parameters is reached, in the graph of an output, by anything but the library's own ops."""
+    watched = {id(p) for p in params if p.requires_grad}
+    todo = [t.grad_fn for t in tensors_in([output]) if isinstance(t, Tensor) and t.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        ours = getattr(type(node), "_forward_cls", type(None)).__module__.startswith(__package__ + ".")
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if not ours and id(getattr(following, "variable", None)) in watched:
+                return True
+            if following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return False
+
+
+def fits_layout(layout: Layout, x: Tensor, size: int) -> bool:
+    """Whether what was learned from another batch can be true of this input."""
     kind, dim = layout
     if kind == "dim":
-        own = where.narrow(dim, sample, 1)
-    else:
-        k = where.shape[0] // size
-        own = where[sample * k : (sample + 1) * k] if layout == BATCH_MAJOR else where[sample::size]
-    return bool(own.sum() == where.sum())
+        return x.ndim > dim and x.shape[dim] == size
+    if layout == SHARED:
+        return x.shape[0] == 1
+    return layout in (TABLE, MIXED) or x.shape[0] % size == 0

@@ -23,6 +23,11 @@ def tensors_in(value: Any) -> Iterator[Tensor | PackedSequence]:
             yield from tensors_in(getattr(value, f.name))
 
 
+def ndims(value: Any) -> tuple[int, ...]:
+    """The number of dims of every tensor in a value."""
+    return tuple(t.ndim if isinstance(t, Tensor) else -1 for t in tensors_in(value))
+
+
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     """A value with `fn` applied to every tensor in its containers: tuples, lists, mappings, dataclasses."""
     if isinstance(value, Tensor):

@@ -56,7 +56,7 @@ def test_readme_code_runs_as_it_stands() -> None:
         for block in blocks:
             exec(compile(block, "README.md", "exec"), scope)
     finally:
-        REGISTRY.pop(nn.Bilinear, None)
+        REGISTRY.pop(scope.get("Distances"), None)
     assert scope["norms"].shape == (64,)  # type: ignore[attr-defined]
 
 

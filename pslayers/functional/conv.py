@@ -83,36 +83,60 @@ def _conv(
     groups: int,
     padding_mode: str,
 ) -> Tensor:
-    w, b = shared(weight, n + 2), None if bias is None else shared(bias, 1)
-    weights = weight if isinstance(weight, Tensor) else weight.weight  # (O, C/G, *K), or (B, O, C/G, *K)
-    _check(op, n, x, weights, groups)
-    check_rows(op, x, weights if w is None else w.rows)
-    check_rows(op, x, b.rows if b is not None else bias if isinstance(bias, Tensor) else None)
-    stride, dilation = _each(stride, n), _each(dilation, n)
+    stride, dilation = each(stride, n), each(dilation, n)
+    weights = check_shapes(op, n, x, weight, groups)
     x, geometry = _padded(op, x, weights.shape[-n:], stride, padding, dilation, groups, padding_mode)
+    return apply(op, x, weight, bias, geometry)
+
+
+def apply(
+    op: str,
+    x: Tensor,
+    weight: Tensor | Expansion,
+    bias: Tensor | Expansion | None,
+    geometry: Geometry,
+    transposed: bool = False,
+    output_padding: tuple[int, ...] = (),
+) -> Tensor:
+    """The convolution, or its transpose, with one weight for all samples or a weight for each."""
+    n = len(geometry.stride)
+    w, b = shared(weight, n + 2), None if bias is None else shared(bias, 1)
+    check_rows(op, x, w.rows if w is not None else per_sample(weight, n + 2, len(x)))
+    check_rows(op, x, b.rows if b is not None else bias if isinstance(bias, Tensor) else None)
+    options = geometry, transposed, output_padding or (0,) * n
     if w is None or x.is_complex():  # torch.convolution_backward takes no complex numbers
-        y, b = _grouped(x, per_sample(weight, n + 2, len(x)), geometry), None
+        y, b = _grouped(x, per_sample(weight, n + 2, len(x)), *options), None
     elif b is None:
-        y = _Conv.apply(x, w.weight, w.rows, None, None, w, None, geometry, False, (0,) * n)
+        y = _Conv.apply(x, w.weight, w.rows, None, None, w, None, *options)
     else:
-        y = _Conv.apply(x, w.weight, w.rows, b.weight, b.rows, w, b, geometry, False, (0,) * n)
-    if bias is None or b is not None:
-        return y
-    per_row = per_sample(bias, 1, len(x))
-    per_row = per_row if len(per_row) == len(x) else per_row.repeat_interleave(len(x) // len(per_row), 0)  # (N, O)
-    return y + per_row.reshape(*per_row.shape, *(1,) * n)
+        y = _Conv.apply(x, w.weight, w.rows, b.weight, b.rows, w, b, *options)
+    return y if bias is None or b is not None else add_bias(y, bias)
 
 
-def _check(op: str, n: int, x: Tensor, weight: Tensor, groups: int) -> None:
-    out, channels = weight.shape[-n - 2], weight.shape[-n - 1] * groups
-    if x.ndim != n + 2 or x.shape[1] != channels or out % groups:
+def add_bias(y: Tensor, bias: Tensor | Expansion) -> Tensor:
+    """`y` (N, O, *L) plus each sample's bias."""
+    per_row = per_sample(bias, 1, len(y))
+    per_row = per_row if len(per_row) == len(y) else per_row.repeat_interleave(len(y) // len(per_row), 0)  # (N, O)
+    return y + per_row.reshape(*per_row.shape, *(1,) * (y.ndim - 2)).to(y.dtype)
+
+
+def check_shapes(op: str, n: int, x: Tensor, weight: Tensor | Expansion, groups: int, transposed: bool = False) -> Tensor:
+    """The weights (O, C/G, *K), transposed (C, O/G, *K), with or without a dim of samples; they must fit the input."""
+    weights = weight if isinstance(weight, Tensor) else weight.weight
+    channels, divided = weights.shape[-n - 1] * groups, weights.shape[-n - 2]
+    if transposed:
+        channels = divided
+    if x.ndim != n + 2 or x.shape[1] != channels or divided % groups:
         raise ValueError(
-            f"ps.functional.{op} got an input of shape {tuple(x.shape)} with weights of shape {tuple(weight.shape)} and "
-            f"groups={groups}: expected an input (N, {channels}, {', '.join('DHW'[-n:])}) and out channels that `groups` divides."
+            f"ps.functional.{op} got an input of shape {tuple(x.shape)} with weights of shape {tuple(weights.shape)} and "
+            f"groups={groups}: expected an input (N, {channels}, {', '.join('DHW'[-n:])}) and {'in' if transposed else 'out'} "
+            f"channels that `groups` divides."
         )
+    return weights
 
 
-def _each(size: Size, n: int) -> tuple[int, ...]:
+def each(size: Size, n: int) -> tuple[int, ...]:
+    """A number for each dim."""
     return (size,) * n if isinstance(size, int) else tuple(size)
 
 
@@ -141,7 +165,7 @@ def _padded(
             f"or numbers."
         )
     else:
-        sides = [(p, p) for p in _each(padding, n)]
+        sides = [(p, p) for p in each(padding, n)]
     if mode == "zeros" and all(before == after for before, after in sides):
         return x, Geometry(stride, tuple(before for before, _ in sides), dilation, groups)
     pads = [p for pair in reversed(sides) for p in pair]
@@ -149,13 +173,13 @@ def _padded(
 
 
 # ---------------------------------------------------------------------- truly different weights
-def _grouped(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """One weight a sample, (B, O, C/G, *K): a convolution with B * G groups."""
-    size = len(weight)
+def _grouped(x: Tensor, weight: Tensor, geometry: Geometry, transposed: bool, output_padding: tuple[int, ...]) -> Tensor:
+    """One weight a sample, (B, O, C/G, *K) or transposed (B, C, O/G, *K): a convolution with B * G groups."""
+    size, how = len(weight), (transposed, output_padding)
     if size == 0:  # a group more than none; stays a part of the graph
-        return convolution(x, weight.sum(0), None, geometry)
+        return convolution(x, weight.sum(0), None, geometry, *how)
     grouped = geometry._replace(groups=size * geometry.groups)
-    y = convolution(as_groups(x, size), weight.flatten(0, 1), None, grouped)  # (k, B * O, *L)
+    y = convolution(as_groups(x, size), weight.flatten(0, 1), None, grouped, *how)  # (k, B * O, *L)
     return y.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)  # (N, O, *L)
 
 

@@ -22,7 +22,7 @@ def linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | Non
         ValueError: the shapes do not fit.
     """
     w, b = shared(weight, 2), None if bias is None else shared(bias, 1)
-    if w is None or (bias is not None and b is None):
+    if w is None or (bias is not None and b is None) or x.is_complex():  # the op's gradients take no conjugates
         return _per_sample_linear(x, weight, bias)
     check_rows("linear", x, w.rows if b is None or w.rows is not None else b.rows)
     if b is None:
@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | Non
 
 
 def _per_sample_linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None) -> Tensor:
-    size = next(len(t) for t, nd in ((weight, 3), (bias, 2)) if isinstance(t, Tensor) and t.ndim == nd)
+    size = next((len(t) for t, nd in ((weight, 3), (bias, 2)) if isinstance(t, Tensor) and t.ndim == nd), len(x))
     w = per_sample(weight, 2, size)
     check_rows("linear", x, w)
     x3 = by_sample(x, size, w.shape[2])  # (B, t, I)
@@ -59,8 +59,8 @@ class _Linear(torch.autograd.Function):
         b: Expansion | None,
         turned: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, rows)
-        ctx.w, ctx.b, ctx.turned = w, b, turned
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, weight, rows)
+        ctx.w, ctx.b, ctx.turned, ctx.dtype = w, b, turned, x.dtype
         return owned(x @ weight if turned else F.linear(x, weight, bias))
 
     @staticmethod
@@ -75,7 +75,7 @@ class _Linear(torch.autograd.Function):
                 gx = _Linear.apply(gy.to(weight.dtype), weight, rows, None, None, w.rebind(weight, rows), None, not turned)
             else:
                 gx = gy @ (weight.t() if turned else weight).to(gy.dtype)
-            gx = gx.to(x.dtype)
+            gx = gx.to(ctx.dtype)
         if need_rows or need_weight:
             into, outof = (gy, x) if turned else (x, gy)
             g_weight, g_rows = _weight_grads(into, outof, rows, w, need_weight, need_rows)

@@ -8,9 +8,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..expand import Batch, Expansion, Scale, Settings, clear, cross, local, recorder_of
-from ..tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, TIME_MAJOR, Ambiguous, Layout, Tracker, track
-from ..trees import map_tensors, tensors_in
+from ..expand import Batch, Expansion, Scale, Settings, clear, cross, local, recorder_of, transforming
+from ..tracking import (
+    BATCH_MAJOR,
+    FIRST,
+    MIXED,
+    SHARED,
+    TABLE,
+    TIME_MAJOR,
+    Ambiguous,
+    Layout,
+    Tracker,
+    disagreement,
+    fits_layout,
+    past_expansions,
+    rows_agree,
+    run_tracked,
+    track,
+    unchanged_buffers,
+)
+from ..trees import map_tensors, ndims, tensors_in
 
 # what each torch class is replaced by; classes enter themselves when they are defined
 REGISTRY: dict[type[nn.Module], type["PSLayer"]] = {}
@@ -21,9 +38,16 @@ class State:
 
     def __init__(self, settings: Settings, path: str, module: nn.Module) -> None:
         self.settings, self.path = settings, path
+        self.proved: set[tuple[bool, tuple[int, ...]]] = set()  # kinds of calls in which rows were proved to be the samples'
+        self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
+        self.plans: dict[tuple[int, bool, tuple[int, ...]], Any] = {}  # how: (number of the call, training, dims of the inputs)
         self.ndims = {name: p.ndim for name, p in module._parameters.items() if p is not None}
         # tracked: (number of the call, place of the tensor, its dims): layout
         self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
+
+    def learned(self) -> tuple[Any, ...]:
+        """What tracking has taught so far."""
+        return dict(self.layouts), dict(self.plans), self.general, self.whole
 
 
 # mixed in before a module's class: a module to its users, and to the type checker
@@ -70,19 +94,36 @@ class Converted(_Mixin):
             if known is None:
                 return run(self, *args, **kwargs)
             size = known
+        trackable = trackable and size > 1
+        recorded = settings.recording and torch.is_grad_enabled()
+        if recorded:
             settings.called(size)
-        random = _random_state() if trackable and size > 1 else None
-        local.batch = Batch(size, settings, trackable)
+        random = random_state() if trackable else None
+        local.batch = batch = Batch(size, settings, trackable)
+        proved, kind = self._ps_state().proved, (self.training, ndims((args, kwargs)))
+        if recorded and trackable and kind not in proved:
+            batch.outputs = []
         try:
-            return run(self, *args, **kwargs)
+            output = run(self, *args, **kwargs)
+            if batch.outputs is None or (rows_agree(batch.outputs, output, batch) and not self._ps_past_layers(output)):
+                if recorded:
+                    proved.add(kind)
+                return output
         except Ambiguous:
             pass
         finally:
             local.batch = None
-        _set_random_state(random)
-        return self._ps_learn(run, args, kwargs, size)
+        set_random_state(random)
+        output = self._ps_learn(run, args, kwargs, size)
+        proved.add(kind)
+        return output
 
-    def _ps_settle(self, tracker: Tracker, size: int) -> None:
+    def _ps_past_layers(self, output: Any) -> bool:
+        """Whether a parameter of a layer reaches the output past its layer too."""
+        layers = [m for m in self.modules() if isinstance(m, PSLayer)]
+        return past_expansions(output, [p for layer in layers for p in layer._parameters.values() if p is not None])
+
+    def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
         """Choose, from what was tracked, how each module below is run."""
 
     def _ps_recomputed_size(self, settings: Settings) -> int:
@@ -94,24 +135,47 @@ class Converted(_Mixin):
         return next(iter(settings.sizes))
 
     def _ps_learn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
-        """Track the batch through the layers below, let each remember how its inputs hold the samples, and run."""
-        batch = Batch(size, self._ps_state().settings)
-        found, tracker, plain = track(functools.partial(run, self), self, args, kwargs, batch)
+        """Track the batch through the layers below, let each remember how its inputs hold the samples, and run.
+
+        An error leaves them as they were: what was learned is kept only if the outputs are those of the plain model.
+        """
+        batch, bound = Batch(size, self._ps_state().settings), functools.partial(run, self)
         modules: dict[int, Any] = {id(m): m for m in self.modules()}
-        for (key, call, place, ndim), layout in found.items():
-            modules[key]._ps_state().layouts[call, place, ndim] = layout
-        self._ps_settle(tracker, size)
-        local.batch = batch
+        states = [m._ps_state() for m in modules.values() if isinstance(m, Converted)]
+        before = [(state, state.learned()) for state in states]
+        try:
+            found, tracker = track(bound, self, args, kwargs, batch)
+            for (key, call, place, ndim), layout in found.items():
+                modules[key]._ps_state().layouts[call, place, ndim] = layout
+            self._ps_settle(bound, args, kwargs, tracker, batch)
+            return self._ps_prove(run, args, kwargs, size)
+        except BaseException:
+            for state, learned in before:
+                state.layouts, state.plans, state.general, state.whole = learned
+            raise
+
+    def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
+        """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""
+        given = any(p.ndim != m._ps_state().ndims.get(n, p.ndim) for m in self.modules() if isinstance(m, Converted)
+                    for n, p in m._parameters.items() if p is not None)  # fmt: skip
+        plain = None
+        if not given:  # per-sample weights have no plain counterpart
+            with torch.no_grad(), unchanged_buffers(self):
+                plain = run_tracked(functools.partial(run, self), args, kwargs)[1]
+        local.batch = batch = Batch(size, self._ps_state().settings)
+        batch.outputs = []
         try:
             output = run(self, *args, **kwargs)
         finally:
             local.batch = None
-        ours, theirs = ([tuple(t.shape) for t in tensors_in([o]) if isinstance(t, Tensor)] for o in (output, plain))
-        if ours != theirs:
+        problem = None if given else disagreement(output, plain)
+        if problem is None and not rows_agree(batch.outputs, output, batch):
+            problem = "outputs in which samples depend on rows that are not theirs"
+        if problem is not None:
             raise ValueError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) returned tensors of shape {ours} instead of {theirs}: an input "
-                f"that all {size} samples share was given a batch dim, and did not broadcast as without one. Give it one in the "
-                f"model, as in ids.unsqueeze(0)."
+                f"`{self._ps_state().path}` ({type(self).__name__}) returned {problem}: samples interact in it, or an input that "
+                f"all {size} samples share was given a batch dim and did not broadcast as without one. Give it one in the model, "
+                f"as in ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer)."
             )
         return output
 
@@ -128,13 +192,17 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(ps_forward)
     def forward(self: "PSLayer", *args: Any, **kwargs: Any) -> Any:
-        if self._ps_call is not None:  # a subclass that calls super().forward: one call, one set of rows
+        if local.call is not None and local.call.layer is self:  # a subclass that calls super().forward: one call, one set of rows
             return ps_forward(self, *args, **kwargs)
         if local.tracker is not None:
             return self._ps_seen(ps_forward, args, kwargs)
+        if local.general:
+            return self._ps_plain(ps_forward, args, kwargs)
+        if (batch := local.batch) is not None:
+            batch.calls[id(self)] = batch.calls.get(id(self), -1) + 1
         if self.replaces is not None and not self._ps_needed():
             return self.replaces.forward(self, *args, **kwargs)
-        if local.batch is not None:
+        if batch is not None:
             return self._ps_run(ps_forward, args, kwargs)
         return self._ps_outermost(functools.partial(_run, ps_forward), args, kwargs)
 
@@ -148,10 +216,16 @@ def _run(ps_forward: Callable[..., Any], self: "PSLayer", *args: Any, **kwargs: 
 class Call:
     """One call of a layer: its rows, the scale of its gradients, and the names of the parameters that it has expanded."""
 
-    __slots__ = ("expanded", "rows", "scale")
+    __slots__ = ("before", "expanded", "layer", "rows", "scale")
 
-    def __init__(self, rows: int, scale: Scale) -> None:
-        self.rows, self.scale, self.expanded = rows, scale, set[str]()
+    def __init__(self, layer: "PSLayer", rows: int, scale: Scale) -> None:
+        self.layer, self.rows, self.scale, self.expanded = layer, rows, scale, set[str]()
+
+    def __enter__(self) -> None:
+        self.before, local.call = local.call, self
+
+    def __exit__(self, *error: object) -> None:
+        local.call = self.before
 
 
 class PSLayer(Converted):
@@ -185,7 +259,6 @@ class PSLayer(Converted):
     replaces: ClassVar[type[nn.Module] | None] = None
     event_dims: int | None = None
     _ps_fused: ClassVar[bool] = False
-    _ps_call: Call | None = None
 
     def __init_subclass__(cls, replaces: type[nn.Module] | None = None, fused: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -220,7 +293,7 @@ class PSLayer(Converted):
     def _ps_needed(self) -> bool:
         """Whether this call computes with per-sample weights: rows are recorded, or the weights given are per sample."""
         state = self._ps_state()
-        recording = state.settings.recording and torch.is_grad_enabled()
+        recording = state.settings.recording and torch.is_grad_enabled() and not transforming()
         for name, p in self._parameters.items():
             if p is not None:
                 if recording and p.requires_grad and isinstance(p, nn.Parameter):
@@ -236,27 +309,28 @@ class PSLayer(Converted):
                 f"`{self._ps_state().path}` ({type(self).__name__}) was called without a tensor, so its batch size is unknown: "
                 f"call it inside `with ps.batch_size(n):`."
             )
-        batch.calls[id(self)] = batch.calls.get(id(self), -1) + 1
         args, kwargs, rows, undo = self.arrange(args, kwargs, batch.size)
-        call = Call(rows, batch.scale)
+        call = Call(self, rows, batch.scale)
         if not self._ps_fused and batch.scale.total != 1:
             call.scale = scale = Scale(batch.scale.total, batch.scale.total)
             args, kwargs = map_tensors(lambda t: cross(t, scale, True), (args, kwargs))
-        attributes = self.__dict__  # nn.Module.__setattr__ is slow
-        attributes["_ps_call"] = call
-        try:
+        with call:
             output = ps_forward(self, *args, **kwargs)
-        finally:
-            del attributes["_ps_call"]
         if not self._ps_fused:
             if not self._ps_all_expanded(call):
                 call.scale.inside = 1.0  # gradients of other things flow through here: scale the rows themselves
             if call.scale.total != 1:
                 output = map_tensors(lambda t: cross(t, call.scale, False), output)
+        if batch.outputs is not None:
+            batch.outputs += self._ps_owned(output, rows)
         return output if undo is None else map_tensors(undo, output)
 
+    def _ps_owned(self, output: Any, rows: int) -> list[tuple[Tensor, Tensor | None]]:
+        """The tensors of an output with rows in dim 0, and whose they are; None: k a sample, in order."""
+        return [(output, None)] if isinstance(output, Tensor) and output.ndim and output.shape[0] == rows else []
+
     def _ps_all_expanded(self, call: Call) -> bool:
-        """Whether all that is trainable here was expanded and recorded; what was not must not receive a gradient, and is marked."""
+        """Whether all that is trainable here was expanded and recorded; what was not is watched, for it must get no gradient."""
         state, whole = self._ps_state(), not self._modules
         for name, param in self._parameters.items():
             if param is not None and param.requires_grad:
@@ -268,16 +342,23 @@ class PSLayer(Converted):
 
     def _ps_seen(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call while the batch is tracked: note the input, and compute as the original does."""
-        x = next((t for t in tensors_in([args, kwargs]) if isinstance(t, Tensor)), None)
-        if x is not None:
-            local.tracker.see(self, x)
+        x = self._ps_tracked(args, kwargs)
+        with local.tracker.inside(self):
+            if x is not None:
+                local.tracker.see(self, x)
+            return self._ps_plain(ps_forward, args, kwargs)
+
+    def _ps_tracked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The input whose rows are to be attributed to samples."""
+        return next((t for t in tensors_in([args, kwargs]) if isinstance(t, Tensor)), None)
+
+    def _ps_plain(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that computes as the original does."""
         if self.replaces is not None:
             return self.replaces.forward(self, *args, **kwargs)
-        self.__dict__["_ps_call"] = Call(len(x) if x is not None and x.ndim else 1, Scale())
-        try:
+        x = next((t for t in tensors_in([args, kwargs]) if isinstance(t, Tensor)), None)
+        with Call(self, len(x) if x is not None and x.ndim else 1, Scale()):
             return ps_forward(self, *args, **kwargs)
-        finally:
-            del self.__dict__["_ps_call"]
 
     def arrange(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
@@ -316,43 +397,52 @@ class PSLayer(Converted):
     def layout(self, x: Tensor, size: int) -> Layout:
         """How `x` holds the samples: by its shape where that is enough, else tracked."""
         free = 1 if self.event_dims is None else x.ndim - self.event_dims  # dims that could be the batch's
-        if free <= 0 or x.ndim == 0:
-            return TABLE
-        n, batch, state = x.shape[0], local.batch, self._ps_state()
+        n, batch, state = x.shape[0] if x.ndim else 0, local.batch, self._ps_state()
         assert batch is not None
+        if free <= 0 or x.ndim == 0:
+            if batch.trackable and (batch.calls.get(id(self), 0), FIRST, x.ndim) not in state.layouts:
+                raise Ambiguous  # what it returns gets a dim more: does it broadcast as it did?
+            return TABLE
         if size <= 1:
             return BATCH_MAJOR if size or not n else SHARED if n == 1 else TABLE
+        known = state.layouts.get((batch.calls.get(id(self), 0), FIRST, x.ndim))
+        if torch._C._current_graph_task_id() != -1:  # recomputed, in an order of its own: which call is it?
+            alike = {layout for (_, place, ndim), layout in state.layouts.items() if (place, ndim) == (FIRST, x.ndim)}
+            known = alike.pop() if len(alike) == 1 else MIXED if alike else None
+        if known is not None and fits_layout(known, x, size):
+            return self._attributable(known, x, free, size)
         first = 0 if state.settings.batch_first or free < 2 else 1
         among_events = x.ndim == free and free == 1 and not x.is_floating_point()  # ids of samples, or of positions?
         others = sum(x.shape[d] == size for d in range(free) if d != first)
         if x.shape[first] == size and not others and not among_events:
             return "dim", first
-        known = state.layouts.get((batch.calls[id(self)], FIRST, x.ndim))
-        if torch._C._current_graph_task_id() != -1:  # recomputed, in an order of its own: which call is it?
-            alike = {layout for (_, place, ndim), layout in state.layouts.items() if (place, ndim) == (FIRST, x.ndim)}
-            known = alike.pop() if len(alike) == 1 else MIXED if alike else None
-        if known is not None and _fits(known, x, size):
-            return self._attributable(known, x, free, size)
         if batch.trackable:
             raise Ambiguous
         if x.shape[first] == size:
             return "dim", first
         if n == 1:
             return SHARED
-        if known is None and n % size == 0 and state.settings.batch_first and not state.layouts:
+        if n % size == 0 and state.settings.batch_first and not state.layouts:  # called by itself
             return BATCH_MAJOR
         return self._attributable(MIXED, x, free, size)
 
+    def _ps_unattributable(self, x: Tensor, call: int) -> bool:
+        """Whether tracking has shown that the rows of this call's input are no one sample's, or several's."""
+        return any(p.requires_grad for p in self.parameters()) and self._ps_state().layouts.get((call, FIRST, x.ndim)) == MIXED
+
     def _attributable(self, layout: Layout, x: Tensor, free: int, size: int) -> Layout:
         if layout == MIXED or (layout[0] == "dim" and layout[1] >= free):
-            raise ValueError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} in a batch of {size} "
-                f"samples, whose rows cannot be attributed to samples: expected {size} rows, a multiple of it (k rows a sample) or "
-                f"1 (shared by all). If the batch is not in dim 0 of the model's first input, say so with "
-                f"convert_model(..., batch_first=False) or `with ps.batch_size(n):`; if shapes are ambiguous, give an example "
-                f"batch, convert_model(..., example=x); else write a layer for this module (ps.PSLayer)."
-            )
+            raise self._ps_not_attributable(x, size)
         return layout
+
+    def _ps_not_attributable(self, x: Tensor, size: int) -> ValueError:
+        return ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} in a batch of {size} "
+            f"samples, whose rows cannot be attributed to samples: expected {size} rows, a multiple of it (k rows a sample) or "
+            f"1 (shared by all). If the batch is not in dim 0 of the model's first input, say so with "
+            f"convert_model(..., batch_first=False) or `with ps.batch_size(n):`; if shapes are ambiguous, give an example "
+            f"batch, convert_model(..., example=x); else write a layer for this module (ps.PSLayer)."
+        )
 
     # ------------------------------------------------------------------ the weights
     def expansion(self, name: str) -> Expansion | Tensor | None:
@@ -368,10 +458,11 @@ class PSLayer(Converted):
                     f"expand the parameters to the batch size of the call, ps.expand_params(model, {batch.size})."
                 )
             return weight
-        call, settings = self._ps_call, state.settings
+        call, settings = local.call, state.settings
         if (
             batch is None
             or call is None
+            or call.layer is not self
             or not (settings.recording and weight.requires_grad and torch.is_grad_enabled() and isinstance(weight, nn.Parameter))
         ):
             return Expansion(weight, None)
@@ -384,9 +475,9 @@ class PSLayer(Converted):
 
         None stays None (a layer without bias). Memory: the expansion is a view; its gradient takes N x P values.
         """
-        if self._ps_call is None:
+        if local.call is None or local.call.layer is not self:
             raise RuntimeError(f"`{type(self).__name__}.expand({name!r})` was called outside of the layer's forward.")
-        weight, rows = self.expansion(name), self._ps_call.rows
+        weight, rows = self.expansion(name), local.call.rows
         if weight is None:
             return None
         if isinstance(weight, Expansion):
@@ -403,21 +494,13 @@ def _swap_rows(t: Tensor, outer: int) -> Tensor:
     return t.reshape(t.shape[0] // outer, outer, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
 
 
-def _fits(layout: Layout, x: Tensor, size: int) -> bool:
-    """Whether what was learned from another batch can be true of this input."""
-    kind, dim = layout
-    if kind == "dim":
-        return x.ndim > dim and x.shape[dim] == size
-    if layout == SHARED:
-        return x.shape[0] == 1
-    return layout in (TABLE, MIXED) or x.shape[0] % size == 0
-
-
-def _random_state() -> list[Tensor]:
+def random_state() -> list[Tensor]:
+    """The state of torch's random generators."""
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
-def _set_random_state(state: list[Tensor] | None) -> None:
+def set_random_state(state: list[Tensor] | None) -> None:
+    """Put torch's random generators back to a state."""
     if state is not None:
         torch.set_rng_state(state[0])
         if len(state) > 1:

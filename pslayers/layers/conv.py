@@ -1,4 +1,6 @@
-"""PSConv1d, PSConv2d, PSConv3d."""
+"""PSConv1d, PSConv2d, PSConv3d, PSConvTranspose1d, PSConvTranspose2d, PSConvTranspose3d."""
+
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -83,3 +85,89 @@ class PSConv3d(PSLayer, nn.Conv3d, replaces=nn.Conv3d, fused=True):
         assert weight is not None
         options = self.stride, self.padding, self.dilation, self.groups, self.padding_mode
         return PF.conv3d(input, weight, self.expansion("bias"), *options)
+
+
+class PSConvTranspose1d(PSLayer, nn.ConvTranspose1d, replaces=nn.ConvTranspose1d, fused=True):
+    """nn.ConvTranspose1d with per-sample weights: ``y[n] = conv_transpose1d(x[n], weight[n]) + bias[n]``; as `PSConvTranspose2d`.
+
+    Shapes: x (B, C, S), result (B, O, L); `grad_sample` (B, C, O/G, K) and (B, O). Memory: B x (C x O/G x K + O) values.
+    Source: direct derivation.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> layer = ps.PSConvTranspose1d(3, 4, kernel_size=5, stride=2, output_padding=1)
+        >>> layer(torch.randn(2, 3, 9)).sum((1, 2)).mean().backward()
+        >>> layer.weight.grad_sample.shape
+        torch.Size([2, 3, 4, 5])
+    """
+
+    event_dims = 2
+
+    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        """x (B, C, S) -> (B, O, L)."""
+        weight = self.expansion("weight")
+        assert weight is not None
+        return PF.conv_transpose1d(input, weight, self.expansion("bias"), *_options(self, input, output_size))
+
+
+class PSConvTranspose2d(PSLayer, nn.ConvTranspose2d, replaces=nn.ConvTranspose2d, fused=True):
+    """nn.ConvTranspose2d with per-sample weights: ``y[n] = conv_transpose2d(x[n], weight[n]) + bias[n]``.
+
+    Shapes: x (B, C, H, W), result (B, O, *L); `grad_sample` (B, C, O/G, *K) and (B, O). Also k * B rows, and (1, C, H, W) or
+    (C, H, W), which all samples share: then the result has B rows. Every option of nn.ConvTranspose2d, `output_size` included.
+    Memory: B x (C x O/G x K + O) values, and a few MB while they are computed, or one sample's patches, (O x K) x S values, where
+    those take more. Source: direct derivation (the convolution's, input and output gradient exchanged).
+
+    Raises:
+        ValueError: the input's shape does not fit, or no input has an output of `output_size`.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> layer = ps.PSConvTranspose2d(3, 4, kernel_size=3, stride=2)
+        >>> y = layer(torch.randn(5, 3, 8, 8), output_size=(18, 17))
+        >>> y.sum((1, 2, 3)).mean().backward()
+        >>> y.shape, layer.weight.grad_sample.shape
+        (torch.Size([5, 4, 18, 17]), torch.Size([5, 3, 4, 3, 3]))
+    """
+
+    event_dims = 3
+
+    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        """x (B, C, H, W) -> (B, O, *L)."""
+        weight = self.expansion("weight")
+        assert weight is not None
+        return PF.conv_transpose2d(input, weight, self.expansion("bias"), *_options(self, input, output_size))
+
+
+class PSConvTranspose3d(PSLayer, nn.ConvTranspose3d, replaces=nn.ConvTranspose3d, fused=True):
+    """nn.ConvTranspose3d with per-sample weights: ``y[n] = conv_transpose3d(x[n], weight[n]) + bias[n]``; as `PSConvTranspose2d`.
+
+    Shapes: x (B, C, D, H, W), result (B, O, *L); `grad_sample` (B, C, O/G, *K) and (B, O). Memory: B x (C x O/G x K + O) values.
+    Source: direct derivation.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> layer = ps.PSConvTranspose3d(2, 4, kernel_size=3, dilation=2)
+        >>> layer(torch.randn(3, 2, 4, 4, 4)).sum((1, 2, 3, 4)).mean().backward()
+        >>> layer.weight.grad_sample.shape
+        torch.Size([3, 2, 4, 3, 3, 3])
+    """
+
+    event_dims = 4
+
+    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        """x (B, C, D, H, W) -> (B, O, *L)."""
+        weight = self.expansion("weight")
+        assert weight is not None
+        return PF.conv_transpose3d(input, weight, self.expansion("bias"), *_options(self, input, output_size))
+
+
+def _options(
+    layer: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d, input: Tensor, output_size: Sequence[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]:
+    """The options of a transposed convolution, `output_size` turned into an output padding."""
+    n, padding = len(layer.kernel_size), layer.padding
+    assert not isinstance(padding, str)
+    size = None if output_size is None else list(output_size)[-n:]  # what is before space may have been without the batch
+    more = layer._output_padding(input, size, layer.stride, padding, layer.kernel_size, n, layer.dilation)  # type: ignore[arg-type]
+    return layer.stride, padding, tuple(more), layer.groups, layer.dilation

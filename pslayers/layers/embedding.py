@@ -1,9 +1,13 @@
-"""PSEmbedding."""
+"""PSEmbedding and PSEmbeddingBag."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import functional as PF
+from ..expand import Expansion
+from ..tracking import BATCH_MAJOR, MIXED
 from .base import PSLayer
 
 
@@ -30,7 +34,7 @@ class PSEmbedding(PSLayer, nn.Embedding, replaces=nn.Embedding, fused=True):
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
         """Gradients that are counted over the batch, or sparse."""
-        assert isinstance(module, nn.Embedding)
+        assert isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         if module.scale_grad_by_freq:
             return "counts how often an id occurs in the whole batch (scale_grad_by_freq), which mixes samples: switch it off"
         if module.sparse:
@@ -42,8 +46,79 @@ class PSEmbedding(PSLayer, nn.Embedding, replaces=nn.Embedding, fused=True):
         weight = self.expansion("weight")
         assert weight is not None
         if self.max_norm is not None:
-            if isinstance(weight, Tensor):
-                raise ValueError("PSEmbedding with max_norm renormalises one shared table, but got per-sample weights.")
-            with torch.no_grad():
-                torch.embedding_renorm_(weight.weight.detach(), input.contiguous(), self.max_norm, self.norm_type)
+            _renormalise(weight, input, self.max_norm, self.norm_type)
         return PF.embedding(input, weight, self.padding_idx)
+
+
+class PSEmbeddingBag(PSLayer, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=True):
+    """nn.EmbeddingBag with per-sample weights: ``y[n] = reduce(weight[n, id] for id in bag n)``. A bag is a sample.
+
+    Shapes: input (B, L) of integers, or (M,) with offsets (B,), or (B + 1,) where `include_last_offset`; result (B, D);
+    `grad_sample` (B, V, D). Also k * B bags, and one bag, which all samples share. Ids that equal `padding_idx` are left out.
+    `per_sample_weights` are torch's: of each entry, with mode "sum"; they get their gradient. Memory: B x V x D values. `max_norm`
+    renormalises the one shared table, as torch does. Source: direct derivation.
+
+    Raises:
+        ValueError: `scale_grad_by_freq` (counting over the batch would mix samples) or `sparse`; the shapes do not fit.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> layer = ps.PSEmbeddingBag(10, 3, mode="sum")
+        >>> layer(torch.tensor([1, 2, 2, 4, 1]), torch.tensor([0, 3])).sum(1).mean().backward()
+        >>> layer.weight.grad_sample[:, 2, 0]
+        tensor([2., 0.])
+    """
+
+    event_dims = 1
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """Gradients that are counted over the batch, or sparse."""
+        return PSEmbedding.unsupported(module)
+
+    def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        ids, offsets, _ = _bag_inputs(*args, **kwargs)
+        return len(ids) if offsets is None else len(offsets) - self.include_last_offset
+
+    def _ps_tracked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """With offsets, whose bags are whose is seen by what they hold."""
+        ids, offsets, _ = _bag_inputs(*args, **kwargs)
+        return ids if offsets is None else nn.EmbeddingBag.forward(self, *args, **kwargs)
+
+    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Any, int, Any]:
+        """Bags as rows, k * size of them, batch-major."""
+        ids, offsets, factors = _bag_inputs(*args, **kwargs)
+        if offsets is None:
+            ids, undo = self.to_rows(ids, size)
+            factors = None if factors is None else self.to_rows(factors, size)[0]
+            return (ids, None, factors), {}, len(ids), undo
+        bags = len(offsets) - self.include_last_offset
+        if bags == 1:
+            offsets = torch.arange(size + self.include_last_offset, device=ids.device, dtype=offsets.dtype) * len(ids)
+            return (ids.repeat(size), offsets, None if factors is None else factors.repeat(size)), {}, size, None
+        like = self.weight.new_empty(bags, 1)
+        if self.layout(like, size) not in (("dim", 0), BATCH_MAJOR):
+            self._attributable(MIXED, like, 1, size)
+        return (ids, offsets, factors), {}, bags, None
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """input (B, L), or (M,) with offsets -> (B, D)."""
+        weight = self.expansion("weight")
+        assert weight is not None
+        if self.max_norm is not None:
+            _renormalise(weight, input, self.max_norm, self.norm_type)
+        options = self.mode, per_sample_weights, self.include_last_offset, self.padding_idx
+        return PF.embedding_bag(input, weight, offsets, *options)
+
+
+def _bag_inputs(
+    input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return input, offsets, per_sample_weights
+
+
+def _renormalise(weight: Tensor | Expansion, ids: Tensor, max_norm: float, norm_type: float) -> None:
+    if isinstance(weight, Tensor):
+        raise ValueError("An embedding with max_norm renormalises one shared table, but got per-sample weights.")
+    with torch.no_grad():
+        torch.embedding_renorm_(weight.weight.detach(), ids.contiguous(), max_norm, norm_type)

@@ -1,4 +1,4 @@
-"""PSLayerNorm and PSGroupNorm."""
+"""PSLayerNorm, PSRMSNorm and PSGroupNorm."""
 
 from torch import Tensor, nn
 
@@ -29,6 +29,30 @@ class PSLayerNorm(PSLayer, nn.LayerNorm, replaces=nn.LayerNorm, fused=True):
         """x (B, ..., *S) -> (B, ..., *S)."""
         shape = tuple(self.normalized_shape)
         return PF.layer_norm(input, shape, self.expansion("weight"), self.expansion("bias"), self.eps)
+
+
+class PSRMSNorm(PSLayer, nn.RMSNorm, replaces=nn.RMSNorm, fused=True):
+    """nn.RMSNorm with per-sample weights: ``y[n] = x[n] / sqrt(mean(x[n]**2) + eps) * weight[n]``.
+
+    Shapes: x (B, ..., *S), result the same, S = `normalized_shape`; `grad_sample` (B, *S). Also k * B rows, and (1, ..., *S) or S,
+    which all samples share. Memory: B x S values. Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> layer = ps.PSRMSNorm(3)
+        >>> layer(torch.randn(5, 7, 3)).sum((1, 2)).mean().backward()
+        >>> layer.weight.grad_sample.shape
+        torch.Size([5, 3])
+    """
+
+    @property
+    def event_dims(self) -> int:  # type: ignore[override]
+        """As many dims as are normalised."""
+        return len(self.normalized_shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, ..., *S) -> (B, ..., *S)."""
+        return PF.rms_norm(x, tuple(self.normalized_shape), self.expansion("weight"), self.eps)
 
 
 class PSGroupNorm(PSLayer, nn.GroupNorm, replaces=nn.GroupNorm, fused=True):

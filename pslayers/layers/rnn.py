@@ -1,12 +1,12 @@
-"""PSLSTM, and what the recurrent layers share."""
+"""PSLSTM, PSGRU, PSRNN, and what they share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from ..expand import Expansion, current_batch, local
+from ..expand import Expansion, current_batch
 from ..functional import rnn as PF
 from ..tracking import BATCH_MAJOR, MIXED, SHARED
 from .base import PSLayer
@@ -15,12 +15,67 @@ Undo = Callable[[Tensor], Tensor] | None
 
 
 class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
-    """A recurrent layer; a subclass says what its state is made of and which op runs it.
+    """A recurrent layer; a subclass says which op runs it, and what its state is where that is not just h.
 
     The batch dim of the input is the layer's own, by its ``batch_first``, whatever the rest of the model does.
     """
 
     event_dims = 2
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """x (T, N, I) or packed -> (T, N, D * R) or packed, final state."""
+        self._update_flat_weights()
+        batch = current_batch()
+        assert batch is not None
+        given = () if hx is None else self._states(hx)
+        if isinstance(input, PackedSequence):
+            input = self._packed_rows(input, batch.size)
+            x, batch_sizes, *order = input
+            y, *final = self._op(x, self._initial(given, x, batch_sizes), packing=(batch_sizes, *order))
+            return PackedSequence(y, batch_sizes, *order), self._hidden(final)
+        if input.ndim not in (2, 3) or any(h.ndim != input.ndim for h in given):
+            return super().forward(input, hx)  # torch's own error
+        x, undo = self._to_rows(self._rows_first(input), batch.size)  # (N, T, I)
+        if input.ndim == 2:
+            given = tuple(h.unsqueeze(1) for h in given)
+        if undo is not None:  # the state's rows are in the same order
+            given = tuple(self._to_rows(h.movedim(1, 0), batch.size)[0].movedim(0, 1) for h in given)
+        y, *final = self._op(x.transpose(0, 1), self._initial(given, x.movedim(0, self._batch_dim), None))
+        if undo is not None:
+            y, *final = (undo(t.movedim(1, 0)).movedim(0, 1) for t in (y, *final))
+        if input.ndim == 2 and batch.size == 1:
+            return y.squeeze(1), self._hidden([h.squeeze(1) for h in final])
+        return y.movedim(1, self._batch_dim), self._hidden(final)
+
+    # ------------------------------------------------------------------ what a subclass says
+    def _op(self, x: Tensor, hx: Any, **packing: Any) -> tuple[Tensor, ...]:
+        """(output, *final state), from x (T, N, I) or packed."""
+        raise NotImplementedError
+
+    def _states(self, hx: Any) -> tuple[Tensor, ...]:
+        """The parts of a state, as its user holds it: h, ..."""
+        return (hx,)
+
+    def _hidden(self, states: Sequence[Tensor]) -> Any:
+        """A state as its user holds it."""
+        return states[0]
+
+    def _sizes(self, x: Tensor, batch_sizes: Tensor | None) -> tuple[tuple[int, int, int], ...]:
+        return (self.get_expected_hidden_size(x, batch_sizes),)
+
+    # ------------------------------------------------------------------ rows
+    def _initial(self, given: tuple[Tensor, ...], x: Tensor, batch_sizes: Tensor | None) -> Any:
+        """The initial state, checked as torch does: zeros if none is given; one row is shared by all."""
+        sizes = self._sizes(x, batch_sizes)
+        if given:
+            states = (
+                s.expand(-1, n, -1) if s.ndim == 3 and s.shape[1] == 1 else s for s, (_, n, _) in zip(given, sizes, strict=True)
+            )
+            hx = self._hidden(tuple(states))
+        else:
+            hx = self._hidden(tuple(x.new_zeros(size) for size in sizes))
+        self.check_forward_args(x, hx, batch_sizes)
+        return hx
 
     def flatten_parameters(self) -> None:
         """As torch's, but per-sample weights given in place of the parameters stay where they are."""
@@ -34,13 +89,11 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
             return x.shape[self._batch_dim] if x.ndim == 3 else 1
         return super()._ps_batch_size(args, kwargs)
 
-    def _ps_seen(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _ps_tracked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         x = args[0] if args else kwargs.get("input")
-        if self.replaces is None or not isinstance(x, (Tensor, PackedSequence)):
-            return super()._ps_seen(ps_forward, args, kwargs)
-        output = self.replaces.forward(self, *args, **kwargs)
-        local.tracker.see(self, self._rows_first(x))
-        return output
+        if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.ndim in (2, 3)):
+            return self._rows_first(x)
+        return None  # torch's own error is to come
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Any, int, None]:
         """Leave the inputs as they are: `forward`, which knows what they are, brings them to rows."""
@@ -83,8 +136,7 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         return [w for w in found if w is not None]
 
     def _options(self) -> dict[str, Any]:
-        names = "bias", "num_layers", "dropout", "training", "bidirectional"
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("bias", "num_layers", "dropout", "training", "bidirectional")}
 
 
 class PSLSTM(PSRecurrent, nn.LSTM, replaces=nn.LSTM, fused=True):
@@ -110,45 +162,61 @@ class PSLSTM(PSRecurrent, nn.LSTM, replaces=nn.LSTM, fused=True):
         ValueError: the number of sequences is no multiple of the batch size; and what nn.LSTM raises.
     """
 
-    def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:
-        """x (T, N, I) or packed -> (T, N, D * R) or packed, (h_n, c_n)."""
-        self._update_flat_weights()
-        batch = current_batch()
-        assert batch is not None
-        if isinstance(input, PackedSequence):
-            input = self._packed_rows(input, batch.size)
-            x, batch_sizes, *order = input
-            y, *final = PF.lstm(x, self._hx(hx, x, batch_sizes), self._weights(), **self._options(), packing=(batch_sizes, *order))
-            return PackedSequence(y, batch_sizes, *order), tuple(final)
-        if input.ndim not in (2, 3):
-            raise ValueError(f"LSTM: Expected input to be 2D or 3D, got {input.ndim}D instead")
-        if hx is not None and any(h.ndim != input.ndim for h in hx):
-            kind = "batched" if input.ndim == 3 else "unbatched"
-            raise RuntimeError(
-                f"For {kind} {input.ndim}-D input, hx and cx should also be {input.ndim}-D but got "
-                f"({hx[0].ndim}-D, {hx[1].ndim}-D) tensors"
-            )
-        x, undo = self._to_rows(self._rows_first(input), batch.size)  # (N, T, I)
-        if hx is not None and input.ndim == 2:
-            hx = hx[0].unsqueeze(1), hx[1].unsqueeze(1)
-        if hx is not None and undo is not None:  # the state's rows are in the same order
-            h, c = (self._to_rows(s.movedim(1, 0), batch.size)[0].movedim(0, 1) for s in hx)
-            hx = h, c
-        hx = self._hx(hx, x.movedim(0, self._batch_dim), None)
-        y, *final = PF.lstm(x.transpose(0, 1), hx, self._weights(), **self._options())
-        if undo is not None:
-            y, *final = (undo(t.movedim(1, 0)).movedim(0, 1) for t in (y, *final))
-        if input.ndim == 2 and batch.size == 1:
-            return y.squeeze(1), tuple(h.squeeze(1) for h in final)
-        return y.movedim(1, self._batch_dim), tuple(final)
+    def _op(self, x: Tensor, hx: Any, **packing: Any) -> tuple[Tensor, ...]:
+        return PF.lstm(x, hx, self._weights(), **self._options(), **packing)
 
-    def _hx(self, hx: tuple[Tensor, Tensor] | None, x: Tensor, batch_sizes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The initial state, checked as torch does: zeros for None; one row is shared by all."""
-        sizes = self.get_expected_hidden_size(x, batch_sizes), self.get_expected_cell_size(x, batch_sizes)
-        if hx is None:
-            hx = x.new_zeros(sizes[0]), x.new_zeros(sizes[1])
-        else:
-            h, c = (s.expand(-1, n, -1) if s.ndim == 3 and s.shape[1] == 1 else s for s, (_, n, _) in zip(hx, sizes, strict=True))
-            hx = h, c
-        self.check_forward_args(x, hx, batch_sizes)
-        return hx
+    def _states(self, hx: Any) -> tuple[Tensor, ...]:
+        h, c = hx
+        return h, c
+
+    def _hidden(self, states: Sequence[Tensor]) -> Any:
+        return tuple(states)
+
+    def _sizes(self, x: Tensor, batch_sizes: Tensor | None) -> tuple[tuple[int, int, int], ...]:
+        return self.get_expected_hidden_size(x, batch_sizes), self.get_expected_cell_size(x, batch_sizes)
+
+
+class PSGRU(PSRecurrent, nn.GRU, replaces=nn.GRU, fused=True):
+    """nn.GRU in full, with per-sample weights; inputs, rows and errors as in `PSLSTM`.
+
+    ``r, z = sigmoid(w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t - 1, n] + b_hh[n])`` by their parts of the weights,
+    ``h[t] = (1 - z) * tanh(w_ih[n] @ x[t, n] + b_ih[n] + r * (w_hh[n] @ h[t - 1, n] + b_hh[n])) + z * h[t - 1]`` by the third.
+
+    Shapes: x (T, B, I), (B, T, I) where `batch_first`, or packed; result (T, B, D * H), h_n (L * D, B, H); `grad_sample`
+    (B, 3 H, I), (B, 3 H, H) and (B, 3 H). Memory: B times that of the weights. Source: direct derivation (back-propagation
+    through time, one walk for all samples).
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> layer = ps.PSGRU(3, 2, bidirectional=True)
+        >>> output, h_n = layer(torch.randn(7, 5, 3))              # 7 steps, 5 samples
+        >>> output.sum((0, 2)).mean().backward()
+        >>> layer.weight_hh_l0_reverse.grad_sample.shape
+        torch.Size([5, 6, 2])
+    """
+
+    def _op(self, x: Tensor, hx: Any, **packing: Any) -> tuple[Tensor, ...]:
+        return PF.gru(x, hx, self._weights(), **self._options(), **packing)
+
+
+class PSRNN(PSRecurrent, nn.RNN, replaces=nn.RNN, fused=True):
+    """nn.RNN in full, tanh or relu, with per-sample weights; inputs, rows and errors as in `PSLSTM`.
+
+    ``h[t, n] = tanh(w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t - 1, n] + b_hh[n])``.
+
+    Shapes: x (T, B, I), (B, T, I) where `batch_first`, or packed; result (T, B, D * H), h_n (L * D, B, H); `grad_sample`
+    (B, H, I), (B, H, H) and (B, H). Memory: B times that of the weights. Source: direct derivation (back-propagation through
+    time, one walk for all samples).
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> layer = ps.PSRNN(3, 2, nonlinearity="relu", batch_first=True)
+        >>> output, h_n = layer(torch.randn(5, 7, 3))              # 5 samples, 7 steps
+        >>> output.sum((1, 2)).mean().backward()
+        >>> layer.weight_ih_l0.grad_sample.shape
+        torch.Size([5, 2, 3])
+    """
+
+    def _op(self, x: Tensor, hx: Any, **packing: Any) -> tuple[Tensor, ...]:
+        op = PF.rnn_tanh if self.mode == "RNN_TANH" else PF.rnn_relu
+        return op(x, hx, self._weights(), **self._options(), **packing)

@@ -1,4 +1,10 @@
+import copy
+
+import pytest
+import torch
 from torch import nn
+
+import pslayers as ps
 
 from .suite import Case, LayerSuite, floats
 
@@ -11,3 +17,26 @@ class TestPSLinear(LayerSuite):
         Case("no-bias", lambda: nn.Linear(4, 3, bias=False), lambda n: (floats(n, 5, 4),)),
         Case("narrow", lambda: nn.Linear(1, 1), lambda n: (floats(n, 1),)),
     ]
+
+
+class TestPSBilinear(LayerSuite):
+    cases = [
+        Case("2d", lambda: nn.Bilinear(4, 3, 2), lambda n: (floats(n, 4), floats(n, 3))),
+        Case("sequence", lambda: nn.Bilinear(4, 3, 2), lambda n: (floats(n, 5, 4), floats(n, 5, 3))),
+        Case("no-bias", lambda: nn.Bilinear(4, 3, 2, bias=False), lambda n: (floats(n, 5, 4), floats(n, 5, 3))),
+    ]
+
+
+def test_both_inputs_of_a_bilinear_layer_are_arranged_alike() -> None:
+    layer = nn.Bilinear(4, 3, 2).double()
+    ours, x1, x2 = ps.convert_model(copy.deepcopy(layer), batch_first=False), floats(5, 6, 4), floats(5, 6, 3)
+    with ps.batch_size(6):
+        y = ours(input2=x2, input1=x1)
+    torch.testing.assert_close(y, layer(x1, x2))
+    y.square().sum((0, 2)).mean().backward()
+    for i in range(6):
+        grads = torch.autograd.grad(layer(x1[:, i], x2[:, i]).square().sum(), list(layer.parameters()))
+        for p, g in zip(ours.parameters(), grads, strict=True):
+            torch.testing.assert_close(p.grad_sample[i], g)
+    with pytest.raises(ValueError, match=r"ps\.functional\.bilinear got inputs of shapes"):
+        ours(torch.zeros(2, 6, 4), torch.zeros(2, 6, 5))

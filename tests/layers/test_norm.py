@@ -20,3 +20,12 @@ class TestPSGroupNorm(LayerSuite):
         Case("each-channel", lambda: nn.GroupNorm(4, 4), lambda n: (floats(n, 4, 7),)),
         Case("no-spatial-dims", lambda: nn.GroupNorm(2, 6), lambda n: (floats(n, 6),)),
     ]
+
+
+class TestPSRMSNorm(LayerSuite):
+    cases = [
+        Case("2d", lambda: nn.RMSNorm(4), lambda n: (floats(n, 4),)),
+        Case("sequence", lambda: nn.RMSNorm(4), lambda n: (floats(n, 5, 4),)),
+        Case("shape-of-two-dims", lambda: nn.RMSNorm((3, 4)), lambda n: (floats(n, 2, 3, 4),)),
+        Case("eps", lambda: nn.RMSNorm(4, eps=0.1), lambda n: (floats(n, 5, 4),)),
+    ]

@@ -1,7 +1,9 @@
-"""What is particular to PSLSTM; the oracle is nn.LSTM called on each sample by itself."""
+"""What is particular to PSLSTM, PSGRU and PSRNN; the oracle is torch's layer called on each sample by itself."""
 
 import copy
+import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,43 +19,60 @@ import pslayers as ps
 from .suite import Case, LayerSuite, floats
 
 I, H, T, B = 3, 4, 5, 4
+KINDS: dict[str, Any] = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "tanh": functools.partial(nn.RNN, nonlinearity="tanh"),
+    "relu": functools.partial(nn.RNN, nonlinearity="relu"),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def pair(**options: Any) -> tuple[nn.LSTM, ps.PSLSTM]:
-    plain = nn.LSTM(I, H, **options).double()
+def pair(kind: str = "lstm", **options: Any) -> tuple[nn.RNNBase, nn.RNNBase]:
+    plain = KINDS[kind](I, H, **options).double()
     return plain, ps.convert_model(copy.deepcopy(plain))
 
 
-def state(layer: nn.LSTM, n: int) -> tuple[Tensor, Tensor]:
+def state(layer: nn.RNNBase, n: int) -> Any:
+    """As the layer's user holds it: (h, c), or h."""
     count = layer.num_layers * (1 + layer.bidirectional)
     h, c = (torch.randn(count, n, width, dtype=torch.float64, requires_grad=True) for width in (layer.proj_size or H, H))
-    return h, c
+    return (h, c) if isinstance(layer, nn.LSTM) else h
 
 
-def loss_of(output: Tensor, h: Tensor, c: Tensor) -> Tensor:
-    """The loss of one sample: output (T, O), h and c (L * D, ...)."""
+def parts(hx: Any) -> tuple[Tensor, ...]:
+    return (hx,) if isinstance(hx, Tensor) else hx
+
+
+def each(hx: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """`fn` of each part of a state."""
+    return fn(hx) if isinstance(hx, Tensor) else tuple(fn(s) for s in hx)
+
+
+def loss_of(output: Tensor, *states: Tensor) -> Tensor:
+    """The loss of one sample: output (T, O), states (L * D, ...)."""
     time = torch.arange(1.0, len(output) + 1, dtype=output.dtype).unsqueeze(1)
-    return (output * time).sin().sum() + (h**2).sum() + c.cos().sum()
+    return (output * time).sin().sum() + (states[0] ** 2).sum() + sum(c.cos().sum() for c in states[1:])
 
 
-def losses(layer: nn.LSTM, result: Any) -> Tensor:
+def losses(layer: nn.RNNBase, result: Any) -> Tensor:
     """The losses (B,) of a batch."""
-    output, (h, c) = result
+    output, hx = result
     if isinstance(output, PackedSequence):
         padded, lengths = pad_packed_sequence(output, batch_first=True)
         outputs = [o[:t] for o, t in zip(padded, lengths, strict=True)]
     else:
         outputs = list(output if layer.batch_first else output.transpose(0, 1))
-    return torch.stack([loss_of(o, h[:, i], c[:, i]) for i, o in enumerate(outputs)])
+    return torch.stack([loss_of(o, *(s[:, i] for s in parts(hx))) for i, o in enumerate(outputs)])
 
 
-def loop(layer: nn.LSTM, sequences: list[Tensor], hx: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-    """{name: (B, *shape)}, from one call of nn.LSTM for each sequence (T, I)."""
+def loop(layer: nn.RNNBase, sequences: list[Tensor], hx: Any = None) -> dict[str, Tensor]:
+    """{name: (B, *shape)}, from one call of torch's layer for each sequence (T, I)."""
     named = {k: p for k, p in layer.named_parameters() if p.requires_grad}
     rows = []
     for i, x in enumerate(sequences):
-        output, (h, c) = layer(x, None if hx is None else (hx[0][:, i], hx[1][:, i]))
-        rows.append(torch.autograd.grad(loss_of(output, h, c), list(named.values())))
+        output, final = layer(x, None if hx is None else each(hx, lambda s, i=i: s[:, i]))
+        rows.append(torch.autograd.grad(loss_of(output, *parts(final)), list(named.values())))
     return {k: torch.stack(gs) for k, gs in zip(named, zip(*rows, strict=True), strict=True)}
 
 
@@ -67,6 +86,7 @@ def assert_rows(layer: nn.Module, expected: dict[str, Tensor], reduction: str = 
 
 
 @given(
+    kind=st.sampled_from(list(KINDS)),
     num_layers=st.integers(1, 2),
     bidirectional=st.booleans(),
     bias=st.booleans(),
@@ -76,9 +96,9 @@ def assert_rows(layer: nn.Module, expected: dict[str, Tensor], reduction: str = 
     form=st.sampled_from(["batch", "sorted", "unsorted"]),
     reduction=st.sampled_from(["mean", "sum"]),
 )
-@settings(max_examples=50, deadline=None)
-def test_rows(given_state: bool, form: str, reduction: str, **options: Any) -> None:
-    layer, _ = pair(**options)
+@settings(max_examples=150, deadline=None)
+def test_rows(kind: str, given_state: bool, form: str, reduction: str, proj_size: int, **options: Any) -> None:
+    layer, _ = pair(kind, **options, **({"proj_size": proj_size} if kind == "lstm" else {}))
     ours = ps.convert_model(copy.deepcopy(layer), loss_reduction=reduction)
     lengths = {"batch": [T] * B, "sorted": [5, 3, 3, 1], "unsorted": [2, 5, 1, 5]}[form]
     sequences = [torch.randn(t, I, dtype=torch.float64) for t in lengths]
@@ -89,18 +109,19 @@ def test_rows(given_state: bool, form: str, reduction: str, **options: Any) -> N
     torch.testing.assert_close(result[1], expected[1])
     assert type(result[0]) is type(expected[0])
     getattr(losses(ours, result), reduction)().backward()
-    ours_hx = None if hx is None else [s.grad for s in hx]
+    ours_hx = None if hx is None else [s.grad for s in parts(hx)]
     assert_rows(ours, loop(layer, sequences, hx), reduction)
     if hx is not None:
-        theirs = torch.autograd.grad(getattr(losses(layer, expected), reduction)(), hx)
+        theirs = torch.autograd.grad(getattr(losses(layer, expected), reduction)(), parts(hx))
         torch.testing.assert_close(ours_hx, list(theirs))
 
 
+@kinds
 @pytest.mark.parametrize("form", ["batch", "packed"])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_dropout_is_that_of_torch(form: str, bidirectional: bool) -> None:
+def test_dropout_is_that_of_torch(kind: str, form: str, bidirectional: bool) -> None:
     """The masks are torch's: one layer after the other, with the masks drawn from the same seed, gives torch's output."""
-    layer, ours = pair(num_layers=3, dropout=0.4, bidirectional=bidirectional)
+    layer, ours = pair(kind, num_layers=3, dropout=0.4, bidirectional=bidirectional)
     lengths = [T] * B if form == "batch" else [4, 3, 3, 1]
     sequences = [torch.randn(t, I, dtype=torch.float64) for t in lengths]
     x = torch.stack(sequences, 1) if form == "batch" else pack_sequence(sequences)
@@ -120,7 +141,7 @@ def test_dropout_is_that_of_torch(form: str, bidirectional: bool) -> None:
         masks = [pad_packed_sequence(PackedSequence(m, x.batch_sizes))[0] for m in masks]
     singles = []
     for number in range(3):
-        single = nn.LSTM(width if number else I, H, bidirectional=bidirectional).double()
+        single = KINDS[kind](width if number else I, H, bidirectional=bidirectional).double()
         suffix = f"_l{number}"
         own = {k.replace(suffix, "_l0"): p for k, p in layer.state_dict().items() if suffix in k}
         single.load_state_dict(own)
@@ -131,9 +152,8 @@ def test_dropout_is_that_of_torch(form: str, bidirectional: bool) -> None:
         for number, single in enumerate(singles):
             y, final = single(y)
             y = y * masks[number][: len(y), i] if number < 2 else y
-            finals.append(final)
-        h, c = (torch.cat(parts) for parts in zip(*finals, strict=True))
-        loss = loss_of(y, h, c)
+            finals.append(parts(final))
+        loss = loss_of(y, *(torch.cat(states) for states in zip(*finals, strict=True)))
         torch.testing.assert_close(loss, losses(layer, expected)[i])
         for number, single in enumerate(singles):
             grads = torch.autograd.grad(loss, list(single.parameters()), retain_graph=True)
@@ -153,22 +173,24 @@ def test_frozen_weights() -> None:
         assert_rows(ours, loop(layer, list(x.transpose(0, 1))))
 
 
+@kinds
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_unbatched(batch_first: bool) -> None:
-    layer, ours = pair(batch_first=batch_first, bidirectional=True)
-    x, hx = torch.randn(T, I, dtype=torch.float64), tuple(s[:, 0] for s in state(layer, 1))
+def test_unbatched(kind: str, batch_first: bool) -> None:
+    layer, ours = pair(kind, batch_first=batch_first, bidirectional=True)
+    x, hx = torch.randn(T, I, dtype=torch.float64), each(state(layer, 1), lambda s: s[:, 0])
     for given_hx in (None, hx):
         ours.zero_grad()
         result = ours(x, given_hx)
         torch.testing.assert_close(result, layer(x, given_hx))
-        loss_of(result[0], *result[1]).backward()
-        assert_rows(ours, loop(layer, [x], None if given_hx is None else tuple(s.unsqueeze(1) for s in given_hx)))
+        loss_of(result[0], *parts(result[1])).backward()
+        assert_rows(ours, loop(layer, [x], None if given_hx is None else each(given_hx, lambda s: s.unsqueeze(1))))
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("form", ["(T, I)", "(T, 1, I)", "packed"])
-def test_one_sequence_is_shared_by_all(form: str, batch_first: bool) -> None:
-    layer, ours = pair(batch_first=batch_first)
+@kinds
+def test_one_sequence_is_shared_by_all(kind: str, form: str, batch_first: bool) -> None:
+    layer, ours = pair(kind, batch_first=batch_first)
     x = torch.randn(T, I, dtype=torch.float64)
     given: Any = {"(T, I)": x, "(T, 1, I)": x.unsqueeze(0 if batch_first else 1), "packed": pack_sequence([x])}[form]
     with ps.batch_size(B):
@@ -179,17 +201,19 @@ def test_one_sequence_is_shared_by_all(form: str, batch_first: bool) -> None:
     assert_rows(ours, {k: g * factor.view(-1, *[1] * (g.ndim - 1)) for k, g in expected.items()})
 
 
-def test_one_state_is_shared_by_all() -> None:
-    layer, ours = pair()
+@kinds
+def test_one_state_is_shared_by_all(kind: str) -> None:
+    layer, ours = pair(kind)
     x, hx = torch.randn(T, B, I, dtype=torch.float64), state(layer, 1)
     losses(ours, ours(x, hx)).mean().backward()
-    assert_rows(ours, loop(layer, list(x.transpose(0, 1)), tuple(s.expand(-1, B, -1) for s in hx)))
+    assert_rows(ours, loop(layer, list(x.transpose(0, 1)), each(hx, lambda s: s.expand(-1, B, -1))))
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("form", ["batch", "packed"])
-def test_several_sequences_a_sample(form: str, batch_first: bool) -> None:
-    layer, ours = pair(batch_first=batch_first, bidirectional=True)
+@kinds
+def test_several_sequences_a_sample(kind: str, form: str, batch_first: bool) -> None:
+    layer, ours = pair(kind, batch_first=batch_first, bidirectional=True)
     lengths = [T] * 2 * B if form == "batch" else [1, 5, 2, 5, 3, 1, 4, 2]
     sequences = [torch.randn(t, I, dtype=torch.float64) for t in lengths]
     x = torch.stack(sequences, 0 if batch_first else 1) if form == "batch" else pack_sequence(sequences, False)
@@ -200,24 +224,25 @@ def test_several_sequences_a_sample(form: str, batch_first: bool) -> None:
 
 
 class Tagger(nn.Module):
-    """The batch is in dim 0 of the model and in dim 1 of its LSTM, where windows make k sequences a sample."""
+    """The batch is in dim 0 of the model and in dim 1 of its recurrent layer, where windows make k sequences a sample."""
 
-    def __init__(self, windows: int, batch_minor: bool = False) -> None:
+    def __init__(self, kind: str, windows: int, batch_minor: bool) -> None:
         super().__init__()
-        self.lstm, self.out, self.windows, self.batch_minor = nn.LSTM(I, H), nn.Linear(H, 2), windows, batch_minor
+        self.rnn, self.out, self.windows, self.batch_minor = KINDS[kind](I, H), nn.Linear(H, 2), windows, batch_minor
 
     def forward(self, x: Tensor) -> Tensor:  # (B, windows * T, I)
-        parts = x.unflatten(1, (self.windows, -1))
-        rows = parts.transpose(0, 1).flatten(0, 1) if self.batch_minor else parts.flatten(0, 1)
-        y = self.lstm(rows.transpose(0, 1))[1][0][0]  # (windows * B, H)
+        windows = x.unflatten(1, (self.windows, -1))
+        rows = windows.transpose(0, 1).flatten(0, 1) if self.batch_minor else windows.flatten(0, 1)
+        y = parts(self.rnn(rows.transpose(0, 1))[1])[0][0]  # (windows * B, H)
         y = y.unflatten(0, (self.windows, -1)).sum(0) if self.batch_minor else y.unflatten(0, (-1, self.windows)).sum(1)
         return self.out(y)
 
 
 @pytest.mark.parametrize(("windows", "batch_minor"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("time", [2, 3])
-def test_inside_a_batch_first_model(windows: int, batch_minor: bool, time: int) -> None:
-    model = Tagger(windows, batch_minor).double()
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_inside_a_batch_first_model(kind: str, windows: int, batch_minor: bool, time: int) -> None:
+    model = Tagger(kind, windows, batch_minor).double()
     x = torch.randn(3, windows * time, I, dtype=torch.float64)
     ours = ps.convert_model(copy.deepcopy(model))
     (ours(x) ** 2).sum(1).mean().backward()
@@ -227,12 +252,14 @@ def test_inside_a_batch_first_model(windows: int, batch_minor: bool, time: int) 
             torch.testing.assert_close(p.grad_sample[i], g)
 
 
-def test_wrong_inputs() -> None:
-    layer, ours = pair()
+@kinds
+def test_wrong_inputs(kind: str) -> None:
+    layer, ours = pair(kind)
+    name = type(ours).__name__
     x = torch.randn(T, 7, I, dtype=torch.float64)
     with (
         ps.batch_size(B),
-        pytest.raises(ValueError, match=r"`PSLSTM` \(PSLSTM\).*shape \(7, 5, 3\).*batch of 4.*expected 4 rows.*batch_first=False"),
+        pytest.raises(ValueError, match=rf"`{name}` \({name}\).*shape \(7, 5, 3\).*batch of 4.*expected 4 rows.*batch_first=False"),
     ):
         ours(x)
     for wrong in (
@@ -241,7 +268,7 @@ def test_wrong_inputs() -> None:
         (torch.randn(2, T, B, I).double(),),
         (torch.randn(0, B, I).double(),),
         (x, state(layer, 3)),
-        (x, tuple(s[:, 0] for s in state(layer, 1))),
+        (x, each(state(layer, 1), lambda s: s[:, 0])),
         (x[:, 0], state(layer, 1)),
     ):
         with pytest.raises((RuntimeError, ValueError)) as theirs:
@@ -251,9 +278,10 @@ def test_wrong_inputs() -> None:
         assert str(ours_too.value) == str(theirs.value)
 
 
+@kinds
 @pytest.mark.parametrize("n", [0, 1])
-def test_empty_batch_and_batch_of_one(n: int) -> None:
-    _, ours = pair(num_layers=2, bidirectional=True)
+def test_empty_batch_and_batch_of_one(kind: str, n: int) -> None:
+    _, ours = pair(kind, num_layers=2, bidirectional=True)
     x = torch.randn(T, n, I, dtype=torch.float64)
     output, _ = ours(x)
     output.sum().backward()
@@ -263,9 +291,10 @@ def test_empty_batch_and_batch_of_one(n: int) -> None:
         torch.testing.assert_close(p.grad, p.grad_sample.sum(0))
 
 
+@kinds
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_narrow_types(dtype: torch.dtype) -> None:
-    layer = nn.LSTM(I, H, bidirectional=True).to(dtype)
+def test_narrow_types(kind: str, dtype: torch.dtype) -> None:
+    layer = KINDS[kind](I, H, bidirectional=True).to(dtype)
     ours = ps.convert_model(copy.deepcopy(layer))
     x = torch.randn(T, B, I).to(dtype)
     torch.testing.assert_close(ours(x)[0], layer(x)[0], rtol=0, atol=0)
@@ -279,9 +308,10 @@ def test_narrow_types(dtype: torch.dtype) -> None:
         )
 
 
+@kinds
 @pytest.mark.parametrize("backward_inside", [False, True])
-def test_autocast(backward_inside: bool) -> None:
-    layer = nn.LSTM(I, H)
+def test_autocast(kind: str, backward_inside: bool) -> None:
+    layer = KINDS[kind](I, H)
     ours, x = ps.convert_model(copy.deepcopy(layer)), torch.randn(T, B, I)
     with torch.autocast("cpu", torch.bfloat16):
         result, expected = ours(x), layer(x)
@@ -297,9 +327,10 @@ def test_autocast(backward_inside: bool) -> None:
         torch.testing.assert_close(p.grad_sample.double(), rows[name], rtol=0.1, atol=0.1 * rows[name].abs().max())
 
 
+@kinds
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_rows_can_be_differentiated(reduction: str) -> None:
-    layer, _ = pair(bidirectional=True, proj_size=2)
+def test_rows_can_be_differentiated(kind: str, reduction: str) -> None:
+    layer, _ = pair(kind, bidirectional=True, **({"proj_size": 2} if kind == "lstm" else {}))
     ours = ps.convert_model(copy.deepcopy(layer), loss_reduction=reduction)
     sequences = [torch.randn(t, I, dtype=torch.float64) for t in (2, 5, 1, 5)]
     getattr(losses(ours, ours(pack_sequence(sequences, False))), reduction)().backward(create_graph=True)
@@ -307,8 +338,8 @@ def test_rows_can_be_differentiated(reduction: str) -> None:
     found = torch.autograd.grad(sum((g**3).sum() for g in rows), list(ours.parameters()))
     total: Any = 0.0
     for i, x in enumerate(sequences):
-        output, (h, c) = layer(x)
-        grads = torch.autograd.grad(loss_of(output, h, c), list(layer.parameters()), create_graph=True)
+        output, hx = layer(x)
+        grads = torch.autograd.grad(loss_of(output, *parts(hx)), list(layer.parameters()), create_graph=True)
         torch.testing.assert_close([g[i] for g in rows], list(grads))
         total = total + sum((g**3).sum() for g in grads)
     torch.testing.assert_close(found, torch.autograd.grad(total, list(layer.parameters())))
@@ -316,8 +347,9 @@ def test_rows_can_be_differentiated(reduction: str) -> None:
         p.grad = p.grad_sample = None
 
 
-def test_functional_form_and_back() -> None:
-    layer, ours = pair(num_layers=2, bidirectional=True)
+@kinds
+def test_functional_form_and_back(kind: str) -> None:
+    layer, ours = pair(kind, num_layers=2, bidirectional=True)
     x = torch.randn(T, B, I, dtype=torch.float64)
     different = {k: torch.randn(B, *p.shape, dtype=torch.float64, requires_grad=True) for k, p in layer.named_parameters()}
     output, _ = torch.func.functional_call(ours, different, (x,))
@@ -331,8 +363,9 @@ def test_functional_form_and_back() -> None:
         torch.testing.assert_close(ours(x), layer(x))
 
 
-def test_copies_and_flat_weights() -> None:
-    layer, ours = pair(bidirectional=True)
+@kinds
+def test_copies_and_flat_weights(kind: str) -> None:
+    layer, ours = pair(kind, bidirectional=True)
     x = torch.randn(T, B, I, dtype=torch.float64)
     losses(ours, ours(x)).mean().backward()
     for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ps.restore_model(copy.deepcopy(ours))):
@@ -347,12 +380,14 @@ def test_copies_and_flat_weights() -> None:
     assert_rows(ours, loop(layer, list(x.transpose(0, 1))))
 
 
-class TestPSLSTM(LayerSuite):
+class RecurrentSuite(LayerSuite):
     def losses(self, output: Any, n: int) -> Tensor:
-        out, (h, c) = output
-        flat = torch.cat([out.reshape(n, -1), *(t.transpose(0, 1).reshape(n, -1) for t in (h, c))], 1) if n else out.flatten(1)
+        out, hx = output
+        flat = torch.cat([out.reshape(n, -1), *(t.transpose(0, 1).reshape(n, -1) for t in parts(hx))], 1) if n else out.flatten(1)
         return super().losses(flat, n)
 
+
+class TestPSLSTM(RecurrentSuite):
     cases = [
         Case("plain", lambda: nn.LSTM(4, 3, batch_first=True), lambda n: (floats(n, 5, 4),)),
         Case("no-bias", lambda: nn.LSTM(4, 3, bias=False, batch_first=True), lambda n: (floats(n, 5, 4),)),
@@ -360,4 +395,22 @@ class TestPSLSTM(LayerSuite):
         Case("bidirectional", lambda: nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True), lambda n: (floats(n, 4, 4),)),
         Case("projected", lambda: nn.LSTM(4, 3, batch_first=True, proj_size=2, bidirectional=True), lambda n: (floats(n, 5, 4),)),
         Case("one-step", lambda: nn.LSTM(4, 3, batch_first=True), lambda n: (floats(n, 1, 4),)),
+    ]
+
+
+class TestPSGRU(RecurrentSuite):
+    cases = [
+        Case("plain", lambda: nn.GRU(4, 3, batch_first=True), lambda n: (floats(n, 5, 4),)),
+        Case("no-bias", lambda: nn.GRU(4, 3, bias=False, batch_first=True), lambda n: (floats(n, 5, 4),)),
+        Case("layers", lambda: nn.GRU(4, 3, 2, batch_first=True, bidirectional=True), lambda n: (floats(n, 4, 4),)),
+        Case("one-step", lambda: nn.GRU(4, 3, batch_first=True), lambda n: (floats(n, 1, 4),)),
+    ]
+
+
+class TestPSRNN(RecurrentSuite):
+    cases = [
+        Case("tanh", lambda: nn.RNN(4, 3, batch_first=True), lambda n: (floats(n, 5, 4),)),
+        Case("relu", lambda: nn.RNN(4, 3, 2, "relu", batch_first=True), lambda n: (floats(n, 5, 4),)),
+        Case("no-bias", lambda: nn.RNN(4, 3, bias=False, batch_first=True), lambda n: (floats(n, 1, 4),)),
+        Case("layers", lambda: nn.RNN(4, 3, 2, batch_first=True, bidirectional=True), lambda n: (floats(n, 4, 4),)),
     ]

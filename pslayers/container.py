@@ -1,0 +1,146 @@
+"""PSContainer: modules with layers below them, and modules without a replacement, by a class made for each."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import fallback
+from .expand import Batch, local
+from .layers.base import Converted, PSLayer, random_state, set_random_state
+from .tracking import Ambiguous, Tracker, parameters_used
+from .trees import ndims
+
+
+class PSContainer(Converted):
+    """Mixed into the class of a module that has layers below it, or parameters that no replacement knows.
+
+    Its outermost call tells the layers below the batch size. Where the module is general, its forward is run with per-sample
+    parameters, see `fallback`.
+    """
+
+    _ps_original: type[nn.Module]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Hide the new class from the original's own registries of subclasses."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the original class: the mixed one is made, not importable."""
+        reduced = super().__reduce_ex__(protocol)
+        if isinstance(reduced, tuple) and reduced[1] and reduced[1][0] is type(self):
+            return (_rebuild, (self._ps_original, reduced[0], reduced[1][1:]), *reduced[2:])
+        return reduced
+
+    def _ps_run(self, *args: Any, **kwargs: Any) -> Any:
+        """A call inside a batch."""
+        state, batch, original = self._ps_state(), local.batch, self._ps_original.forward
+        if local.tracker is not None:
+            return local.tracker.call(self, original, args, kwargs)
+        general = state.general and state.settings.recording and torch.is_grad_enabled()
+        if batch is None or not general or not fallback.parameters_of(self, own=not state.whole):
+            return original(self, *args, **kwargs)
+        call = batch.calls[id(self)] = batch.calls.get(id(self), -1) + 1
+        if batch.size <= 1:
+            return fallback.run_single(self, original, args, kwargs)
+        plan = state.plans.get((call, self.training, ndims((args, kwargs))))
+        if plan is None or not fallback.fits(plan, (args, kwargs), batch.size):
+            if batch.trackable:
+                raise Ambiguous
+            raise ValueError(
+                f"`{state.path}` ({type(self).__name__}) was called in a way that differs from run to run of the same batch, so "
+                f"its samples cannot be told apart: write a layer for it (ps.PSLayer)."
+            )
+        return fallback.run(self, original, plan, args, kwargs)
+
+    def _ps_learn(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
+        """As the base's; where the layers cannot be run each by itself, the whole module is run with per-sample parameters."""
+        state, random = self._ps_state(), random_state()
+        try:
+            return super()._ps_learn(run, args, kwargs, size)
+        except Exception as error:  # a shape that no longer broadcasts, rows that are no one's, outputs that differ
+            if state.whole:
+                raise
+            first = error
+        set_random_state(random)
+        before = state.general, state.whole
+        state.general = state.whole = True
+        try:
+            return super()._ps_learn(run, args, kwargs, size)
+        except Exception:
+            state.general, state.whole = before
+            raise first from None
+
+    def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
+        """Choose how each module below is run: modules that cannot be by themselves go with the module that calls them."""
+        modules: dict[int, Any] = {id(m): m for m in self.modules()}
+        for user, params in parameters_used(run, self, args, kwargs).items():  # past their layers
+            _escalate(modules, tracker, user, params)
+        why: ValueError | None = None
+        for (key, call, _, _), x in tracker.seen.items():
+            module: Any = modules[key]
+            if isinstance(module, PSLayer) and module._ps_unattributable(x, call):
+                _whole(modules, tracker.callers.get((key, call)), module)
+                why = why or module._ps_not_attributable(x, batch.size)
+        made: list[Any] = list(tracker.made)
+        for module, call, taken, named, given in made:  # a caller comes after what it has called
+            state = module._ps_state()
+            if not state.general:
+                continue
+            layouts = fallback.places(state, call, "in", (taken, named)), fallback.places(state, call, "out", given)
+            how = (call, module.training, ndims((taken, named)))
+            try:
+                forward = module._ps_original.forward
+                state.plans[how] = fallback.choose(module, forward, (taken, named), *layouts, batch.size, state.whole)
+            except fallback.NoWayError as error:
+                if why is not None and module is self:
+                    raise why from error
+                _whole(modules, tracker.callers.get((id(module), call)), module, str(error))
+
+
+def _whole(modules: dict[int, Any], caller: int | None, module: Any, why: str = "its rows are picked by data") -> None:
+    if caller is None:
+        raise ValueError(
+            f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run with parameters for each sample: {why}. If "
+            f"samples do not interact in it, write a layer for it (ps.PSLayer)."
+        )
+    state = modules[caller]._ps_state()
+    state.general = state.whole = True
+
+
+def _escalate(modules: dict[int, Any], tracker: Tracker, key: int, params: set[int]) -> None:
+    """Let the module that uses parameters of others be run whole, or the first of its callers that holds them all."""
+    while not params <= {id(p) for p in modules[key].parameters()}:
+        caller = next((c for (k, _), c in tracker.callers.items() if k == key and c is not None), None)
+        if caller is None:
+            return
+        key = caller
+    if not isinstance(modules[key], PSLayer):
+        _whole(modules, key, modules[key])
+
+
+def _rebuild(original: type[nn.Module], make: Any, args: tuple[Any, ...]) -> Any:
+    return make(container_class(original), *args)
+
+
+_CONTAINERS: dict[type[nn.Module], type[PSContainer]] = {}
+
+
+def container_class(original: Any) -> type[PSContainer]:
+    """`original` with a forward that knows the batch; same name, an `isinstance` of the original."""
+    if original in _CONTAINERS:
+        return _CONTAINERS[original]
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._ps is None or local.general:
+            return original.forward(self, *args, **kwargs)
+        if local.batch is None and local.tracker is None:
+            return self._ps_outermost(PSContainer._ps_run, args, kwargs)
+        return self._ps_run(*args, **kwargs)
+
+    names = {"forward": forward, "_ps_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
+    cls: type[PSContainer] = type(original)(original.__name__, (PSContainer, original), names)
+    cls.__qualname__ = original.__qualname__
+    _CONTAINERS[original] = cls
+    return cls

@@ -1,0 +1,305 @@
+"""Modules without a replacement: how their forward is run so that each sample has parameters of its own.
+
+Three ways, the fastest first; a way is taken only after it has been proved on the very inputs of the module's call:
+
+- "broadcast": the module's own parameters are replaced by per-sample ones, shaped so that the forward's broadcasting does the
+  rest: a class token (1, 1, D) by (B, 1, D), a LayerScale (D,) by (B, 1, D). What lies below stays on its fast ops.
+- "vmap": the forward runs under torch.func.vmap, everything trainable below it per sample.
+- "loop": the forward runs sample by sample. Always right, and slow: it is said once, by name.
+
+The proof: half of the samples get changed parameters. Their outputs must be those of the module with changed parameters, the
+other samples' those of the module as it is.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+from .expand import Expansion, Scale, local, recorder_of
+from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout, unchanged_buffers
+from .trees import map_tensors, tensors_in
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a module's call is run. `forms`: for "broadcast", how many dims are put between the batch and each parameter's own."""
+
+    way: str
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    forms: tuple[tuple[str, int], ...] = ()
+
+
+class NoWayError(Exception):
+    """No way of running the module was proved right."""
+
+
+def parameters_of(module: nn.Module, own: bool) -> dict[str, nn.Parameter]:
+    """The trainable parameters of the module alone, or of all that is below it too."""
+    return {name: p for name, p in module.named_parameters(recurse=not own) if p.requires_grad}
+
+
+def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A recorded call of a module by its plan."""
+    batch, state = local.batch, module._ps_state()
+    assert batch is not None
+    weights = {}
+    for name, param in parameters_of(module, own=plan.way == "broadcast").items():
+        rows = (recorder := recorder_of(param, f"{state.path}.{name}", state.settings)).rows(batch.size)
+        weights[name] = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
+    return _run(module, forward, plan, (args, kwargs), weights, batch.size)
+
+
+def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A recorded call for one sample, or none: everything is that sample's."""
+    batch, state = local.batch, module._ps_state()
+    assert batch is not None
+    weights = {}
+    for name, param in parameters_of(module, own=not state.whole).items():
+        rows = (recorder := recorder_of(param, f"{state.path}.{name}", state.settings)).rows(batch.size)
+        weight = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
+        weights[name] = weight[0] if batch.size else param.detach() + weight.sum(0)
+    before, local.general = local.general, state.whole
+    try:
+        with _reparametrize_module(module, weights):
+            return forward(module, *args, **kwargs)
+    finally:
+        local.general = before
+
+
+def fits(plan: Plan, call: Call, size: int) -> bool:
+    """Whether a plan that was made for other sizes can be right for these inputs."""
+    return all(
+        isinstance(t, Tensor) and fits_layout(layout, t, size) for t, layout in zip(tensors_in(call), plan.inputs, strict=True)
+    )
+
+
+def choose(
+    module: nn.Module, forward: Forward, call: Call, inputs: list[Layout], outputs: list[Layout], size: int, whole: bool
+) -> Plan:
+    """The fastest way that is proved right for this call; `whole` rules out those that leave what lies below to itself."""
+    if MIXED in inputs or MIXED in outputs:
+        raise NoWayError("its inputs or outputs cannot be attributed to samples")
+    layouts = tuple(inputs), tuple(outputs)
+    proof = _Proof(module, forward, call, tuple(outputs), size)
+    if not whole and (forms := _forms(module, proof, layouts)) is not None:
+        return Plan("broadcast", *layouts, forms)
+    for way in ("vmap", "loop"):
+        if proof.holds(plan := Plan(way, *layouts)):
+            if way == "loop":
+                warnings.warn(f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.", stacklevel=2)  # type: ignore[operator]
+            return plan
+    raise NoWayError(proof.problem)
+
+
+def _forms(module: nn.Module, proof: "_Proof", layouts: tuple[Any, Any]) -> tuple[tuple[str, int], ...] | None:
+    """Shapes by which every parameter broadcasts, found one parameter at a time; None where one has none."""
+    forms: list[tuple[str, int]] = []
+    for name, param in parameters_of(module, own=True).items():
+        for dims in (-1, 0, 1, 2, 3) if param.ndim and param.shape[0] == 1 else (0, 1, 2, 3):
+            if proof.holds(Plan("broadcast", *layouts, ((name, dims),))):
+                forms.append((name, dims))
+                break
+        else:
+            return None
+    whole = Plan("broadcast", *layouts, tuple(forms))
+    return whole.forms if len(forms) < 2 or proof.holds(whole) else None
+
+
+class _Proof:
+    """Runs a way with per-sample parameters that are changed for every other sample, and compares."""
+
+    def __init__(self, module: nn.Module, forward: Forward, call: Call, outputs: tuple[Layout, ...], size: int) -> None:
+        self.module, self.forward, self.call, self.outputs, self.size = module, forward, call, outputs, size
+        self.changed = torch.arange(size) % 2 == 0
+        self.problem = ""
+        self.values = {name: p.detach() for name, p in parameters_of(module, own=False).items()}
+        self.others = {name: p * 1.1 + 0.1 * (p.abs().mean() + 0.1) * _noise(p) for name, p in self.values.items()}
+        self.plain = self._outputs({})
+
+    def holds(self, plan: Plan) -> bool:
+        names = [name for name, _ in plan.forms] if plan.way == "broadcast" else list(self.values)
+        weights = {n: torch.stack([self.others[n] if c else self.values[n] for c in self.changed]) for n in names}
+        expected = self._outputs({n: self.others[n] for n in names})
+        with _quiet(self.module):
+            try:
+                found = _run(self.module, self.forward, plan, _copy(self.call), weights, self.size)
+            except Exception as error:  # whatever a forward raises under per-sample parameters
+                self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
+                return False
+        tensors = [t for t in tensors_in([found]) if isinstance(t, Tensor)]
+        right = len(tensors) == len(self.plain) and all(
+            self._agrees(*each) for each in zip(tensors, self.plain, expected, self.outputs, strict=True)
+        )
+        if right and not self._differentiable(plan, names):
+            return False
+        self.problem = self.problem if right else f"samples that run by themselves ({plan.way}) give other outputs"
+        return right
+
+    def _differentiable(self, plan: Plan, names: list[str]) -> bool:
+        """Whether the rows add up to the plain gradient: a custom backward may know of shared parameters only."""
+        size, grads = self.size, []
+        shared = {n: self.values[n].clone().requires_grad_() for n in names}
+        each = {n: self.values[n].expand(size, *self.values[n].shape).clone().requires_grad_() for n in names}
+        with _quiet(self.module), torch.enable_grad():
+            try:
+                with _reparametrize_module(self.module, shared):
+                    outputs = [self.forward(self.module, *args, **kwargs) for args, kwargs in [_copy(self.call)]]
+                outputs.append(_run(self.module, self.forward, plan, _copy(self.call), each, size))
+                for output, inputs in zip(outputs, (shared, each), strict=True):
+                    loss = sum(_summed(t, layout, size) for t, layout in zip(tensors_in([output]), self.outputs, strict=True))
+                    if not isinstance(loss, Tensor) or not loss.requires_grad:
+                        return True
+                    grads.append(torch.autograd.grad(loss, list(inputs.values()), allow_unused=True))
+            except Exception as error:
+                self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
+                return False
+        # some gradients are nothing but rounding (a bias before a softmax): judge by the largest
+        largest = max((g.abs().max().item() for g in grads[0] if g is not None and g.numel()), default=0.0)
+        for plain, rows in zip(*grads, strict=True):
+            if plain is not None and (rows is None or not torch.allclose(rows.sum(0), plain, 1e-3, 1e-4 * largest)):
+                self.problem = f"the rows do not add up to the gradient ({plan.way})"
+                return False
+        return True
+
+    def _agrees(self, found: Tensor, plain: Tensor, other: Tensor, layout: Layout) -> bool:
+        if not plain.is_floating_point():
+            return True
+        if layout in (SHARED, TABLE):
+            plain, other = (t.expand(self.size, *t.shape[layout == SHARED :]) for t in (plain, other))
+            layout = ("dim", 0)
+        if found.shape != plain.shape:
+            return False
+        expected = torch.where(_mask(self.changed.to(plain.device), plain, layout), other, plain)
+        scale = (other - plain).abs().max()
+        error = torch.where(found == expected, 0, (found - expected).abs())  # infinities, as in masks
+        return bool(error.max() <= 1e-3 * scale + 1e-5 * plain.abs().nan_to_num(0, 0, 0).max())
+
+    def _outputs(self, weights: dict[str, Tensor]) -> list[Tensor]:
+        args, kwargs = _copy(self.call)
+        with _quiet(self.module), _reparametrize_module(self.module, weights):
+            return [t for t in tensors_in([self.forward(self.module, *args, **kwargs)]) if isinstance(t, Tensor)]
+
+
+@contextmanager
+def _quiet(module: nn.Module) -> Iterator[None]:
+    """No gradients, the same random numbers each time, buffers as before."""
+    with torch.no_grad(), torch.random.fork_rng(), unchanged_buffers(module):
+        yield
+
+
+def _summed(t: Any, layout: Layout, size: int) -> Tensor | float:
+    """The sum of an output over all samples, to which one that they share counts for each."""
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        return 0.0
+    alone = layout in (SHARED, TABLE) and not (t.ndim and t.shape[0] == size)
+    return torch.where(t.isfinite(), t, 0).sum() * (size if alone else 1)
+
+
+def _noise(p: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(p.numel())
+    return torch.rand(p.shape, generator=generator).to(p)
+
+
+def _copy(call: Call) -> Call:
+    copied: Call = map_tensors(lambda t: t.clone(), call)
+    return copied
+
+
+def _mask(changed: Tensor, like: Tensor, layout: Layout) -> Tensor:
+    """`changed` (B,) so that it broadcasts over a tensor of this layout."""
+    kind, dim = layout
+    if kind == "dim":
+        return changed.reshape(*[1] * dim, -1, *[1] * (like.ndim - dim - 1))
+    k = like.shape[0] // len(changed)
+    rows = changed.repeat_interleave(k) if layout == BATCH_MAJOR else changed.repeat(k)
+    return rows.reshape(-1, *[1] * (like.ndim - 1))
+
+
+# ---------------------------------------------------------------------------------------------------------------- the ways
+def _run(module: nn.Module, forward: Forward, plan: Plan, call: Call, weights: dict[str, Tensor], size: int) -> Any:
+    """The call with per-sample `weights` (B, *S)."""
+    if plan.way == "broadcast":
+        forms = {name: _form(weights[name], dims) for name, dims in plan.forms}
+        with _reparametrize_module(module, forms):
+            return forward(module, *call[0], **call[1])
+    layouts = iter(plan.inputs)
+    flat: list[Tensor] = []  # every sample's part in dim 0, a batch of one behind it; or as it is
+    where: list[int | None] = []
+
+    def take(t: Tensor) -> Tensor:
+        layout = next(layouts)
+        flat.append(t if layout in (SHARED, TABLE) else _apart(t, layout, size))
+        where.append(None if layout in (SHARED, TABLE) else 0)
+        return t
+
+    map_tensors(take, call)
+    skeleton: list[Any] = []
+
+    def one(own: dict[str, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        parts = iter(tensors)
+        args, kwargs = map_tensors(lambda _: next(parts), call)
+        before, local.general = local.general, True
+        try:
+            with _reparametrize_module(module, own):
+                skeleton[:] = [forward(module, *args, **kwargs)]
+        finally:
+            local.general = before
+        return tuple(t for t in tensors_in(skeleton) if isinstance(t, Tensor))
+
+    if plan.way == "vmap":
+        outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
+    else:
+        each = [
+            one({n: w[i] for n, w in weights.items()}, *(t if d is None else t[i] for t, d in zip(flat, where, strict=True)))
+            for i in range(size)
+        ]
+        outputs = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
+    together = iter([_together(t, layout) for t, layout in zip(outputs, plan.outputs, strict=True)])
+    return map_tensors(lambda _: next(together), skeleton[0])
+
+
+def _form(weight: Tensor, dims: int) -> Tensor:
+    """(B, *S) with dims between, or, for -1, in the place of a leading dim of one."""
+    if dims < 0:
+        return weight.squeeze(1)
+    return weight.reshape(len(weight), *[1] * dims, *weight.shape[1:])
+
+
+def _apart(t: Tensor, layout: Layout, size: int) -> Tensor:
+    kind, dim = layout
+    if kind == "dim":
+        return t.unsqueeze(dim + 1).movedim(dim, 0)
+    if layout == TIME_MAJOR:
+        return t.unflatten(0, (-1, size)).transpose(0, 1)
+    return t.unflatten(0, (size, -1))
+
+
+def _together(t: Tensor, layout: Layout) -> Tensor:
+    """The samples' outputs (B, ...) in the layout that the plain output has."""
+    kind, dim = layout
+    if kind == "dim":
+        return t.movedim(0, dim).flatten(dim, dim + 1)
+    if layout == TABLE:
+        return t
+    return (t.transpose(0, 1) if layout == TIME_MAJOR else t).flatten(0, 1)
+
+
+def places(state: Any, call: int, slot: str, values: Any) -> list[Layout]:
+    """The layout of every tensor that a call takes ("in") or returns ("out"), as tracked."""
+    return list(_places(state, call, slot, values))
+
+
+def _places(state: Any, call: int, slot: str, values: Any) -> Iterator[Layout]:
+    for place, t in enumerate(tensors_in(values)):
+        found = state.layouts.get((call, (slot, place), t.ndim)) if isinstance(t, Tensor) else MIXED
+        yield MIXED if found is None else found

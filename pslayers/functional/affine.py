@@ -1,0 +1,113 @@
+"""Ops whose weights scale and shift what is there without them: norms, PReLU. A `Kernel` says what; the rest is shared.
+
+Shapes: B samples, N = k * B rows; S the shape of weight and bias.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..expand import Expansion, composite_backward, per_sample, shared, wanted
+from .common import check_rows, owned
+
+Weight = Tensor | Expansion | None
+
+
+class Kernel(Protocol):
+    """An op with one weight for all samples, by kernels that are fast, and by a composite form that is differentiable."""
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
+        """The result, and the statistics that the backward pass needs, in the dtype that it computes in."""
+
+    def input_grad(self, gy: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor) -> Tensor:
+        """The gradient of x."""
+
+    def weight_grad(self, gy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
+        """The gradient of each row's weight, (N, *S)."""
+
+    def bias_grad(self, gy: Tensor) -> Tensor:
+        """The gradient of each row's bias, (N, *S)."""
+
+    def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The same by differentiable ops, with weights (N, *S)."""
+
+
+def affine(kernel: Kernel, op: str, x: Tensor, weight: Weight, bias: Weight, ndim: int) -> Tensor:
+    """Run a kernel with weights of `ndim` dims, one for all samples or one for each."""
+    w, b = (None if t is None else shared(t, ndim) for t in (weight, bias))
+    if (w is None and weight is not None) or (b is None and bias is not None):
+        size = next(len(t) for t in (weight, bias) if isinstance(t, Tensor) and t.ndim > ndim)
+        each = [None if t is None else per_sample(t, ndim, size) for t in (weight, bias)]
+        check_rows(op, x, each[0] if each[0] is not None else each[1])
+        return kernel.composite(x, *(None if t is None else t.repeat_interleave(len(x) // max(size, 1), 0) for t in each))
+    handles = [(None, None) if e is None else (e.weight, e.rows) for e in (w, b)]
+    for _, rows in handles:
+        check_rows(op, x, rows)
+    return _Affine.apply(x, *handles[0], *handles[1], w, b, kernel)
+
+
+def in_float32(x: Tensor) -> Tensor:
+    """`x` as autocast hands it to the ops that it runs in float32, on CUDA."""
+    return x.float() if x.device.type == "cuda" and torch.is_autocast_enabled("cuda") else x
+
+
+class _Affine(torch.autograd.Function):
+    """Forward and input gradient by the kernel; the gradients of weight and bias summed and per sample."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        weight_rows: Tensor | None,
+        bias: Tensor | None,
+        bias_rows: Tensor | None,
+        w: Expansion | None,
+        b: Expansion | None,
+        kernel: Kernel,
+    ) -> Tensor:
+        y, *ctx.statistics = kernel.forward(x, weight, bias)
+        ctx.save_for_backward(x, weight, weight_rows, bias, bias_rows)
+        ctx.w, ctx.b, ctx.kernel = w, b, kernel
+        return owned(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gy,), (x, weight, *_), w, b, kernel = grads, ctx.saved_tensors, ctx.w, ctx.b, ctx.kernel
+        if torch.is_grad_enabled():
+            return *composite_backward(_again(w, b, kernel), ctx.saved_tensors, (gy,)), None, None, None
+        need_x, need_w, need_w_rows, need_b, need_b_rows, *_ = wanted(ctx)
+        statistics, dtype = ctx.statistics, x.dtype
+        gx = g_w = g_w_rows = g_b = g_b_rows = None
+        inside = statistics[0].dtype if statistics else torch.promote_types(dtype, w.weight.dtype)
+        x, gy = x.to(inside), gy.to(inside)
+        if need_x:
+            gx = kernel.input_grad(gy, x, None if weight is None else weight.to(inside), *statistics).to(dtype)
+        if need_w or need_w_rows:
+            g_w, g_w_rows = _sums(kernel.weight_grad(gy, x, *statistics), w, need_w, need_w_rows)
+        if need_b or need_b_rows:
+            g_b, g_b_rows = _sums(kernel.bias_grad(gy), b, need_b, need_b_rows)
+        return gx, g_w, g_w_rows, g_b, g_b_rows, None, None, None
+
+
+def _sums(each: Tensor, e: Expansion, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of (weight, rows) from the gradient of each of the N rows, (N, *S)."""
+    total = rows = None
+    if need_weight:
+        total, _ = e.out(each.sum(0).to(e.weight.dtype), None)
+    if need_rows:
+        assert e.rows is not None
+        rows = e.buffer()
+        torch.sum(each.reshape(len(rows), len(each) // max(len(rows), 1), *each.shape[1:]), 1, out=rows).mul_(e.scale.rows)
+    return total, rows
+
+
+def _again(w: Expansion | None, b: Expansion | None, kernel: Kernel) -> Callable[..., Tensor]:
+    def composite(x: Tensor, *handles: Tensor | None) -> Tensor:
+        pairs = ((w, handles[0], handles[1]), (b, handles[2], handles[3]))
+        joined = (None if e is None or t is None else e.rebind(t, r).tensor(len(x)) for e, t, r in pairs)
+        return kernel.composite(x, *joined)
+
+    return composite

@@ -1,0 +1,153 @@
+"""Bags of looked-up entries, reduced, with per-sample weights.
+
+Shapes: N = k * B bags, k a sample; M ids in all of them together; V entries of D features.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..expand import Expansion, composite_backward, shared, wanted
+from .common import check_rows, owned
+
+MODES = "sum", "mean", "max"  # by torch's numbers
+
+
+def embedding_bag(
+    ids: Tensor,
+    weight: Tensor | Expansion,
+    offsets: Tensor | None = None,
+    mode: str = "mean",
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """``y[n] = reduce(weight[n, id] for id in bag n)``, where reduce is the sum, the mean or the maximum; 0 for an empty bag.
+
+    Shapes: ids (N, L), or (M,) with offsets (N,), where each bag starts (and with `include_last_offset` M at the end); weight
+    (B, V, D), or (V, D) for all samples; result (N, D). `per_sample_weights`, shaped as ids, multiply what is summed (torch's name:
+    they are weights of entries). Ids that equal `padding_idx` are left out. Memory of the weight's gradient: B x V x D values.
+
+    Raises:
+        ValueError: the shapes or options do not fit.
+        IndexError: an id is out of range (on CPU).
+    """
+    w = shared(weight, 2)
+    entries = (weight if isinstance(weight, Tensor) else weight.weight).shape[-2]
+    _check(ids, offsets, mode, per_sample_weights)
+    if padding_idx is not None and not -entries <= padding_idx < entries:
+        raise ValueError(f"ps.functional.embedding_bag got padding_idx={padding_idx} for a table of {entries} entries.")
+    starts = ids[:, 0] if offsets is None else offsets[:-1] if include_last_offset else offsets
+    check_rows("embedding_bag", starts, weight if w is None and isinstance(weight, Tensor) else w.rows if w is not None else None)
+    flat, factors = ids.reshape(-1), None if per_sample_weights is None else per_sample_weights.reshape(-1)
+    bag = torch.arange(len(flat), device=ids.device)  # of each entry
+    bag = bag // max(ids.shape[1], 1) if offsets is None else torch.searchsorted(starts.contiguous(), bag, right=True) - 1
+    if padding_idx is not None:
+        keep = flat != padding_idx % entries
+        flat, bag, factors = flat[keep], bag[keep], None if factors is None else factors[keep]
+    bags = _Bags(flat, bag, len(starts), mode)
+    if w is None:
+        assert isinstance(weight, Tensor)
+        if len(flat) and (int(flat.min()) < 0 or int(flat.max()) >= entries):
+            raise IndexError(f"ps.functional.embedding_bag got an id outside of 0..{entries - 1}.")
+        return bags.reduced(weight, factors, None)
+    return _EmbeddingBag.apply(w.weight, w.rows, factors, bags, w)
+
+
+def _check(ids: Tensor, offsets: Tensor | None, mode: str, factors: Tensor | None) -> None:
+    where = "ps.functional.embedding_bag"
+    if mode not in MODES:
+        raise ValueError(f"{where} got mode={mode!r}: expected 'sum', 'mean' or 'max'.")
+    if ids.ndim not in (1, 2) or (ids.ndim == 1) is (offsets is None) or (offsets is not None and offsets.ndim != 1):
+        given = "none" if offsets is None else f"some of shape {tuple(offsets.shape)}"
+        raise ValueError(
+            f"{where} got ids of shape {tuple(ids.shape)}, and of offsets {given}: expected ids (N, L), or (M,) with offsets (N,)."
+        )
+    if factors is not None and (mode != "sum" or factors.shape != ids.shape):
+        raise ValueError(
+            f"{where} got per_sample_weights of shape {tuple(factors.shape)} with mode={mode!r} and ids of shape "
+            f"{tuple(ids.shape)}: expected mode='sum', and one for each id."
+        )
+
+
+class _Bags:
+    """Ids (M,), the bag of each, how many bags there are, and how they are reduced."""
+
+    def __init__(self, ids: Tensor, bag: Tensor, count: int, mode: str) -> None:
+        self.ids, self.bag, self.count, self.mode = ids, bag, count, mode
+        self.sizes = torch.bincount(bag, minlength=count)  # (N,)
+
+    def plain(self, weight: Tensor, ids: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The result with one table for all, and which entry is the maximum (N, D)."""
+        offsets, mode = self.sizes.cumsum(0) - self.sizes, MODES.index(self.mode)
+        y, _, _, chosen = torch.embedding_bag(weight, ids, offsets.to(ids.dtype), False, mode, False, factors)
+        return y, chosen
+
+    def by_entry(self, gy: Tensor, factors: Tensor | None) -> Tensor:
+        """The gradient of each looked-up entry, (M, D); not of a maximum."""
+        if self.mode == "mean":
+            factors = 1 / self.sizes.to(gy.dtype)[self.bag]
+        each = gy[self.bag]
+        return each if factors is None else each * factors.unsqueeze(1).to(gy.dtype)
+
+    def collect(self, gy: Tensor, factors: Tensor | None, chosen: Tensor, out: Tensor) -> Tensor:
+        """Add the gradients to those of the samples' tables, `out` (B, V, D) of zeros."""
+        size, entries, width = out.shape
+        k = self.count // max(size, 1)
+        if self.mode != "max":
+            index = self.bag // max(k, 1) * entries + self.ids
+            out.view(size * entries, width).index_add_(0, index, self.by_entry(gy, factors))
+        elif self.count:
+            own = torch.arange(self.count, device=gy.device).unsqueeze(1) // k * entries  # where the sample's table begins
+            gy = gy.masked_fill((self.sizes == 0).unsqueeze(1), 0)
+            out.view(size * entries, width).scatter_add_(0, own + chosen, gy)
+        return out
+
+    def reduced(self, table: Tensor, factors: Tensor | None, chosen: Tensor | None) -> Tensor:
+        """The result by differentiable ops, with a table (B, V, D) for each sample."""
+        k, width = max(self.count // max(len(table), 1), 1), table.shape[2]
+        found = table[self.bag // k, self.ids]  # (M, D)
+        if self.mode == "max":
+            if chosen is None:
+                with torch.no_grad():
+                    places = torch.arange(len(self.ids), device=table.device)
+                    chosen = self.plain(found.detach(), places, None)[1]
+                    chosen = self.ids[chosen] if len(self.ids) else chosen
+            rows = torch.arange(self.count, device=table.device).unsqueeze(1) // k
+            found = table[rows, chosen, torch.arange(width, device=table.device)]
+            return found.masked_fill((self.sizes == 0).unsqueeze(1), 0)
+        if factors is not None:
+            found = found * factors.unsqueeze(1)
+        y = found.new_zeros(self.count, width).index_add(0, self.bag, found)
+        return y / self.sizes.clamp(min=1).to(y.dtype).unsqueeze(1) if self.mode == "mean" else y
+
+
+class _EmbeddingBag(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor | None, factors: Tensor | None, bags: _Bags, w: Expansion) -> Tensor:
+        y, ctx.chosen = bags.plain(weight, bags.ids, factors)
+        ctx.save_for_backward(weight, rows, factors)
+        ctx.bags, ctx.w = bags, w
+        return owned(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gy,), (weight, _, factors), bags, chosen, w = grads, ctx.saved_tensors, ctx.bags, ctx.chosen, ctx.w
+        if torch.is_grad_enabled():
+
+            def composite(weight: Tensor, rows: Tensor | None, factors: Tensor | None) -> Tensor:
+                table = w.rebind(weight, rows).tensor(1 if rows is None else len(rows))
+                return bags.reduced(table, factors, chosen)
+
+            return *composite_backward(composite, ctx.saved_tensors, (gy,)), None, None
+        need_weight, need_rows, need_factors, *_ = wanted(ctx)
+        gy = gy.to(weight.dtype)
+        g_weight = g_rows = g_factors = None
+        if need_rows:
+            g_rows = bags.collect(gy if w.scale.rows == 1 else gy * w.scale.rows, factors, chosen, w.buffer().zero_())
+        if need_weight:
+            g_weight = w.out(bags.collect(gy, factors, chosen, weight.new_zeros(1, *weight.shape)).squeeze(0), None)[0]
+        if need_factors:
+            g_factors = (gy[bags.bag] * weight[bags.ids]).sum(1).to(factors.dtype)
+        return g_weight, g_rows, g_factors, None, None

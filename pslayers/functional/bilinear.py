@@ -1,0 +1,93 @@
+"""Bilinear maps with per-sample weights: linear ones of the products of two inputs. I, J and O features, t rows a sample."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..expand import Expansion, composite_backward, per_sample, shared, wanted
+from .common import by_sample, check_rows, owned
+from .linear import linear
+
+
+def bilinear(x1: Tensor, x2: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None) -> Tensor:
+    """``y[n, o] = x1[n] @ weight[n, o] @ x2[n] + bias[n, o]``.
+
+    Shapes: x1 (N, ..., I) and x2 (N, ..., J) with N = k * B rows, k a sample; weight (B, O, I, J); bias (B, O) or None; result
+    (N, ..., O). A weight (O, I, J) or bias (O,) is one for all samples. Memory of the weight's gradient: B x O x I x J values, and
+    N x I x J on the side.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    w, b = shared(weight, 3), None if bias is None else shared(bias, 1)
+    weights = weight if isinstance(weight, Tensor) else weight.weight
+    if x1.shape[:-1] != x2.shape[:-1] or (x1.shape[-1], x2.shape[-1]) != weights.shape[-2:]:
+        raise ValueError(
+            f"ps.functional.bilinear got inputs of shapes {tuple(x1.shape)} and {tuple(x2.shape)} with weights of shape "
+            f"{tuple(weights.shape)}: expected (N, ..., {weights.shape[-2]}) and (N, ..., {weights.shape[-1]})."
+        )
+    if w is None or (bias is not None and b is None) or x1.is_complex():
+        size = next((len(t) for t, nd in ((weight, 3), (bias, 1)) if isinstance(t, Tensor) and t.ndim > nd), len(x1))
+        return linear(_products(x1, x2), per_sample(weight, 3, size).flatten(2), bias)
+    for e in (w, b):
+        check_rows("bilinear", x1, None if e is None else e.rows)
+    if b is None:
+        return _Bilinear.apply(x1, x2, w.weight, w.rows, None, None, w, None)
+    return _Bilinear.apply(x1, x2, w.weight, w.rows, b.weight, b.rows, w, b)
+
+
+def _products(x1: Tensor, x2: Tensor) -> Tensor:
+    return (x1.unsqueeze(-1) * x2.unsqueeze(-2)).flatten(-2)  # (N, ..., I * J)
+
+
+class _Bilinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x1: Tensor,
+        x2: Tensor,
+        weight: Tensor,
+        rows: Tensor | None,
+        bias: Tensor | None,
+        bias_rows: Tensor | None,
+        w: Expansion,
+        b: Expansion | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x1, x2, weight, rows, bias, bias_rows)
+        ctx.w, ctx.b = w, b
+        return owned(F.bilinear(x1, x2, weight, bias))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gy,), (x1, x2, weight, rows, _, bias_rows), w, b = grads, ctx.saved_tensors, ctx.w, ctx.b
+        if torch.is_grad_enabled():
+
+            def composite(x1: Tensor, x2: Tensor, *handles: Tensor) -> Tensor:
+                size = next((len(r) for r in (rows, bias_rows) if r is not None), len(x1))
+                weights = w.rebind(*handles[:2]).tensor(size).flatten(2)  # still of stride 0
+                return linear(_products(x1, x2), weights, b.rebind(*handles[2:]) if b is not None else None)
+
+            return *composite_backward(composite, ctx.saved_tensors, (gy,)), None, None
+        need_x1, need_x2, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx)
+        gy, outs = gy.to(weight.dtype), gy.shape[-1]
+        gx1 = gx2 = g_weight = g_rows = g_bias = g_bias_rows = None
+        if need_x1 or need_x2:
+            both = (gy @ weight.flatten(1)).unflatten(-1, weight.shape[1:])  # (N, ..., I, J)
+            gx1 = (both @ x2.to(weight.dtype).unsqueeze(-1)).squeeze(-1).to(x1.dtype) if need_x1 else None
+            gx2 = (x1.to(weight.dtype).unsqueeze(-2) @ both).squeeze(-2).to(x2.dtype) if need_x2 else None
+        if need_weight or need_rows:
+            products = _products(x1.to(weight.dtype), x2.to(weight.dtype))
+            if need_rows:
+                size, width, g_rows = len(rows), products.shape[-1], w.buffer()
+                left = by_sample(gy if w.scale.rows == 1 else gy * w.scale.rows, size, outs).transpose(1, 2)  # (B, O, t)
+                torch.bmm(left, by_sample(products, size, width), out=g_rows.view(size, outs, width))
+            if need_weight:
+                total = gy.reshape(-1, outs).t() @ products.reshape(-1, products.shape[-1])
+                g_weight = w.out(total.view(weight.shape), None)[0]
+        if b is not None:
+            g_bias = gy.reshape(-1, outs).sum(0) if need_bias else None
+            g_bias_rows = by_sample(gy, len(bias_rows), outs).sum(1) if need_bias_rows else None
+            g_bias, g_bias_rows = b.out(g_bias, g_bias_rows)
+        return gx1, gx2, g_weight, g_rows, g_bias, g_bias_rows, None, None

@@ -1,0 +1,205 @@
+"""What one kind of recurrence is: one step forward, and one walk back through time for the gradients of its gates.
+
+Indices: t time, n row, g gates, i in, h hidden. T time steps, N rows, H hidden features, R features of the output: the
+projection's, else H; G = `blocks` * H. Sequences are time-major, ``(T, N, ...)``; shorter ones are padded.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .sequences import Steps
+
+HAS_MKLDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+class Pass(NamedTuple):
+    """One direction of one layer on its way back: what the forward pass has left, and the gradients that arrive."""
+
+    steps: Steps
+    reverse: bool
+    x: Tensor  # (T, N, I)
+    before: Tensor  # (T, N, R): h[t - 1]
+    after: Tensor  # (T, N, R): h[t]
+    states: tuple[Tensor, ...]  # the initial state but for h: c0 (N, H)
+    weights: dict[str, Tensor]
+    g_after: Tensor  # (T, N, R): gradient of the output; ours to write on, as the walk adds what later steps give h[t]
+    g_states: tuple[Tensor, ...]  # (N, H): of the final state but for h; ours to write on
+
+    def first(self, t: Tensor) -> Tensor:
+        """Of (T, N, ...), each row's first step in this direction: (N, ...)."""
+        at: Tensor = t[self.steps.outermost(last=self.reverse)]
+        return at
+
+
+class GateGrads(NamedTuple):
+    """What a walk back has found."""
+
+    ih: Tensor  # (T, N, G): gradient of w_ih @ x + b_ih
+    hh: Tensor  # (T, N, G): gradient of w_hh @ h + b_hh
+    states: tuple[Tensor, ...]  # gradient of the initial state: h0 (N, R), ...
+    unprojected: Tensor | None = None  # (T, N, H): what a projection takes to h
+
+
+class Cell(Protocol):
+    """One kind of recurrence."""
+
+    name: str
+    blocks: int  # gates, each of H features
+    states: int  # h, and what else a step hands to the next one
+    kernel: Any  # torch's fused one
+
+    def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        """One step in ops that can be differentiated any number of times: (h before the projection, rest of the state)."""
+
+    def gate_grads(self, p: Pass) -> GateGrads:
+        """Walk time back, once. Where a sequence has ended, no gradient may reach the gates."""
+
+
+class _LSTM:
+    name, blocks, states = "lstm", 4, 2
+    kernel = staticmethod(torch._VF.lstm)  # type: ignore[attr-defined]
+
+    def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        i, f, g, o = (gates_x + gates_h).chunk(4, -1)
+        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+    def gate_grads(self, p: Pass) -> GateGrads:
+        """All h being known, so are the gates; only c needs a scan.
+
+        ``gates[t]`` holds the factors by which the gradients of c[t] (for i, f, g) and of h[t] (for o) become those of the gates:
+        the walk multiplies them in place.
+        """
+        (c0,), (gc,), w_hh, w_hr = p.states, p.g_states, p.weights["hh"], p.weights.get("hr")
+        gates = affine(p.x, p.weights["ih"], p.weights["b_ih"] + p.weights["b_hh"] if "b_ih" in p.weights else None)
+        gates += affine(p.before, w_hh)  # (T, N, 4 H)
+        by_gate = gates.unflatten(-1, (4, -1))
+        i, f, g, o = by_gate.unbind(2)
+        if p.steps.padding is not None:  # closed gates carry the state through
+            by_gate[p.steps.padding] = gates.new_tensor([-torch.inf, torch.inf, 0, -torch.inf]).unsqueeze(1)
+        by_gate[:, :, :2].sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        ig, keep = i * g, f.clone()
+        c_before, c_after = _states(c0, p.steps.time, p.reverse)
+        for step in _in_time(p.reverse, ig, keep, c_before, c_after):
+            torch.addcmul(*step[:3], out=step[3])
+        m = p.after.contiguous() if w_hr is None else o * c_after.tanh()
+        through = (m * m).div_(o.clamp_min_(torch.finfo(o.dtype).tiny))  # o * tanh(c)^2, where m = o * tanh(c)
+        torch.sub(o, through, out=through)  # dh/dc
+        f.addcmul_(f, f, value=-1).mul_(c_before)
+        torch.addcmul(i, ig, g, value=-1, out=g)
+        torch.addcmul(ig, ig, i, value=-1, out=i)
+        torch.addcmul(m, m, o, value=-1, out=o)
+
+        later, gc_each = None, gc.unsqueeze(1)
+        for gates_t, ifg, o_t, through_t, keep_t, gh in _in_time(
+            not p.reverse, gates, by_gate[:, :, :3], o, through, keep, p.g_after
+        ):
+            if later is not None:
+                gh.addmm_(later, w_hh)
+            gm = gh if w_hr is None else gh @ w_hr
+            gc.addcmul_(gm, through_t)
+            ifg.mul_(gc_each)
+            o_t.mul_(gm)
+            gc.mul_(keep_t)
+            later = gates_t
+        return GateGrads(gates, gates, (p.first(gates) @ w_hh, gc), m)
+
+
+class _GRU:
+    name, blocks, states = "gru", 3, 1
+    kernel = staticmethod(torch._VF.gru)  # type: ignore[attr-defined]
+
+    def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        (rx, zx, nx), (rh, zh, nh) = gates_x.chunk(3, -1), gates_h.chunk(3, -1)
+        n = (nx + (rx + rh).sigmoid() * nh).tanh()
+        return (n + (zx + zh).sigmoid() * (state[0] - n),)
+
+    def gate_grads(self, p: Pass) -> GateGrads:
+        """All h being known, so are the gates.
+
+        ``hh[t]`` holds the factors by which the gradient of h[t] becomes those of the gates: the walk multiplies them in place.
+        Those on the side of x are the same but for n's, which lacks the factor r.
+        """
+        w_hh = p.weights["hh"]
+        ih = affine(p.x, p.weights["ih"], p.weights.get("b_ih"))  # (T, N, 3 H)
+        hh = affine(p.before, w_hh, p.weights.get("b_hh"))
+        (r, z, n), (to_r, to_z, to_n) = ih.unflatten(-1, (3, -1)).unbind(2), hh.unflatten(-1, (3, -1)).unbind(2)
+        r.add_(to_r).sigmoid_()
+        z.add_(to_z).sigmoid_()
+        if p.steps.padding is not None:  # a closed gate carries the state through
+            z[p.steps.padding] = 1
+        n.addcmul_(r, to_n).tanh_()
+        new = 1 - z
+        torch.sub(p.before, n, out=to_z).mul_(z).mul_(new)
+        torch.addcmul(new, new * n, n, value=-1, out=n)
+        torch.mul(to_n, n, out=to_r).mul_(torch.addcmul(r, r, r, value=-1))
+        torch.mul(n, r, out=to_n)
+
+        later: tuple[Tensor, ...] | None = None
+        for hh_t, by_gate, z_t, gh in _in_time(not p.reverse, hh, hh.unflatten(-1, (3, -1)), z, p.g_after):
+            if later is not None:
+                gh.addmm_(later[0], w_hh).addcmul_(*later[1:])
+            by_gate.mul_(gh.unsqueeze(1))
+            later = hh_t, z_t, gh
+        g_h0 = torch.addcmul(p.first(hh) @ w_hh, p.first(z), p.first(p.g_after))
+        n.mul_(p.g_after)
+        r.copy_(to_r)
+        z.copy_(to_z)
+        return GateGrads(ih, hh, (g_h0,))
+
+
+@dataclass(eq=False)
+class _RNN:
+    name: str
+    kernel: Any
+    relu: bool
+    blocks = states = 1
+
+    def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        gates = gates_x + gates_h
+        return (gates.relu() if self.relu else gates.tanh(),)
+
+    def gate_grads(self, p: Pass) -> GateGrads:
+        """The derivative is known from h, and the walk makes the gradient of h that of the one gate."""
+        slope = 1 - ((p.after <= 0).to(p.after.dtype) if self.relu else p.after * p.after)
+        if p.steps.padding is not None:
+            slope[p.steps.padding] = 0
+        later = None
+        for gh, slope_t in _in_time(not p.reverse, p.g_after, slope):
+            if later is not None:
+                gh.addmm_(later, p.weights["hh"])
+            later = gh.mul_(slope_t)
+        return GateGrads(p.g_after, p.g_after, (p.first(p.g_after) @ p.weights["hh"],))
+
+
+LSTM, GRU = _LSTM(), _GRU()
+RNN_TANH = _RNN("rnn_tanh", torch._VF.rnn_tanh, relu=False)  # type: ignore[attr-defined]
+RNN_RELU = _RNN("rnn_relu", torch._VF.rnn_relu, relu=True)  # type: ignore[attr-defined]
+
+
+def affine(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear, by the library that torch's own LSTM uses: more than twice as fast as MKL on a CPU that is not Intel's."""
+    if x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() and torch.backends.mkldnn.enabled and HAS_MKLDNN:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, w, bias, "none", [], "")
+        return y
+    return F.linear(x, w, bias)
+
+
+def _states(first: Tensor, time: int, reverse: bool) -> tuple[Tensor, Tensor]:
+    """Memory for the states before and after each step, that before the first one filled in: (T, N, H) each."""
+    states = first.new_empty(time + 1, *first.shape)
+    states[-1 if reverse else 0] = first
+    return (states[1:], states[:-1]) if reverse else (states[:-1], states[1:])
+
+
+def _in_time(reverse: bool, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Step by step through tensors (T, ...)."""
+    steps = list(zip(*(t.unbind(0) for t in tensors), strict=True))
+    return reversed(steps) if reverse else steps

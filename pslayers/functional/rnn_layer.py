@@ -1,0 +1,207 @@
+"""One recurrent layer, all its directions: torch's kernel forward, one walk back; or step by step, in ops that autograd knows.
+
+Indices as in rnn.py: t time, n row (N = k * B), g gates, i in, h hidden; M weights, where M divides N. Sequences are time-major.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..expand import Expansion, composite_backward, wanted
+from .cells import Cell, Pass, affine
+from .common import SUM_FROM_ROWS
+from .sequences import Steps
+
+
+@dataclass
+class Plan:
+    """One layer, all directions."""
+
+    cell: Cell
+    steps: Steps
+    directions: int
+    names: list[str]  # of a direction's weights
+    expansions: list[Expansion]  # of all directions' weights
+
+    def by_direction(self, tensors: Sequence[Any]) -> list[dict[str, Any]]:
+        k = len(self.names)
+        return [dict(zip(self.names, tensors[k * d : k * d + k], strict=True)) for d in range(self.directions)]
+
+
+class Layer(torch.autograd.Function):
+    """One layer with one weight for all samples: torch's kernel forward, one walk back, weight gradients summed and per sample."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        states, flat = _split(plan, tensors)
+        steps, weights = plan.steps, [t for t in flat[::2] if t is not None]
+        where = () if steps.batch_sizes is None else (steps.batch_sizes,)
+        sorted_states = [steps.sort(s) for s in states]
+        hx = sorted_states[0] if len(states) == 1 else sorted_states
+        options = ("b_ih" in plan.names, 1, 0.0, False, plan.directions == 2, *(() if where else (False,)))
+        y, *final = plan.cell.kernel(x, *where, hx, weights, *options)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, y, *tensors)
+        return y, *(steps.unsort(s) for s in final)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, y, *tensors = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, *_graph_backward(ctx.plan, x, tensors, grads)
+        off = torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
+        with off:
+            return None, *_backward(ctx.plan, wanted(ctx)[1:], x, y, tensors, grads)
+
+
+def _split(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """(states, weights and rows in turn)."""
+    count = len(tensors) - 2 * len(plan.expansions)
+    return tensors[:count], tensors[count:]
+
+
+def _graph_backward(plan: Plan, x: Tensor, tensors: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def again(x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
+        states, flat = _split(plan, tensors)
+        pairs = zip(plan.expansions, flat[::2], flat[1::2], strict=True)
+        weights = [e.rebind(w, rows).tensor(1 if rows is None else len(rows)) for e, w, rows in pairs]
+        dtype = torch.promote_types(x.dtype, weights[0].dtype)
+        return composite(plan, x.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights])
+
+    return composite_backward(again, (x, *tensors), grads)
+
+
+def composite(plan: Plan, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The layer step by step, in ops that autograd knows; weights (M, ...), where M divides N."""
+    steps, outputs, finals = plan.steps, [], []
+    x = steps.pad(x)  # (T, N, I)
+    for d, w in enumerate(plan.by_direction(weights)):
+        gates_x = _product(x, w["ih"], w.get("b_ih"))  # (T, N, G)
+        h, *rest = (s[d] for s in states)
+        after: list[Tensor] = []
+        order = range(steps.time)
+        for t in reversed(order) if d else order:
+            m, *now = plan.cell.step(gates_x[t], _product(h.unsqueeze(0), w["hh"], w.get("b_hh"))[0], h, *rest)
+            now = [m if "hr" not in w else _product(m.unsqueeze(0), w["hr"])[0], *now]
+            if steps.padding is not None:
+                ended = steps.padding[t].unsqueeze(-1).to(h.device)
+                now = [torch.where(ended, old, new) for old, new in zip((h, *rest), now, strict=True)]
+            h, *rest = now
+            after.append(h)
+        outputs.append(torch.stack(after[::-1] if d else after))
+        finals.append((h, *rest))
+    y = outputs[0] if plan.directions == 1 else torch.cat(outputs, -1)
+    return steps.pack(y), *(torch.stack(parts) for parts in zip(*finals, strict=True))
+
+
+def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``w[m] @ x[t, n] + bias[m]`` where row n belongs to weight m: (T, N, O)."""
+    (time, n, _), size = x.shape, len(w)
+    k = n // max(size, 1)
+    y = _by_weight(x, size) @ w.transpose(1, 2)  # (M, T * k, O)
+    if bias is not None:
+        y = y + bias.unsqueeze(1)
+    return y.reshape(size, time, k, w.shape[1]).transpose(0, 1).reshape(time, n, w.shape[1])
+
+
+def _by_weight(t: Tensor, size: int) -> Tensor:
+    """(T, N, ...) as (M, T * k, ...): all that weight m meets. A view where k is 1."""
+    time, n, width = t.shape
+    k = n // max(size, 1)
+    return t.reshape(time, size, k, width).transpose(0, 1).reshape(size, time * k, width)
+
+
+# ---------------------------------------------------------------------- the way back
+def _backward(
+    plan: Plan, need: Sequence[bool], x: Tensor, y: Tensor, tensors: Sequence[Any], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of (x, *states, and weight and rows in turn)."""
+    steps, (states, flat) = plan.steps, _split(plan, tensors)
+    need_x, (need_states, need_flat) = need[0], _split(plan, need[1:])
+    dtype = torch.promote_types(x.dtype, flat[0].dtype)
+    if dtype in (torch.bfloat16, torch.float16):  # as torch's kernels: narrow outside, float inside
+        dtype = torch.float32
+    left = steps.pad(x).to(dtype), steps.pad(y).to(dtype), [s.to(dtype) for s in states]
+    g_last = [torch.zeros_like(s) if g is None else g.to(dtype) for s, g in zip(left[2], grads[1:], strict=True)]
+    gy = torch.zeros_like(left[1]) if grads[0] is None else steps.pad(grads[0]).to(dtype)  # (T, N, D * R)
+
+    gx: Tensor | None = None
+    g_states: list[tuple[Tensor, ...]] = []
+    g_flat: list[Tensor | None] = []
+    weights = plan.by_direction(list(zip(flat[::2], plan.expansions, need_flat[::2], need_flat[1::2], strict=True)))
+    for d, ws in enumerate(weights):
+        p = _pass(steps, d, left, {name: weight.to(dtype) for name, (weight, *_) in ws.items()}, gy, g_last)
+        gates = plan.cell.gate_grads(p)
+        if need_x:
+            gx_d = affine(gates.ih, p.weights["ih"].t())  # (T, N, I)
+            gx = gx_d if gx is None else gx.add_(gx_d)
+        g_states.append(gates.states)
+        sums: dict[int, Tensor] = {}  # both biases' gradients may be the same
+        for name, (_, e, *needs) in ws.items():
+            g = {"ih": gates.ih, "b_ih": gates.ih, "hr": p.g_after}.get(name, gates.hh)
+            if name in ("ih", "hh", "hr"):
+                factor = {"ih": p.x, "hh": p.before}.get(name, gates.unprojected)
+                assert factor is not None
+                g_flat += _weight_grads(g, factor, e, *needs)
+            else:
+                if id(g) not in sums:
+                    sums[id(g)] = g.sum(0)  # (N, G)
+                g_flat += _bias_grads(sums[id(g)], e, *needs)
+    g_first = [torch.stack(g).to(s.dtype) for g, s in zip(zip(*g_states, strict=True), states, strict=True)]
+    return [
+        None if gx is None else steps.pack(gx).to(x.dtype),
+        *(g if n else None for g, n in zip(g_first, need_states, strict=True)),
+        *g_flat,
+    ]
+
+
+def _pass(
+    steps: Steps, d: int, left: tuple[Tensor, Tensor, list[Tensor]], weights: dict[str, Tensor], gy: Tensor, g_last: list[Tensor]
+) -> Pass:
+    """Direction d of a layer that has left (x, y, initial states), all (T, N, ...) or (D, N, ...)."""
+    (x, y, (h0, *rest)), (gh_last, *g_rest) = left, g_last
+    own = slice(d * h0.shape[-1], (d + 1) * h0.shape[-1])
+    after, gh = y[..., own], gy[..., own].clone(memory_format=torch.contiguous_format)
+    gh[steps.outermost(last=d == 0)] += gh_last[d]
+    before = torch.cat([after[1:], h0[d : d + 1]] if d else [h0[d : d + 1], after[:-1]])
+    if d and steps.padding is not None:
+        before[steps.outermost(last=True)] = h0[d]
+    return Pass(steps, d == 1, x, before, after, tuple(s[d] for s in rest), weights, gh, tuple(g[d].clone() for g in g_rest))
+
+
+def _weight_grads(g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Of (weight, rows): the sum of ``g[t, n] @ x[t, n].T`` over everything, and over what is each sample's own."""
+    if not need_weight and not need_rows:
+        return None, None
+    g, x = g.to(w.weight.dtype), x.to(w.weight.dtype)
+    g_weight = g_rows = None
+    if need_rows:
+        assert w.rows is not None
+        g3, x3 = _by_weight(g, len(w.rows)), _by_weight(x, len(w.rows))  # (B, T * k, ...)
+        g_rows = w.buffer().baddbmm_(g3.transpose(1, 2), x3, beta=0, alpha=w.scale.rows)
+    if need_weight:
+        if g_rows is not None and len(g_rows) and g.shape[0] * g.shape[1] > SUM_FROM_ROWS * len(g_rows):
+            g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
+        else:
+            g_weight = g.view(-1, g.shape[-1]).t() @ x.view(-1, x.shape[-1])
+            if w.scale.weight != 1:
+                g_weight = g_weight * w.scale.weight
+        g_weight = w.send(g_weight)
+    return g_weight, g_rows
+
+
+def _bias_grads(g: Tensor, b: Expansion, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Of (bias, rows), from the gradient of each row's gates summed over time, (N, G)."""
+    g_weight = g_rows = None
+    if need_rows:
+        assert b.rows is not None
+        own = g if len(g) == len(b.rows) else g.view(len(b.rows), -1, g.shape[-1]).sum(1)  # (B, G)
+        g_rows = torch.mul(own, b.scale.rows, out=b.buffer())
+    if need_weight:
+        g_weight = b.send((g.sum(0) * b.scale.weight).to(b.weight.dtype))
+    return g_weight, g_rows

@@ -1,0 +1,249 @@
+"""Modules without a replacement: every pattern of public architectures, against the loop over samples."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pslayers as ps
+
+from .oracle import assert_rows_right
+
+
+class ClassToken(nn.Module):
+    """A class token, a position table, a mask token that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.mask = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 1, 4))
+        self.table = nn.Parameter(torch.randn(1, 16, 4))
+        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 4)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.table[:, : x.shape[1] + 1]
+        x = torch.tanh(self.fc(x))
+        return self.head(x[:, 0] * x.mean(1))
+
+
+class RMSNorm(nn.Module):
+    """A custom leaf."""
+
+    def __init__(self, dims: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dims))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class LayerScale(nn.Module):
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.gamma, self.inplace = nn.Parameter(torch.randn(4) * 1e-5), inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(self.gamma) if self.inplace else x * self.gamma
+
+
+class ConvNorm(nn.Module):
+    """A layer norm over the channels of images, by an op that does not broadcast its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.permute(0, 2, 3, 1), (3,), self.weight, self.bias).permute(0, 3, 1, 2)
+
+
+class Residual(nn.Module):
+    def __init__(self, leaf: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.leaf, self.out = nn.Linear(4, 4), leaf, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.leaf(self.fc(x)))
+
+
+class MyLinear(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 2, self.bias)
+
+
+class Transposed(nn.Module):
+    """A linear layer by addmm on rows, as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, 4), self.weight).view(x.shape)
+
+
+class PastItsLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(F.linear(x, self.proj.weight, self.proj.bias)) + self.proj(x))
+
+
+class Queries(nn.Module):
+    """Learned queries attend to the input; (Q, D) without a batch dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.key = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.queries.unsqueeze(0).expand(x.shape[0], -1, -1)
+        return F.scaled_dot_product_attention(q, self.key(x), x)
+
+
+class RelativeBias(nn.Module):
+    """A relative position bias from a table, added to attention scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.table = nn.Linear(4, 12), nn.Parameter(torch.randn(15, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, time, 3, 2, 2).permute(2, 0, 3, 1, 4)
+        index = torch.arange(time)[:, None] - torch.arange(time)[None] + 7
+        bias = self.table[index.reshape(-1)].reshape(time, time, 2).permute(2, 0, 1)
+        return ((q @ k.transpose(-2, -1) + bias.unsqueeze(0)).softmax(-1) @ v).transpose(1, 2).reshape(batch, time, 4)
+
+
+class BiasModule(nn.Module):
+    """The bias in a module of its own, called without the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(15, 2))
+
+    def forward(self, time: int) -> Tensor:
+        index = torch.arange(time)[:, None] - torch.arange(time)[None] + 7
+        return self.table[index].permute(2, 0, 1).unsqueeze(0)
+
+
+class UsesBiasModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk, self.bias = nn.Linear(4, 8), BiasModule()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).unflatten(-1, (2, 2, 2)).permute(2, 0, 3, 1, 4)
+        return (q @ k.transpose(-2, -1) + self.bias(x.shape[1])).softmax(-1)
+
+
+class Mixing(nn.Module):
+    """Scalars that mix layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.fc = nn.Parameter(torch.tensor(0.3)), nn.Linear(4, 4)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(())) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alpha * self.fc(x) + sum(w * x**i for i, w in enumerate(self.weights))
+
+
+class Experts(nn.Module):
+    """A router sends each token to one of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 4)
+        gates = self.router(rows).softmax(-1)
+        result = torch.zeros_like(rows)
+        for i, expert in enumerate(self.experts):
+            (chosen,) = torch.where(gates.argmax(-1) == i)
+            result = result.index_add(0, chosen, expert(rows[chosen]) * gates[chosen, i, None])
+        return self.out(result.reshape(x.shape))
+
+
+class Untraceable(torch.autograd.Function):
+    """A custom Function, which vmap refuses."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum((0, 1))
+
+
+class CustomFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Untraceable.apply(x, self.weight)
+
+
+def parametrized(kind: str) -> nn.Module:
+    from torch.nn.utils import parametrizations, weight_norm
+
+    layer = nn.Linear(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = {"new": parametrizations.weight_norm, "old": weight_norm, "orthogonal": parametrizations.orthogonal}[kind](layer)
+    return nn.Sequential(nn.Linear(4, 4), wrapped, nn.Tanh())
+
+
+def sequence(n: int) -> Tensor:
+    return torch.randn(n, 5, 4, dtype=torch.float64)
+
+
+def image(n: int) -> Tensor:
+    return torch.randn(n, 3, 4, 4, dtype=torch.float64)
+
+
+PATTERNS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "class-token": (ClassToken, sequence),
+    "rms-norm": (lambda: Residual(RMSNorm()), sequence),
+    "rms-norm-alone": (RMSNorm, sequence),
+    "layer-scale": (lambda: Residual(LayerScale(inplace=False)), sequence),
+    "layer-scale-in-place": (lambda: Residual(LayerScale(inplace=True)), sequence),
+    "conv-norm": (lambda: nn.Sequential(nn.Conv2d(3, 3, 1), ConvNorm(), nn.Conv2d(3, 2, 3)), image),
+    "subclass": (lambda: Residual(MyLinear(4, 4)), sequence),
+    "transposed-linear": (lambda: Residual(Transposed()), sequence),
+    "past-its-layer": (PastItsLayer, sequence),
+    "queries": (Queries, sequence),
+    "relative-bias": (RelativeBias, sequence),
+    "bias-module": (UsesBiasModule, sequence),
+    "mixing-scalars": (Mixing, sequence),
+    "experts": (Experts, sequence),
+    "custom-function": (lambda: Residual(CustomFunction()), sequence),
+    "weight-norm": (lambda: parametrized("new"), sequence),
+    "weight-norm-old": (lambda: parametrized("old"), sequence),
+    "orthogonal": (lambda: parametrized("orthogonal"), sequence),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_pattern(pattern: str) -> None:
+    build, data = PATTERNS[pattern]
+    model, twin = build().double(), build().double()
+    twin.load_state_dict(model.state_dict())
+    ours = ps.convert_model(twin, on_unsupported="general", example=data(3))
+    for n in (4, 2, 5, 1):
+        ours.zero_grad()
+        assert_rows_right(model, data(n), converted=ours)
