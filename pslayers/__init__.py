@@ -9,6 +9,7 @@ from .layers import (
     PSGRU,
     PSLSTM,
     PSRNN,
+    PSAdaptiveLogSoftmaxWithLoss,
     PSBatchNorm1d,
     PSBatchNorm2d,
     PSBatchNorm3d,
@@ -83,6 +84,7 @@ __all__ = [
     "PSBilinear",
     "PSPReLU",
     "PSEmbeddingBag",
+    "PSAdaptiveLogSoftmaxWithLoss",
     # ops
     "functional",
 ]

@@ -74,7 +74,8 @@ class PSContainer(Converted):
     def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
         """Choose how each module below is run: modules that cannot be by themselves go with the module that calls them."""
         modules: dict[int, Any] = {id(m): m for m in self.modules()}
-        for user, params in parameters_used(run, self, args, kwargs).items():  # past their layers
+        used = {} if self._ps_given() else parameters_used(run, self, args, kwargs)
+        for user, params in used.items():  # past their layers
             _escalate(modules, tracker, user, params)
         why: ValueError | None = None
         for (key, call, _, _), x in tracker.seen.items():

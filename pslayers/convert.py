@@ -151,35 +151,46 @@ def convert_model(
     _one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     rows = _plan(model, on_unsupported)
     settings = Settings(loss_reduction=loss_reduction, batch_first=bool(batch_first))
-    done: list[Row] = []
+    before = [(row.module, type(row.module), row.module.__dict__.get("_ps")) for row in rows]
+    fresh = [p for p in model.parameters() if "grad_sample" not in p.__dict__]
+    frozen: list[nn.Parameter] = []
     try:
         for row in rows:
-            if row.target is not None and type(row.module) is not row.target:
-                row.module.__class__ = row.target
-                done.append(row)
-    except TypeError as error:  # a class with an object layout of its own
-        for undo in done:
-            undo.module.__class__ = undo.original
-        raise ConversionError(f"`{row.path}` ({row.original.__name__}) cannot change its class: {error}.") from error
-    for row in rows:
-        if on_unsupported == "freeze" and not row.recorded:
-            for param in row.trainable:
-                param.requires_grad_(False)
-        if row.target is not None:
-            assert isinstance(row.module, Converted)
-            row.module._ps = State(settings, row.path or type(model).__name__, row.module)
-            row.module._ps.general = row.general
-            row.module._ps.whole = row.general and is_parametrized(row.module)
-    for param in model.parameters():
-        clear(param)
-    _clear_with_optimizers()
-    if example is not None:
-        try:
+            if row.target is not None:
+                _swap(row, settings, path=row.path or type(model).__name__)
+            if on_unsupported == "freeze" and not row.recorded:
+                frozen += row.trainable
+                for param in row.trainable:
+                    param.requires_grad_(False)
+        for param in model.parameters():
+            clear(param)
+        _clear_with_optimizers()
+        if example is not None:
             _try_example(model, *arguments(example))
-        except BaseException:
-            restore_model(model)
-            raise
+    except BaseException:
+        for module, cls, state in before:
+            module.__class__ = cls
+            module.__dict__.pop("_ps", None)
+            if state is not None:
+                module.__dict__["_ps"] = state
+        for param in frozen:
+            param.requires_grad_(True)
+        for param in fresh:
+            forget(param)
+        raise
     return model
+
+
+def _swap(row: Row, settings: Settings, path: str) -> None:
+    assert row.target is not None
+    try:
+        row.module.__class__ = row.target
+    except TypeError as error:  # a class with an object layout of its own
+        raise ConversionError(f"`{path}` ({row.original.__name__}) cannot change its class: {error}.") from error
+    assert isinstance(row.module, Converted)
+    row.module._ps = state = State(settings, path, row.module)
+    state.general = row.general
+    state.whole = row.general and is_parametrized(row.module)
 
 
 def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -204,6 +204,9 @@ def _one_pass(
         leaf = getattr(p.__dict__.get("_ps_recorder"), "leaf", None)
         if leaf is not None and leaf.shape[0] == size:
             leaves[name] = leaf
+    for _, p in params:  # a grad_sample that is there stays there: its memory is not ours to write to
+        if getattr(p, "grad_sample", None) is not None and (recorder := p.__dict__.get("_ps_recorder")) is not None:
+            recorder.storage = None
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *(p for _, p in params)]
     grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)

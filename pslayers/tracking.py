@@ -296,7 +296,7 @@ def disagreement(ours: Any, plain: Any) -> str | None:
     return None
 
 
-def rows_agree(outputs: Sequence[tuple[Tensor, Tensor | None]], output: Any, batch: Batch) -> bool:
+def rows_agree(outputs: Sequence[tuple[Tensor, int, Tensor | None]], output: Any, batch: Batch) -> bool:
     """Whether groups of samples' outputs depend, in every layer's output, on the rows taken for theirs alone.
 
     A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a table as long as the
@@ -304,17 +304,18 @@ def rows_agree(outputs: Sequence[tuple[Tensor, Tensor | None]], output: Any, bat
     """
     first = next((t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad and t.ndim), None)
     dim = 0 if first is None else _batch_dim(first, batch)
-    asked = [pair for pair in outputs if pair[0].requires_grad and pair[0].numel()]
+    asked = [each for each in outputs if each[0].requires_grad and each[0].numel()]
     if first is None or first.shape[dim] != batch.size or not asked or first.is_complex():
         return True  # nothing to be told here
     for samples in _groups(batch.size)[2:] or [[0]]:
         theirs = torch.tensor(samples, device=first.device)
         one = first.index_select(dim, theirs)
         loss = one.sum() + (one * one).sum()
-        grads = torch.autograd.grad(loss, [t for t, _ in asked], retain_graph=True, allow_unused=True)
-        for grad, (_, owners) in zip(grads, asked, strict=True):
+        grads = torch.autograd.grad(loss, [t for t, _, _ in asked], retain_graph=True, allow_unused=True)
+        for grad, (_, rows, owners) in zip(grads, asked, strict=True):
             if grad is None:
                 continue
+            grad = grad.movedim(rows, 0)
             if owners is None:
                 owners = torch.arange(batch.size, device=grad.device).repeat_interleave(grad.shape[0] // batch.size)
             if bool((grad[~torch.isin(owners, theirs)] != 0).any()):

@@ -279,3 +279,25 @@ def test_user_layer_with_children_keeps_their_gradients_right() -> None:
         from pslayers.layers.base import REGISTRY
 
         del REGISTRY[Block]
+
+
+@pytest.mark.parametrize("how", ["freeze", "skip", "error"])
+def test_a_failing_example_leaves_everything_as_it_was(how: str) -> None:
+    class Rolled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.custom = nn.Linear(4, 4), Custom() if how != "error" else nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.custom(torch.tanh(self.fc(x)).roll(1, 0))
+
+    model = Rolled()
+    for converted in (False, True):
+        if converted:
+            ps.convert_model(model, on_unsupported=how if how != "freeze" else "skip")
+        before = [(type(m), m.__dict__.get("_ps")) for m in model.modules()]
+        with pytest.raises(ps.ConversionError, match="has not been changed"):
+            ps.convert_model(model, on_unsupported=how, example=torch.randn(4, 4))
+        assert [(type(m), m.__dict__.get("_ps")) for m in model.modules()] == before
+        assert all(p.requires_grad for p in model.parameters())
+        assert converted or untouched(model)

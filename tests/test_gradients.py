@@ -188,3 +188,76 @@ def test_one_step_of_maml_on_a_batch_of_tasks() -> None:
         loss = square(torch.func.functional_call(model, own, (q,)), 0)
         total = [t + d for t, d in zip(total, torch.autograd.grad(loss, list(model.parameters())), strict=True)]
     torch.testing.assert_close(list(found), total)
+
+
+def test_grad_sample_stays_while_rows_are_asked_for() -> None:
+    model, x, y = model_and_data()
+    ours = ps.convert_model(model)
+    F.cross_entropy(ours(x), y).backward()
+    before = [(p.grad_sample, p.grad_sample.clone(), p.grad.clone()) for p in ours.parameters()]
+    ps.per_sample_grads(ours, F.cross_entropy, 2 * x, y, chunk_size=3)
+    for p, (rows, values, grad) in zip(ours.parameters(), before, strict=True):
+        assert p.grad_sample is rows
+        torch.testing.assert_close(rows, values)
+        torch.testing.assert_close(p.grad, grad)
+
+
+def test_functional_form_before_any_other_call() -> None:
+    from .zoo import Transformer
+
+    model = Transformer().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for time in (3, 4, 6):
+        ids = torch.randint(0, 11, (4, time))
+        params = ps.expand_params(ours, 4)
+        found = torch.autograd.grad(squares(torch.func.functional_call(ours, params, (ids,))).sum(), list(params.values()))
+        for g, expected in zip(found, loop(model, square, (ids,)).values(), strict=True):
+            torch.testing.assert_close(g, expected, rtol=1e-8, atol=1e-9)
+
+
+def test_transforms_of_torch_func() -> None:
+    model, x, _ = model_and_data()
+    ours = ps.convert_model(copy.deepcopy(model))
+    torch.testing.assert_close(torch.func.vmap(torch.func.jacrev(ours))(x), torch.func.vmap(torch.func.jacrev(model))(x))
+    torch.testing.assert_close(
+        torch.func.hessian(lambda v: ours(v).sum())(x[0]), torch.func.hessian(lambda v: model(v).sum())(x[0])
+    )
+    tangents = torch.randn_like(x)
+    torch.testing.assert_close(torch.func.jvp(ours, (x,), (tangents,)), torch.func.jvp(model, (x,), (tangents,)))
+    params = {k: p.detach() for k, p in ps.expand_params(ours, 7).items()}
+
+    def losses(weights: dict[str, Tensor]) -> Tensor:
+        return squares(torch.func.functional_call(ours, weights, (x,)))
+
+    expected = loop(model, square, (x,))
+    torch.testing.assert_close(torch.func.grad(lambda w: losses(w).sum())(params), expected)
+    _, pull = torch.func.vjp(losses, params)
+    torch.testing.assert_close(pull(torch.ones(7, dtype=torch.float64))[0], expected)
+    jacobian = torch.func.jacrev(losses)(params)
+    for name, j in jacobian.items():
+        torch.testing.assert_close(j.diagonal(dim1=0, dim2=1).movedim(-1, 0), expected[name])
+    assert all(p.grad_sample is None for p in ours.parameters())
+
+
+def test_two_threads_in_one_model() -> None:
+    import threading
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+
+    class PSSlow(ps.PSLayer, nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.expand("weight")
+            time.sleep(0.005)
+            return torch.einsum("ni,noi->no", x, weight) + self.expand("bias")
+
+    layer, lock = PSSlow(4, 3).double(), threading.Lock()
+    x = torch.randn(5, 4, dtype=torch.float64)
+
+    def forward(_: int) -> Tensor:
+        out = layer(x)
+        with lock:
+            return out.detach()
+
+    with ThreadPoolExecutor(4) as pool:
+        for out in pool.map(forward, range(12)):
+            torch.testing.assert_close(out, nn.Linear.forward(layer, x))

@@ -205,7 +205,8 @@ class _Conv(torch.autograd.Function):
         transposed: bool,
         output_padding: tuple[int, ...],
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, rows)
+        # a convolution's input gradient needs the input's shape, too
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else x.new_empty(()).expand(x.shape), weight, rows)
         ctx.w, ctx.b, ctx.options = w, b, (geometry, transposed, output_padding)
         return owned(convolution(x, weight, bias, geometry, transposed, output_padding))
 

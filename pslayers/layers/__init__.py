@@ -1,6 +1,7 @@
 """Replacement layers: torch's own, with per-sample weights."""
 
 from .activation import PSPReLU
+from .adaptive import PSAdaptiveLogSoftmaxWithLoss
 from .base import PSLayer
 from .batch_norm import PSBatchNorm1d, PSBatchNorm2d, PSBatchNorm3d, PSSyncBatchNorm
 from .conv import PSConv1d, PSConv2d, PSConv3d, PSConvTranspose1d, PSConvTranspose2d, PSConvTranspose3d
@@ -12,6 +13,7 @@ from .rnn import PSGRU, PSLSTM, PSRNN
 from .rnn_cell import PSGRUCell, PSLSTMCell, PSRNNCell
 
 __all__ = [
+    "PSAdaptiveLogSoftmaxWithLoss",
     "PSBatchNorm1d",
     "PSBatchNorm2d",
     "PSBatchNorm3d",

@@ -154,10 +154,15 @@ class Converted(_Mixin):
                 state.layouts, state.plans, state.general, state.whole = learned
             raise
 
+    def _ps_given(self) -> bool:
+        """Whether per-sample weights were given in the place of a parameter somewhere below."""
+        modules = [m for m in self.modules() if isinstance(m, Converted)]
+        pairs = ((m._ps_state().ndims, m._parameters) for m in modules)
+        return any(p is not None and p.ndim != dims.get(name, p.ndim) for dims, own in pairs for name, p in own.items())
+
     def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""
-        given = any(p.ndim != m._ps_state().ndims.get(n, p.ndim) for m in self.modules() if isinstance(m, Converted)
-                    for n, p in m._parameters.items() if p is not None)  # fmt: skip
+        given = self._ps_given()
         plain = None
         if not given:  # per-sample weights have no plain counterpart
             with torch.no_grad(), unchanged_buffers(self):
@@ -325,9 +330,9 @@ class PSLayer(Converted):
             batch.outputs += self._ps_owned(output, rows)
         return output if undo is None else map_tensors(undo, output)
 
-    def _ps_owned(self, output: Any, rows: int) -> list[tuple[Tensor, Tensor | None]]:
-        """The tensors of an output with rows in dim 0, and whose they are; None: k a sample, in order."""
-        return [(output, None)] if isinstance(output, Tensor) and output.ndim and output.shape[0] == rows else []
+    def _ps_owned(self, output: Any, rows: int) -> list[tuple[Tensor, int, Tensor | None]]:
+        """The tensors of an output, the dim of their rows, and whose these are; None: k a sample, in order."""
+        return [(output, 0, None)] if isinstance(output, Tensor) and output.ndim and output.shape[0] == rows else []
 
     def _ps_all_expanded(self, call: Call) -> bool:
         """Whether all that is trainable here was expanded and recorded; what was not is watched, for it must get no gradient."""

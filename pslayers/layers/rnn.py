@@ -179,8 +179,8 @@ class PSLSTM(PSRecurrent, nn.LSTM, replaces=nn.LSTM, fused=True):
 class PSGRU(PSRecurrent, nn.GRU, replaces=nn.GRU, fused=True):
     """nn.GRU in full, with per-sample weights; inputs, rows and errors as in `PSLSTM`.
 
-    ``r, z = sigmoid(w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t - 1, n] + b_hh[n])`` by their parts of the weights,
-    ``h[t] = (1 - z) * tanh(w_ih[n] @ x[t, n] + b_ih[n] + r * (w_hh[n] @ h[t - 1, n] + b_hh[n])) + z * h[t - 1]`` by the third.
+    With ``rx, zx, nx = w_ih[n] @ x[t, n] + b_ih[n]`` and ``rh, zh, nh = w_hh[n] @ h[t - 1, n] + b_hh[n]``: r, z are
+    ``sigmoid(rx + rh), sigmoid(zx + zh)``, and ``h[t, n] = (1 - z) * tanh(nx + r * nh) + z * h[t - 1, n]``.
 
     Shapes: x (T, B, I), (B, T, I) where `batch_first`, or packed; result (T, B, D * H), h_n (L * D, B, H); `grad_sample`
     (B, 3 H, I), (B, 3 H, H) and (B, 3 H). Memory: B times that of the weights. Source: direct derivation (back-propagation
