@@ -9,7 +9,7 @@ from torch import nn
 from . import fallback
 from .expand import Batch, local
 from .layers.base import Converted, PSLayer, random_state, set_random_state
-from .tracking import Ambiguous, Tracker, parameters_used
+from .tracking import TABLE, Ambiguous, Tracker, parameters_used
 from .trees import ndims
 
 
@@ -56,20 +56,18 @@ class PSContainer(Converted):
     def _ps_learn(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """As the base's; where the layers cannot be run each by itself, the whole module is run with per-sample parameters."""
         state, random = self._ps_state(), random_state()
-        try:
-            return super()._ps_learn(run, args, kwargs, size)
-        except Exception as error:  # a shape that no longer broadcasts, rows that are no one's, outputs that differ
-            if state.whole:
-                raise
-            first = error
-        set_random_state(random)
-        before = state.general, state.whole
-        state.general = state.whole = True
-        try:
-            return super()._ps_learn(run, args, kwargs, size)
-        except Exception:
-            state.general, state.whole = before
-            raise first from None
+        before, first = (state.general, state.whole), None
+        for tables, whole in ((False, False), (True, False), (False, True)):
+            set_random_state(random)
+            state.tables, state.whole = tables, whole or state.whole
+            state.general = state.general or whole
+            try:
+                return super()._ps_learn(run, args, kwargs, size)
+            except Exception as error:  # a shape that no longer broadcasts, rows that are no one's, outputs that differ
+                first = first or error
+        state.general, state.whole = before
+        assert first is not None
+        raise first
 
     def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
         """Choose how each module below is run: modules that cannot be by themselves go with the module that calls them."""
@@ -84,6 +82,12 @@ class PSContainer(Converted):
                 _whole(modules, tracker.callers.get((key, call)), module)
                 why = why or module._ps_not_attributable(x, batch.size)
         made: list[Any] = list(tracker.made)
+        if self._ps_state().tables:
+            for (key, call, (slot, _), ndim), _ in tracker.seen.items():
+                module, caller = modules[key], tracker.callers.get((key, call))
+                taken_up = slot == "in" if isinstance(module, PSLayer) else slot == "out" and module._ps_state().general
+                if taken_up and caller and TABLE in module._ps_state().layouts_of(call, slot, ndim):
+                    _whole(modules, caller, module)
         for module, call, taken, named, given in made:  # a caller comes after what it has called
             state = module._ps_state()
             if not state.general:

@@ -70,7 +70,7 @@ def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dic
         weights[name] = weight[0] if batch.size else param.detach() + weight.sum(0)
     before, local.general = local.general, state.whole
     try:
-        with _reparametrize_module(module, weights):
+        with _reparametrize_module(module, weights, tie_weights=True):
             return forward(module, *args, **kwargs)
     finally:
         local.general = before
@@ -150,9 +150,10 @@ class _Proof:
         size, grads = self.size, []
         shared = {n: self.values[n].clone().requires_grad_() for n in names}
         each = {n: self.values[n].expand(size, *self.values[n].shape).clone().requires_grad_() for n in names}
+        before, local.general = local.general, True  # what lies below is not recorded
         with _quiet(self.module), torch.enable_grad():
             try:
-                with _reparametrize_module(self.module, shared):
+                with _reparametrize_module(self.module, shared, tie_weights=True):
                     outputs = [self.forward(self.module, *args, **kwargs) for args, kwargs in [_copy(self.call)]]
                 outputs.append(_run(self.module, self.forward, plan, _copy(self.call), each, size))
                 for output, inputs in zip(outputs, (shared, each), strict=True):
@@ -163,6 +164,8 @@ class _Proof:
             except Exception as error:
                 self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
                 return False
+            finally:
+                local.general = before
         # some gradients are nothing but rounding (a bias before a softmax): judge by the largest
         largest = max((g.abs().max().item() for g in grads[0] if g is not None and g.numel()), default=0.0)
         for plain, rows in zip(*grads, strict=True):
@@ -186,7 +189,7 @@ class _Proof:
 
     def _outputs(self, weights: dict[str, Tensor]) -> list[Tensor]:
         args, kwargs = _copy(self.call)
-        with _quiet(self.module), _reparametrize_module(self.module, weights):
+        with _quiet(self.module), _reparametrize_module(self.module, weights, tie_weights=True):
             return [t for t in tensors_in([self.forward(self.module, *args, **kwargs)]) if isinstance(t, Tensor)]
 
 
@@ -230,7 +233,7 @@ def _run(module: nn.Module, forward: Forward, plan: Plan, call: Call, weights: d
     """The call with per-sample `weights` (B, *S)."""
     if plan.way == "broadcast":
         forms = {name: _form(weights[name], dims) for name, dims in plan.forms}
-        with _reparametrize_module(module, forms):
+        with _reparametrize_module(module, forms, tie_weights=True):
             return forward(module, *call[0], **call[1])
     layouts = iter(plan.inputs)
     flat: list[Tensor] = []  # every sample's part in dim 0, a batch of one behind it; or as it is
@@ -250,7 +253,7 @@ def _run(module: nn.Module, forward: Forward, plan: Plan, call: Call, weights: d
         args, kwargs = map_tensors(lambda _: next(parts), call)
         before, local.general = local.general, True
         try:
-            with _reparametrize_module(module, own):
+            with _reparametrize_module(module, own, tie_weights=True):
                 skeleton[:] = [forward(module, *args, **kwargs)]
         finally:
             local.general = before

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.adaptive import _ASMoutput
 
+from ..expand import transforming
 from .base import PSLayer
 
 
@@ -19,8 +20,7 @@ class PSAdaptiveLogSoftmaxWithLoss(PSLayer, nn.AdaptiveLogSoftmaxWithLoss, repla
     target's cluster alone; here all rows go to all of them, and rows of other clusters are left out of the result afterwards, so
     that every layer knows whose its rows are.
 
-    Shapes: x (B, I), target (B,), output (B,), loss ()
-    ; `grad_sample` of the head (B, shortlist + clusters, I), of the tails
+    Shapes: x (B, I), target (B,), output (B,), loss (); `grad_sample` of the head (B, shortlist + clusters, I), of the tails
     (B, hidden, I) and (B, classes, hidden). Also k * B rows, one row, which all samples share, and x (I,). Memory: B times that of
     the weights, and rows x classes log-probabilities, as for `log_prob`. Source: Grave et al. 2017 (arXiv:1609.04309).
 
@@ -55,11 +55,12 @@ class PSAdaptiveLogSoftmaxWithLoss(PSLayer, nn.AdaptiveLogSoftmaxWithLoss, repla
         """x (B, I), target (B,) -> output (B,), loss ()."""
         if (input_.ndim, target_.ndim) not in ((2, 1), (1, 0)) or input_.shape[:-1] != target_.shape:
             raise RuntimeError(
-                f"Expected an input (N, {self.in_features}) with targets (N,), or ({self.in_features},) with one target; got shapes "
-                f"{tuple(input_.shape)} and {tuple(target_.shape)}."
+                f"Expected an input (N, {self.in_features}) with targets (N,), or ({self.in_features},) with one target; got "
+                f"shapes {tuple(input_.shape)} and {tuple(target_.shape)}."
             )
         x, target = input_.reshape(-1, input_.shape[-1]), target_.reshape(-1)
-        if len(target) and (int(target.min()) < 0 or int(target.max()) >= self.n_classes):
+        look = len(target) > 0 and not transforming()  # values are there to be read
+        if look and (int(target.min()) < 0 or int(target.max()) >= self.n_classes):
             raise RuntimeError(
                 f"Target values should be in [0, {self.n_classes - 1}], but values in range [{int(target.min())}, "
                 f"{int(target.max())}] were found."
@@ -69,6 +70,8 @@ class PSAdaptiveLogSoftmaxWithLoss(PSLayer, nn.AdaptiveLogSoftmaxWithLoss, repla
         chosen, output = target, torch.zeros_like(head[:, 0])
         for i, (low, high) in enumerate(pairwise(self.cutoffs)):
             inside = (target >= low) & (target < high)
+            if look and not inside.any():
+                continue  # as in torch, the cluster's weights get no gradient then, instead of zeros
             chosen = torch.where(inside, self.shortlist_size + i, chosen)
             cluster = F.log_softmax(self.tail[i](x), dim=1)  # (N, high - low)
             local = (target - low).clamp(0, high - low - 1)

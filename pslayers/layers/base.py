@@ -40,10 +40,15 @@ class State:
         self.settings, self.path = settings, path
         self.proved: set[tuple[bool, tuple[int, ...]]] = set()  # kinds of calls in which rows were proved to be the samples'
         self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
+        self.tables = False  # callers of layers that take what all samples share are run whole
         self.plans: dict[tuple[int, bool, tuple[int, ...]], Any] = {}  # how: (number of the call, training, dims of the inputs)
         self.ndims = {name: p.ndim for name, p in module._parameters.items() if p is not None}
         # tracked: (number of the call, place of the tensor, its dims): layout
         self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
+
+    def layouts_of(self, call: int, slot: str, ndim: int) -> list[Layout]:
+        """The layouts of what a call takes ("in") or returns ("out")."""
+        return [lay for (c, (s, _), d), lay in self.layouts.items() if (c, s, d) == (call, slot, ndim)]
 
     def learned(self) -> tuple[Any, ...]:
         """What tracking has taught so far."""

@@ -81,9 +81,14 @@ class PSEmbeddingBag(PSLayer, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=T
         return len(ids) if offsets is None else len(offsets) - self.include_last_offset
 
     def _ps_tracked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """With offsets, whose bags are whose is seen by what they hold."""
-        ids, offsets, _ = _bag_inputs(*args, **kwargs)
-        return ids if offsets is None else nn.EmbeddingBag.forward(self, *args, **kwargs)
+        """With offsets, a number for each bag that tells what it holds."""
+        ids, offsets, factors = _bag_inputs(*args, **kwargs)
+        if offsets is None:
+            return ids
+        table = torch.arange(self.num_embeddings, device=ids.device).double().cos().unsqueeze(1)
+        factors = None if factors is None else factors.double()
+        options: Any = {"mode": "sum", "include_last_offset": self.include_last_offset, "per_sample_weights": factors}
+        return nn.functional.embedding_bag(ids, table, offsets, **options)  # (N, 1)
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Any, int, Any]:
         """Bags as rows, k * size of them, batch-major."""

@@ -69,7 +69,8 @@ class LayerSuite:
         rows: dict[str, list[Tensor]] = {k: [] for k in params}
         for i in range(n):
             loss = self.losses(layer(*self.sample(inputs, i)), 1).sum()
-            for k, g in zip(params, torch.autograd.grad(loss, list(params.values())), strict=True):
+            found = torch.autograd.grad(loss, list(params.values()), materialize_grads=True)  # zero where nothing is reached
+            for k, g in zip(params, found, strict=True):
                 rows[k].append(g)
         return {k: torch.stack(v) for k, v in rows.items()}
 
@@ -232,7 +233,7 @@ class LayerSuite:
         rows: list[list[Tensor]] = [[] for _ in plain]
         for i in range(self.batch):
             loss = self.losses(layer(*self.sample(inputs, i)), 1).sum()
-            grads = torch.autograd.grad(loss, plain, create_graph=True)
+            grads = torch.autograd.grad(loss, plain, create_graph=True, materialize_grads=True)
             second = torch.autograd.grad(sum((g**2).sum() for g in grads), plain, allow_unused=True)
             for j, g in enumerate(second):
                 rows[j].append(torch.zeros_like(plain[j]) if g is None else g)
@@ -282,7 +283,8 @@ class LayerSuite:
             own = {k: w[i].detach().requires_grad_() for k, w in weights.items()}
             loss = self.losses(torch.func.functional_call(layer, own, self.sample(inputs, i)), 1).sum()
             torch.testing.assert_close(losses[i], loss)
-            for g, true in zip(found, torch.autograd.grad(loss, list(own.values())), strict=True):
+            grads = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
+            for g, true in zip(found, grads, strict=True):
                 torch.testing.assert_close(g[i], true, rtol=1e-9, atol=1e-10)
 
     def test_expanded_params_in_functional_form(self, case: Case) -> None:

@@ -15,25 +15,48 @@ def build(**options: Any) -> nn.AdaptiveLogSoftmaxWithLoss:
 
 
 class TestPSAdaptiveLogSoftmaxWithLoss(LayerSuite):
-    cases = [
-        Case("targets-everywhere", build, lambda n: (floats(n, 6), torch.arange(n) * 5 % 9)),
-        Case("head-bias", lambda: build(head_bias=True), lambda n: (floats(n, 6), torch.randint(0, 9, (n,)))),
-        Case("one-cluster", build, lambda n: (floats(n, 6), torch.full((n,), 5))),
+    cases = [  # a batch of four has a target in every cluster
+        Case("plain", build, lambda n: (floats(n, 6), (torch.arange(n) * 2 + 1) % 9)),
+        Case("head-bias", lambda: build(head_bias=True), lambda n: (floats(n, 6), (torch.arange(n) * 7 + 2) % 9)),
     ]
 
     def losses(self, output: Any, n: int) -> Tensor:
         return super().losses(output.output, n)
 
     def loop(self, layer: nn.Module, inputs: tuple[Any, ...], n: int) -> dict[str, Tensor]:
-        """A cluster that a sample's target is not in gets no gradient."""
-        params = dict(layer.named_parameters())
-        rows: dict[str, list[Tensor]] = {k: [] for k, p in params.items() if p.requires_grad}
-        for i in range(n):
-            loss = self.losses(layer(*self.sample(inputs, i)), 1).sum()
-            for k, found in rows.items():
-                (g,) = torch.autograd.grad(loss, params[k], retain_graph=True, allow_unused=True)
-                found.append(torch.zeros_like(params[k]) if g is None else g)
-        return {k: torch.stack(v) for k, v in rows.items()}
+        """Also where a sample does not reach a trainable weight at all."""
+        params = [p for p in layer.parameters() if p.requires_grad]
+        with pytest.MonkeyPatch.context() as patch:
+            original = nn.AdaptiveLogSoftmaxWithLoss.forward
+
+            def forward(self: Any, *args: Tensor) -> Any:
+                result = original(self, *args)
+                return result._replace(output=result.output + sum(p.sum() for p in params) * 0)
+
+            patch.setattr(nn.AdaptiveLogSoftmaxWithLoss, "forward", forward)
+            return super().loop(layer, inputs, n)
+
+    def assert_rows(self, layer: nn.Module, expected: dict[str, Tensor], **tolerance: float) -> None:
+        """A cluster that no target of the batch is in gets no gradient, as in torch."""
+        reached = {k: e for k, e in expected.items() if layer.get_parameter(k).grad_sample is not None}
+        assert all(k in reached or not e.any() for k, e in expected.items())
+        super().assert_rows(layer, reached, **tolerance)
+
+    @pytest.mark.parametrize("n", [0, 1])
+    def test_empty_batch_and_batch_of_one(self, case: Case, n: int) -> None:
+        layer, inputs = self.build(case), self.inputs(case, n)
+        ours = self.converted(layer)
+        self.losses(ours(*inputs), n).sum().backward()
+        assert ours.get_parameter("head.weight").grad_sample.shape == (n, *ours.get_parameter("head.weight").shape)
+        self.assert_rows(ours, self.loop(layer, inputs, n) if n else {})
+
+    def test_autocast(self, case: Case) -> None:
+        """Where torch's own fails: it copies bfloat16 into float32."""
+        ours, (x, target) = self.converted(self.build(case).float()), self.inputs(case)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.losses(ours(x.float(), target), self.batch).mean()
+        loss.backward()
+        assert all(p.grad_sample.dtype == torch.float32 and p.grad_sample.isfinite().all() for p in ours.parameters())
 
 
 @pytest.fixture
@@ -52,6 +75,16 @@ def test_loss_is_torchs(layer: nn.AdaptiveLogSoftmaxWithLoss) -> None:
     for p, q in zip(ours.parameters(), layer.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
         torch.testing.assert_close(p.grad_sample.mean(0), q.grad)
+
+
+def test_clusters_without_a_target_get_no_gradient(layer: nn.AdaptiveLogSoftmaxWithLoss) -> None:
+    x, target = floats(3, 6), torch.tensor([0, 3, 1])
+    ours = ps.convert_model(copy.deepcopy(layer))
+    for net in (ours, layer):
+        net(x, target).loss.backward()
+    for p, q in zip(ours.parameters(), layer.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+        assert (p.grad_sample is None) is (q.grad is None)
 
 
 def test_one_row_without_a_batch_dim(layer: nn.AdaptiveLogSoftmaxWithLoss) -> None:

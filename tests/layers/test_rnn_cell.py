@@ -138,15 +138,13 @@ def test_wrong_inputs(kind: str) -> None:
         ours(floats(B, I), state(kind, 3))
 
 
-class CellSuite(LayerSuite):
+class TestPSLSTMCell(LayerSuite):
     def sample(self, inputs: tuple[Any, ...], i: int) -> tuple[Any, ...]:
         return map_tensors(lambda t: t[i : i + 1], inputs)
 
     def losses(self, output: Any, n: int) -> Tensor:
-        return super().losses(torch.cat(list(tensors_in(output)), 1), n)
+        return super().losses(torch.cat(output, 1), n)
 
-
-class TestPSLSTMCell(CellSuite):
     cases = [
         Case("plain", lambda: nn.LSTMCell(4, 3), lambda n: (floats(n, 4),)),
         Case("no-bias", lambda: nn.LSTMCell(4, 3, bias=False), lambda n: (floats(n, 4), (floats(n, 3), floats(n, 3)))),
@@ -154,7 +152,7 @@ class TestPSLSTMCell(CellSuite):
     ]
 
 
-class TestPSGRUCell(CellSuite):
+class TestPSGRUCell(LayerSuite):
     cases = [
         Case("plain", lambda: nn.GRUCell(4, 3), lambda n: (floats(n, 4),)),
         Case("no-bias", lambda: nn.GRUCell(4, 3, bias=False), lambda n: (floats(n, 4), floats(n, 3))),
@@ -162,7 +160,7 @@ class TestPSGRUCell(CellSuite):
     ]
 
 
-class TestPSRNNCell(CellSuite):
+class TestPSRNNCell(LayerSuite):
     cases = [
         Case("plain", lambda: nn.RNNCell(4, 3), lambda n: (floats(n, 4),)),
         Case("no-bias", lambda: nn.RNNCell(4, 3, bias=False), lambda n: (floats(n, 4), floats(n, 3))),
