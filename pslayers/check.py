@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from .convert import ConversionError, convert_model, converted_parameters, settings_of
+from .converted import Converted
 from .gradients import recording
-from .layers.base import Converted
 from .trees import map_tensors, tensors_in
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from . import fallback
+from .converted import Converted, random_state, set_random_state
 from .expand import Batch, local
-from .layers.base import Converted, PSLayer, random_state, set_random_state
+from .layers.base import PSLayer
 from .tracking import TABLE, Ambiguous, Tracker, parameters_used
 from .trees import ndims
 

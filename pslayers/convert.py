@@ -12,8 +12,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from .container import PSContainer, container_class
-from .expand import Settings, clear, forget
-from .layers.base import REGISTRY, Converted, PSLayer, State
+from .converted import Converted, State
+from .expand import Settings, clear
+from .layers.base import REGISTRY, PSLayer
+from .record import forget
 
 M = TypeVar("M", bound=nn.Module)
 

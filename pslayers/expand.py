@@ -13,10 +13,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .record import Recorder
 
 
 @dataclass
@@ -235,179 +238,9 @@ class _Join(torch.autograd.Function):
         return *ctx.expansion.out(grad.sum(0) if need_weight else None, grad if need_rows else None), None, None
 
 
-class Recorder:
-    """Per parameter: its rows leaf, where the rows go, and the memory they are written to. Lives on the parameter.
-
-    It holds its parameter weakly, so that a model is freed as soon as its user lets it go.
-    """
-
-    def __init__(self, param: Tensor, name: str, settings: Settings) -> None:
-        self.param = weakref.ref(param)
-        self.name, self.settings = name, settings
-        self.leaf: Tensor | None = None
-        self.storage: torch.UntypedStorage | None = None
-        self.pass_id = self.outer_pass = self.notes_pass = -1
-        self.offset = 0  # rows that earlier passes have appended
-        self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
-        self.notes: list[tuple[int, int] | Tensor] = []
-        self.unexpanded = False  # a layer's last call did not expand this parameter
-        self.hook = param.register_hook(_WeakHook(self, Recorder.check))
-        if hooks := param._backward_hooks:  # before hooks of the user's, which may change what arrives
-            *others, ours = hooks.items()
-            hooks.clear()
-            hooks.update([ours, *others])
-
-    def __reduce__(self) -> tuple[Any, ...]:  # copies and pickles of a parameter start without one
-        return _no_recorder, ()
-
-    def rows(self, size: int) -> Tensor:
-        """The leaf (size, *S) on the parameter's memory; made anew when batch size or memory have changed."""
-        param = self.param()
-        assert param is not None
-        leaf = self.leaf
-        if (
-            leaf is None
-            or leaf.shape[0] != size
-            or leaf.shape[1:] != param.shape
-            or leaf.data_ptr() != param.data_ptr()
-            or leaf.dtype != param.dtype
-            or leaf.device != param.device
-            or leaf.stride()[1:] != param.stride()
-        ):
-            leaf = param.detach().expand(size, *param.shape).requires_grad_()
-            leaf.register_post_accumulate_grad_hook(_WeakHook(self, Recorder.receive))
-            self.leaf = leaf
-        self.uses, self.checked = (1, False) if self.checked else (self.uses + 1, False)
-        # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own: count the outer one
-        self.outer_pass = torch._C._current_graph_task_id()
-        return leaf
-
-    def current_pass(self) -> int:
-        """The id of the backward pass that is running."""
-        return self.outer_pass if self.outer_pass != -1 else torch._C._current_graph_task_id()
-
-    def buffer(self, rows: Tensor) -> Tensor:
-        """Memory for the gradient of `rows`: the last one's again, unless somebody holds it."""
-        param = self.param()
-        if param is not None and self.storage is not None and self._may_reuse(param, self.storage, rows):
-            return rows.new_empty(0).set_(self.storage, 0, rows.shape)  # type: ignore[call-overload]
-        return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-
-    def _may_reuse(self, param: Tensor, storage: torch.UntypedStorage, rows: Tensor) -> bool:
-        if self.settings.accumulation != "replace" or self.pass_id == self.current_pass():
-            return False
-        if storage.nbytes() != rows.numel() * rows.element_size() or storage.device != rows.device:
-            return False
-        clear(param)  # about to be replaced: let it go, then see who else holds it
-        return torch._C._storage_Use_Count(storage._cdata) == 1
-
-    def note(self, grad: Tensor) -> None:
-        """Remember a gradient on its way to the parameter: by identity, or by value where several will be added up."""
-        if (pass_id := torch._C._current_graph_task_id()) != self.notes_pass:  # an earlier pass may have broken off
-            self.notes_pass, self.notes = pass_id, []
-        alone = self.uses <= 1 and not self.notes and not torch.is_grad_enabled()
-        self.notes.append((grad.data_ptr(), grad._version) if alone else grad)
-
-    def check(self, grad: Tensor) -> None:
-        """Hook on the parameter: what arrives must be what the expansions passed on, else the rows would lack a part."""
-        notes, self.notes, self.checked = self.notes, [], True
-        if not notes or self.notes_pass != torch._C._current_graph_task_id():
-            if not self.unexpanded:
-                return
-            whole = False
-        elif isinstance(notes[0], tuple):  # a second note means that an older graph took part: its value is gone
-            whole = len(notes) > 1 or notes[0] == (grad.data_ptr(), grad._version)
-        else:  # several uses: the engine has added them up in this order
-            total = notes[0].detach()
-            for note in notes[1:]:
-                assert isinstance(note, Tensor)
-                total = total + note.detach()
-            whole = torch.equal(total.nan_to_num(), grad.nan_to_num())
-        if not whole and grad.numel():
-            raise RuntimeError(
-                f"`{self.name}` received a gradient that did not come through its layer (it is also used on its own, as "
-                f"in F.linear(x, layer.weight) or in a penalty on the weights), so its per-sample rows would lack a part: in a "
-                f"layer of your own write self.expand(name); compute a penalty on weights in a backward pass of its own, without "
-                f"recording: ps.recording(model, False)."
-            )
-
-    def receive(self, leaf: Tensor) -> None:
-        """Hook on the rows leaf: take the gradient over, without a copy, and put it on the parameter."""
-        rows, leaf.grad = leaf.grad, None
-        param = self.param()
-        if param is None or rows is None:
-            return
-        pass_id, adding = self.current_pass(), self.settings.accumulation == "add"
-        self.settings.begin_pass(pass_id)
-        now: Tensor | None = getattr(param, "grad_sample", None)
-        first = self.pass_id != pass_id
-        if first:
-            now = None if self.settings.accumulation == "replace" else now
-            self.pass_id, self.offset = pass_id, 0 if now is None or adding else len(now)
-            self.settings.recorded[id(param)] = self.param
-        self.storage = rows.untyped_storage()
-        if self.settings.rows not in (-1, len(rows)):
-            raise RuntimeError(
-                f"`{self.name}` was reached by {len(rows)} samples in a backward pass that reached other parameters by "
-                f"{self.settings.rows}: layers were called outside of the model's own forward, each with a batch size of its own. "
-                f"Call the model itself, or put the calls inside `with ps.batch_size(n):`."
-            )
-        self.settings.rows = len(rows)
-        if now is None:
-            result = rows
-        elif first and not adding:
-            result = torch.cat([now, rows])
-        elif len(now) - self.offset != len(rows):
-            raise RuntimeError(
-                f"`{self.name}` was reached by batches of {len(now) - self.offset} and of {len(rows)} samples, whose rows "
-                f"cannot be added up: use one batch size in a backward pass, or append them, one pass for each batch, under "
-                f"ps.accumulating(model, 'append')."
-            )
-        elif self.offset:
-            result = torch.cat([now[: self.offset], now[self.offset :] + rows])
-        else:
-            result = now + rows
-        param.grad_sample = result  # type: ignore[attr-defined]
-
-
-def _no_recorder() -> None:
-    return None
-
-
-class _WeakHook:
-    """A method as a hook that keeps its owner no longer alive, and that says that it need not be saved with its tensor."""
-
-    __torch_unserializable__ = True
-
-    def __init__(self, owner: Recorder, method: Callable[[Recorder, Tensor], None]) -> None:
-        self.owner, self.method = weakref.ref(owner), method
-
-    def __call__(self, tensor: Tensor) -> None:
-        if (owner := self.owner()) is not None:
-            self.method(owner, tensor)
-
-
-def recorder_of(param: Tensor, name: str, settings: Settings) -> Recorder:
-    """The parameter's recorder, made when it is first asked for."""
-    recorder: Recorder | None = param.__dict__.get("_ps_recorder")
-    if recorder is None or recorder.param() is not param:
-        recorder = param._ps_recorder = Recorder(param, name, settings)  # type: ignore[attr-defined]
-    elif recorder.settings is not settings:
-        recorder.name, recorder.settings = name, settings
-    return recorder
-
-
 def clear(param: Tensor) -> None:
     """The parameter has no per-sample gradient, like a `.grad` of None."""
     param.grad_sample = None  # type: ignore[attr-defined]
-
-
-def forget(param: Tensor) -> None:
-    """Leave nothing of ours on a parameter."""
-    recorder: Recorder | None = param.__dict__.pop("_ps_recorder", None)
-    if recorder is not None:
-        recorder.hook.remove()
-    param.__dict__.pop("grad_sample", None)
 
 
 def shared(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:

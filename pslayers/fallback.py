@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from .expand import Expansion, Scale, local, recorder_of
+from .expand import Expansion, Scale, local
+from .record import recorder_of
 from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout, unchanged_buffers
 from .trees import map_tensors, tensors_in
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .convert import ConversionError, arguments, convert_model, converted_parameters, restore_model, settings_of
+from .converted import Converted
 from .expand import Settings, clear
-from .layers.base import Converted
 from .trees import map_tensors, tensors_in
 
 ACCUMULATION = ("replace", "append", "add")

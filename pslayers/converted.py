@@ -1,0 +1,201 @@
+"""What every module of a converted model shares: settings, the batch of the outermost call, what tracking has taught."""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from .expand import Batch, Settings, clear, local
+from .tracking import (
+    Ambiguous,
+    Layout,
+    Tracker,
+    disagreement,
+    past_expansions,
+    rows_agree,
+    run_tracked,
+    track,
+    unchanged_buffers,
+)
+from .trees import ndims, tensors_in
+
+
+class State:
+    """What conversion leaves on a module: the model's settings, the module's path in it, its parameters' own dims."""
+
+    def __init__(self, settings: Settings, path: str, module: nn.Module) -> None:
+        self.settings, self.path = settings, path
+        self.proved: set[tuple[bool, tuple[int, ...]]] = set()  # kinds of calls in which rows were proved to be the samples'
+        self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
+        self.tables = False  # callers of layers that take what all samples share are run whole
+        self.plans: dict[tuple[int, bool, tuple[int, ...]], Any] = {}  # how: (number of the call, training, dims of the inputs)
+        self.ndims = {name: p.ndim for name, p in module._parameters.items() if p is not None}
+        # tracked: (number of the call, place of the tensor, its dims): layout
+        self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
+
+    def layouts_of(self, call: int, slot: str, ndim: int) -> list[Layout]:
+        """The layouts of what a call takes ("in") or returns ("out")."""
+        return [lay for (c, (s, _), d), lay in self.layouts.items() if (c, s, d) == (call, slot, ndim)]
+
+    def learned(self) -> tuple[Any, ...]:
+        """What tracking has taught so far."""
+        return dict(self.layouts), dict(self.plans), self.general, self.whole
+
+
+# mixed in before a module's class: a module to its users, and to the type checker
+if TYPE_CHECKING:
+    _Mixin = nn.Module
+else:
+    _Mixin = object
+
+
+class Converted(_Mixin):
+    """What every module of a converted model shares: settings, the batch of the outermost call, clearing."""
+
+    _ps: State | None = None
+    _ps_layer: ClassVar[bool] = False  # a layer, not a container of layers
+
+    def _ps_state(self) -> State:
+        if self._ps is None:
+            self._ps = State(Settings(), type(self).__name__, self)
+        return self._ps
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
+        super().__setstate__(state)
+        for param in self.__dict__["_parameters"].values():
+            if param is not None:
+                param.__dict__.pop("_ps_recorder", None)
+                clear(param)
+
+    def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no tensor."""
+        settings = self._ps_state().settings
+        for value in tensors_in([args, kwargs]):
+            if isinstance(value, PackedSequence):
+                return int(value.batch_sizes[0]) if len(value.batch_sizes) else 0
+            if value.ndim:
+                return value.shape[0 if settings.batch_first or value.ndim == 1 else 1]
+        return None
+
+    def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an outermost call, its batch size known to every layer below."""
+        settings, trackable = self._ps_state().settings, not self._ps_layer
+        if torch._C._current_graph_task_id() != -1 and settings.sizes:  # a checkpoint recomputes a part of an earlier call
+            size, trackable = self._ps_recomputed_size(settings), False
+        else:
+            known = local.explicit if local.explicit is not None else self._ps_batch_size(args, kwargs)
+            if known is None:
+                return run(self, *args, **kwargs)
+            size = known
+        trackable = trackable and size > 1
+        recorded = settings.recording and torch.is_grad_enabled()
+        if recorded:
+            settings.called(size)
+        random = random_state() if trackable else None
+        local.batch = batch = Batch(size, settings, trackable)
+        proved, kind = self._ps_state().proved, (self.training, ndims((args, kwargs)))
+        if recorded and trackable and kind not in proved:
+            batch.outputs = []
+        try:
+            output = run(self, *args, **kwargs)
+            if batch.outputs is None or (rows_agree(batch.outputs, output, batch) and not self._ps_past_layers(output)):
+                if recorded:
+                    proved.add(kind)
+                return output
+        except Ambiguous:
+            pass
+        finally:
+            local.batch = None
+        set_random_state(random)
+        output = self._ps_learn(run, args, kwargs, size)
+        proved.add(kind)
+        return output
+
+    def _ps_past_layers(self, output: Any) -> bool:
+        """Whether a parameter of a layer reaches the output past its layer too."""
+        layers = [m for m in self.modules() if isinstance(m, Converted) and m._ps_layer]
+        return past_expansions(output, [p for layer in layers for p in layer._parameters.values() if p is not None])
+
+    def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
+        """Choose, from what was tracked, how each module below is run."""
+
+    def _ps_recomputed_size(self, settings: Settings) -> int:
+        if len(settings.sizes) > 1:
+            raise RuntimeError(
+                f"`{self._ps_state().path}` ({type(self).__name__}) is recomputed in the backward pass (checkpointing), while "
+                f"calls of batch sizes {sorted(settings.sizes)} wait for theirs: back-propagate each call before the next one."
+            )
+        return next(iter(settings.sizes))
+
+    def _ps_learn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
+        """Track the batch through the layers below, let each remember how its inputs hold the samples, and run.
+
+        An error leaves them as they were: what was learned is kept only if the outputs are those of the plain model.
+        """
+        batch, bound = Batch(size, self._ps_state().settings), functools.partial(run, self)
+        modules: dict[int, Any] = {id(m): m for m in self.modules()}
+        states = [m._ps_state() for m in modules.values() if isinstance(m, Converted)]
+        before = [(state, state.learned()) for state in states]
+        try:
+            found, tracker = track(bound, self, args, kwargs, batch)
+            for (key, call, place, ndim), layout in found.items():
+                modules[key]._ps_state().layouts[call, place, ndim] = layout
+            self._ps_settle(bound, args, kwargs, tracker, batch)
+            return self._ps_prove(run, args, kwargs, size)
+        except BaseException:
+            for state, learned in before:
+                state.layouts, state.plans, state.general, state.whole = learned
+            raise
+
+    def _ps_given(self) -> bool:
+        """Whether per-sample weights were given in the place of a parameter somewhere below."""
+        modules = [m for m in self.modules() if isinstance(m, Converted)]
+        pairs = ((m._ps_state().ndims, m._parameters) for m in modules)
+        return any(p is not None and p.ndim != dims.get(name, p.ndim) for dims, own in pairs for name, p in own.items())
+
+    def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
+        """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""
+        given = self._ps_given()
+        plain = None
+        if not given:  # per-sample weights have no plain counterpart
+            with torch.no_grad(), unchanged_buffers(self):
+                plain = run_tracked(functools.partial(run, self), args, kwargs)[1]
+        local.batch = batch = Batch(size, self._ps_state().settings)
+        batch.outputs = []
+        try:
+            output = run(self, *args, **kwargs)
+        finally:
+            local.batch = None
+        problem = None if given else disagreement(output, plain)
+        if problem is None and not rows_agree(batch.outputs, output, batch):
+            problem = "outputs in which samples depend on rows that are not theirs"
+        if problem is not None:
+            raise ValueError(
+                f"`{self._ps_state().path}` ({type(self).__name__}) returned {problem}: samples interact in it, or an input that "
+                f"all {size} samples share was given a batch dim and did not broadcast as without one. Give it one in the model, "
+                f"as in ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer)."
+            )
+        return output
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, and `grad_sample` of every parameter below becomes None."""
+        super().zero_grad(set_to_none)
+        for param in self.parameters():
+            if "grad_sample" in param.__dict__:
+                clear(param)
+
+
+def random_state() -> list[Tensor]:
+    """The state of torch's random generators."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def set_random_state(state: list[Tensor] | None) -> None:
+    """Put torch's random generators back to a state."""
+    if state is not None:
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state_all(state[1:])
