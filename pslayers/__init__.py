@@ -2,7 +2,7 @@
 
 from . import functional
 from .check import Check, check_layer, check_model
-from .convert import ConversionError, Report, convert_model, report, restore_model
+from .convert import ConversionError, convert_model, restore_model
 from .expand import batch_size
 from .gradients import accumulating, clear_grad_samples, expand_params, per_sample_grads, recording
 from .layers import (
@@ -36,6 +36,7 @@ from .layers import (
     PSRNNCell,
     PSSyncBatchNorm,
 )
+from .reports import Report, report
 
 __all__ = [
     # converting a model, and back

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from .converted import Converted, State
 from .expand import Settings, clear
 from .layers.base import REGISTRY, PSLayer
 from .record import forget
+from .reports import Row, original_class
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -25,86 +26,6 @@ ON_UNSUPPORTED = ("error", "general", "skip", "freeze")
 
 class ConversionError(ValueError):
     """A model that cannot be converted as it is; the message lists every module at fault. The model is untouched."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """How one module is handled; `target` is the class that it is given, None where it keeps its own."""
-
-    path: str
-    module: nn.Module
-    original: type[nn.Module]
-    target: type[nn.Module] | None
-    general: bool = False
-
-    @property
-    def recorded(self) -> bool:
-        """Whether the module's own parameters get per-sample gradients."""
-        return self.general or (self.target is not None and issubclass(self.target, PSLayer))
-
-    @property
-    def handled(self) -> str:
-        """The replacement's name, "skipped" (trainable parameters without rows), or "container" of other modules."""
-        if self.general:
-            return "general"
-        if self.recorded and self.target is not None:
-            return self.target.__name__
-        return "skipped" if self.trainable else "container"
-
-    @property
-    def trainable(self) -> list[nn.Parameter]:
-        """The module's own parameters that require grad."""
-        return [p for p in self.module.parameters(recurse=False) if p.requires_grad]
-
-    @property
-    def parameters(self) -> int:
-        """How many trainable values the module itself holds."""
-        return sum(p.numel() for p in self.trainable)
-
-    @property
-    def bytes_per_sample(self) -> int:
-        """What the per-sample gradients of one sample take."""
-        return sum(p.numel() * p.element_size() for p in self.trainable) if self.recorded else 0
-
-
-class Report:
-    """What `convert_model` has made of a model: one row a module; print it for a table."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        self.rows = rows
-
-    @property
-    def parameters(self) -> int:
-        """Trainable values, shared ones counted once."""
-        return sum({id(p): p.numel() for row in self.rows for p in row.trainable}.values())
-
-    @property
-    def bytes_per_sample(self) -> int:
-        """Memory of the per-sample gradients, in bytes a sample, shared parameters counted once."""
-        found = {id(p): p.numel() * p.element_size() for row in self.rows if row.recorded for p in row.trainable}
-        return sum(found.values())
-
-    def __str__(self) -> str:
-        head = ("module", "class", "replacement", "parameters", "bytes/sample")
-        table = [
-            (
-                row.path or "(model)",
-                row.original.__name__,
-                row.handled,
-                f"{row.parameters:,}",
-                f"{row.bytes_per_sample:,}",
-            )
-            for row in self.rows
-        ]
-        table.append(("total", "", "", f"{self.parameters:,}", f"{self.bytes_per_sample:,}"))
-        widths = [max(len(line[i]) for line in (head, *table)) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-            for line in (head, tuple("-" * w for w in widths), *table)
-        ]
-        return "\n".join(line.rstrip() for line in lines)
-
-    __repr__ = __str__
 
 
 def convert_model(
@@ -236,34 +157,13 @@ def restore_model(model: M) -> M:
     """
     for module in model.modules():
         if isinstance(module, Converted):
-            original = _original(type(module))
+            original = original_class(type(module))
             module.__dict__.pop("_ps", None)
             if original is not type(module):
                 module.__class__ = original  # type: ignore[assignment]
     for param in model.parameters():
         forget(param)
     return model
-
-
-def report(model: nn.Module) -> Report:
-    """How each module of a converted model is handled: path, class, replacement, parameters, bytes per sample.
-
-    Example:
-        >>> import torch, pslayers as ps
-        >>> print(ps.report(ps.convert_model(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()))))
-        module   class       replacement  parameters  bytes/sample
-        -------  ----------  -----------  ----------  ------------
-        (model)  Sequential  container             0             0
-        0        Linear      PSLinear             15            60
-        total                                     15            60
-    """
-    rows = []
-    for path, module in model.named_modules():
-        if isinstance(module, Converted):
-            rows.append(Row(path, module, _original(type(module)), type(module), module._ps_state().general))
-        elif any(p.requires_grad for p in module.parameters(recurse=False)):
-            rows.append(Row(path, module, type(module), None))
-    return Report(rows)
 
 
 def settings_of(model: nn.Module) -> list[Settings]:
@@ -276,12 +176,6 @@ def settings_of(model: nn.Module) -> list[Settings]:
     if not found:
         raise ValueError(f"{type(model).__name__} has no converted module: call ps.convert_model(model) first.")
     return list(found.values())
-
-
-def _original(cls: type[nn.Module]) -> type[nn.Module]:
-    if issubclass(cls, PSContainer):
-        return cls._ps_original
-    return cls.replaces or cls if issubclass(cls, PSLayer) else cls
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -304,11 +198,11 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
         if problem := _refusal(module):
             refused.append(f"{name} {problem}.")
         elif isinstance(module, PSLayer):
-            rows.append(Row(path, module, _original(cls), cls))
+            rows.append(Row(path, module, original_class(cls), cls))
         elif cls in REGISTRY and not (why := _unlike(module)):
             rows.append(Row(path, module, cls, REGISTRY[cls]))
         else:
-            row = Row(path, module, _original(cls), None)
+            row = Row(path, module, original_class(cls), None)
             general = (
                 on_unsupported == "general" and cls.forward is not nn.Module.forward and (path in whole or bool(row.trainable))
             )

@@ -134,7 +134,7 @@ def test_wrong_inputs(kind: str) -> None:
     with pytest.raises(RuntimeError):
         ours(floats(B, I + 1))
     name = type(ours).__name__
-    with pytest.raises(ValueError, match=rf"`{name}` \({name}\).*shape \(3, 4\) in a batch of 4 samples"):
+    with pytest.raises(ValueError, match=rf"\({name}\).*shape \(3, 4\) in a batch of 4 samples"):
         ours(floats(B, I), state(kind, 3))
 
 

@@ -1,0 +1,139 @@
+"""report: how each module of a converted model is handled."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from .container import PSContainer
+from .converted import Converted
+from .layers.base import PSLayer
+
+
+def original_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module had before conversion."""
+    if issubclass(cls, PSContainer):
+        return cls._ps_original
+    return cls.replaces or cls if issubclass(cls, PSLayer) else cls
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one module is handled; `target` is the class that it is given, None where it keeps its own."""
+
+    path: str
+    module: nn.Module
+    original: type[nn.Module]
+    target: type[nn.Module] | None
+    general: bool = False
+    way: str = ""  # how a general module is run, once that is known
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the module's own parameters get per-sample gradients."""
+        return self.general or bool(self.way) or (self.target is not None and issubclass(self.target, PSLayer))
+
+    @property
+    def handled(self) -> str:
+        """The replacement's name; how it is run without one ("broadcast", "vmap", "loop", by itself or with a container of it);
+        "skipped" (trainable parameters without rows); or "container" of other modules.
+        """
+        if self.general or self.way:
+            return self.way or "general, at the first call"
+        if self.recorded and self.target is not None:
+            return self.target.__name__
+        return "skipped" if self.trainable else "container"
+
+    @property
+    def fast(self) -> bool:
+        """Whether the module's own parameters are on ops that are as fast as plain training."""
+        return self.recorded and (not (self.general or self.way) or self.way == "broadcast")
+
+    @property
+    def trainable(self) -> list[nn.Parameter]:
+        """The module's own parameters that require grad."""
+        return [p for p in self.module.parameters(recurse=False) if p.requires_grad]
+
+    @property
+    def parameters(self) -> int:
+        """How many trainable values the module itself holds."""
+        return sum(p.numel() for p in self.trainable)
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """What the per-sample gradients of one sample take."""
+        return sum(p.numel() * p.element_size() for p in self.trainable) if self.recorded else 0
+
+
+class Report:
+    """What `convert_model` has made of a model: one row a module; print it for a table."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    @property
+    def parameters(self) -> int:
+        """Trainable values, shared ones counted once."""
+        return sum({id(p): p.numel() for row in self.rows for p in row.trainable}.values())
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """Memory of the per-sample gradients, in bytes a sample, shared parameters counted once."""
+        found = {id(p): p.numel() * p.element_size() for row in self.rows if row.recorded for p in row.trainable}
+        return sum(found.values())
+
+    @property
+    def fast(self) -> float:
+        """The share of the trainable values that are on fast ops (replacements, or "broadcast")."""
+        found = {id(p): p.numel() for row in self.rows if row.fast for p in row.trainable}
+        return sum(found.values()) / max(self.parameters, 1)
+
+    def __str__(self) -> str:
+        head = ("module", "class", "replacement", "parameters", "bytes/sample")
+        table = [
+            (
+                row.path or "(model)",
+                row.original.__name__,
+                row.handled,
+                f"{row.parameters:,}",
+                f"{row.bytes_per_sample:,}",
+            )
+            for row in self.rows
+        ]
+        table.append(("total", "", "", f"{self.parameters:,}", f"{self.bytes_per_sample:,}"))
+        widths = [max(len(line[i]) for line in (head, *table)) for i in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+            for line in (head, tuple("-" * w for w in widths), *table)
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+    __repr__ = __str__
+
+
+def report(model: nn.Module) -> Report:
+    """How each module of a converted model is handled: path, class, replacement, parameters, bytes per sample.
+
+    Modules without a replacement are proved in the first call (or with an example): before, their way is not known.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> print(ps.report(ps.convert_model(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()))))
+        module   class       replacement  parameters  bytes/sample
+        -------  ----------  -----------  ----------  ------------
+        (model)  Sequential  container             0             0
+        0        Linear      PSLinear             15            60
+        total                                     15            60
+    """
+    rows: list[Row] = []
+    ways: dict[str, str] = {}  # of modules that are run whole, with all that is below them
+    for path, module in model.named_modules():
+        if isinstance(module, Converted):
+            state = module._ps_state()
+            way = "/".join(sorted({plan.way for plan in state.plans.values()})) if state.general else ""
+            above = next((f"{w} of {p or '(model)'}" for p, w in ways.items() if path.startswith(f"{p}." if p else "")), "")
+            if state.whole and not above:
+                ways[path] = way
+            rows.append(Row(path, module, original_class(type(module)), type(module), state.general, above or way))
+        elif any(p.requires_grad for p in module.parameters(recurse=False)):
+            rows.append(Row(path, module, type(module), None))
+    return Report(rows)
