@@ -1,10 +1,15 @@
 """Settings of all tests, and the cases of the layers' suite."""
 
+import gc
+
 import pytest
 import torch
 
 # the tensors of tests are small: more threads only wait for one another
 torch.set_num_threads(1)
+# what is imported by now is no leak, and need not be searched for one
+gc.collect()
+gc.freeze()
 
 
 @pytest.fixture(autouse=True)

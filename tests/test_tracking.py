@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import pslayers as ps
 
@@ -284,3 +285,31 @@ def test_example_that_cannot_be_attributed_leaves_the_model_untouched() -> None:
         ps.convert_model(model, example=torch.randn(4, 3, 4, dtype=torch.float64))
     assert type(model) is Rolled and type(model.inner) is nn.Linear
     assert dict(model.named_parameters()) == before and not any(p.__dict__ for p in model.parameters())
+
+
+class Packs(nn.Module):
+    """Packs sequences, sorting them by length itself or leaving that to torch."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.lstm, self.out, self.own = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 2), own
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = (x[..., 0] != 0).sum(1).clamp(1)
+        order = lengths.argsort(descending=True) if self.own else torch.arange(len(x))
+        packed = pack_padded_sequence(x[order], lengths[order], batch_first=True, enforce_sorted=self.own)
+        last = self.lstm(packed)[1][0][-1]
+        return self.out(last[order.argsort()])
+
+
+@pytest.mark.filterwarnings("ignore:`Packs` .* is run sample by sample")
+@pytest.mark.parametrize("own", [False, True])
+def test_packed_sequences_inside_a_model(own: bool) -> None:
+    model = Packs(own).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for lengths in ((2, 5, 1, 3), (3, 1, 5, 2), (4, 4, 5, 1)):
+        x = torch.randn(4, 5, 4, dtype=torch.float64)
+        for i, length in enumerate(lengths):
+            x[i, length:] = 0
+        ours.zero_grad()
+        assert_rows_right(model, x, converted=ours)

@@ -131,6 +131,12 @@ class PSLayer(Converted):
         return None
 
     # ------------------------------------------------------------------ one call
+    def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        x = next(tensors_in([args, kwargs]), None)
+        if isinstance(x, Tensor) and self.event_dims is not None and 0 < x.ndim == self.event_dims:
+            return 1  # no batch dim: one sample
+        return super()._ps_batch_size(args, kwargs)
+
     def _ps_needed(self) -> bool:
         """Whether this call computes with per-sample weights: rows are recorded, or the weights given are per sample."""
         state = self._ps_state()

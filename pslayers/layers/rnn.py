@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
@@ -94,6 +95,21 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.ndim in (2, 3)):
             return self._rows_first(x)
         return None  # torch's own error is to come
+
+    def _ps_owned(self, output: Any, rows: int) -> list[tuple[Tensor, int, Tensor | None]]:
+        (out, states), batch = output, current_batch()
+        states = (states,) if isinstance(states, Tensor) else states
+        owned: list[tuple[Tensor, int, Tensor | None]] = [(s, 1, None) for s in states if s.ndim == 3]
+        if isinstance(out, PackedSequence):
+            order = torch.arange(int(out.batch_sizes[0])) if out.sorted_indices is None else out.sorted_indices.cpu()
+            owners = torch.cat([order[:count] for count in out.batch_sizes.tolist()])
+            owned.append((out.data, 0, owners.to(out.data.device)))
+        elif out.ndim == 3:
+            owned.append((out, self._batch_dim, None))
+        alone = (
+            batch is not None and states[0].ndim == 3 and states[0].shape[1] == batch.size
+        )  # else k rows a sample, in some order
+        return owned if alone else []
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Any, int, None]:
         """Leave the inputs as they are: `forward`, which knows what they are, brings them to rows."""

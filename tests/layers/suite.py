@@ -208,6 +208,21 @@ class LayerSuite:
         one = self.loop(layer, shared, 1)
         self.assert_rows(ours, {name: weights.reshape(n, *[1] * (g.ndim - 1)) * g for name, g in one.items()})
 
+    def test_input_without_a_batch_dim(self, case: Case) -> None:
+        """One sample, if the layer is called by itself, as torch takes it."""
+        layer, inputs = self.build(case), self.inputs(case, 1)
+        ours = self.converted(layer)
+        dims = getattr(ours, "event_dims", None)
+        usual = type(ours).arrange is ps.PSLayer.arrange  # others have tests of their own
+        if not dims or len(inputs) != 1 or inputs[0].ndim != dims + 1 or not (case.rows and usual):
+            return
+        if not isinstance(layer(*inputs), Tensor):
+            return
+        output = ours(inputs[0][0])
+        torch.testing.assert_close(output, layer(inputs[0][0]))
+        self.losses(output, 1).sum().backward()
+        self.assert_rows(ours, self.loop(layer, inputs, 1))
+
     def test_non_contiguous_input(self, case: Case) -> None:
         layer, inputs = self.build(case), self.inputs(case)
         strided = tuple(t.transpose(0, -1).contiguous().transpose(0, -1) if isinstance(t, Tensor) else t for t in inputs)
