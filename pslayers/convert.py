@@ -47,8 +47,9 @@ def convert_model(
             (``grad_sample.sum(0) == grad``). A mean that is not over samples (class weights, ignore_index) is neither: use "sum"
             with a sum of per-sample losses.
         batch_first: whether the batch is in dim 0 of the first tensor that the model is called with, else in dim 1.
-        on_unsupported: what to do about trainable parameters in a module without a replacement: "error" lists them all, "skip"
-            leaves them without per-sample gradients, "freeze" sets requires_grad to False.
+        on_unsupported: what to do about trainable parameters in a module without a replacement: "error" lists them all,
+            "general" runs the module with per-sample parameters, by broadcasting, vmap or a loop over samples (see README),
+            "skip" leaves them without per-sample gradients, "freeze" sets requires_grad to False.
         example: an example batch (a tensor, a tuple of positional or a dict of keyword arguments): the model runs on it a few
             times, to track which rows of each layer's input belong to which sample. Otherwise that is done at the first call
             whose shapes leave it open.
@@ -216,8 +217,8 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
     problems = refused + (unsupported if on_unsupported == "error" else [])
     if problems:
         way_out = (
-            "\nWrite a layer for it (class PSName(ps.PSLayer, Name, replaces=Name)), or choose on_unsupported='skip' (no "
-            "per-sample gradients there) or 'freeze' (no gradients there)."
+            "\nWrite a layer for it (class PSName(ps.PSLayer, Name, replaces=Name)), or choose on_unsupported='general' (run it "
+            "with per-sample parameters), 'skip' (no per-sample gradients there) or 'freeze' (no gradients there)."
         )
         raise ConversionError(
             f"{type(model).__name__} cannot be converted, and has not been changed:\n- "

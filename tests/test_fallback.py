@@ -1,5 +1,6 @@
 """Modules without a replacement: every pattern of public architectures, against the loop over samples."""
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 import pslayers as ps
 
-from .oracle import assert_rows_right
+from .oracle import assert_rows_right, loop, square, squares
 
 
 class ClassToken(nn.Module):
@@ -247,3 +248,48 @@ def test_pattern(pattern: str) -> None:
     for n in (4, 2, 5, 1):
         ours.zero_grad()
         assert_rows_right(model, data(n), converted=ours)
+
+
+WAYS = {"class-token": "broadcast", "rms-norm": "broadcast", "conv-norm": "vmap", "past-its-layer": "vmap", "experts": "loop"}
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize("pattern", WAYS)
+def test_fastest_way_that_is_right(pattern: str) -> None:
+    build, data = PATTERNS[pattern]
+    ours = ps.convert_model(build().double(), on_unsupported="general", example=data(3))
+    table = ps.report(ours)
+    assert WAYS[pattern] in {row.way for row in table.rows} and WAYS[pattern] in str(table)
+    assert (table.fast == 1) is (WAYS[pattern] == "broadcast")
+
+
+def test_before_the_first_call_the_way_is_not_known() -> None:
+    ours = ps.convert_model(Residual(RMSNorm()), on_unsupported="general")
+    assert "general, at the first call" in str(ps.report(ours))
+
+
+def test_sample_by_sample_is_said_by_name() -> None:
+    with pytest.warns(UserWarning, match=r"`leaf` \(CustomFunction\) is run sample by sample"):
+        ps.convert_model(Residual(CustomFunction()).double(), on_unsupported="general", example=sequence(3))
+
+
+@pytest.mark.parametrize("pattern", ["class-token", "rms-norm", "past-its-layer"])
+def test_sum_losses_checks_chunks_and_copies(pattern: str) -> None:
+    build, data = PATTERNS[pattern]
+    model, x = build().double(), data(5)
+    expected = loop(model, square, (x,))
+    ours = ps.convert_model(copy.deepcopy(model), on_unsupported="general", loss_reduction="sum")
+    for net in (ours, copy.deepcopy(ours)):
+        squares(net(x)).sum().backward()
+        for name, p in net.named_parameters():
+            if expected[name] is not None:
+                torch.testing.assert_close(p.grad_sample, expected[name], rtol=1e-8, atol=1e-9)
+    found = ps.per_sample_grads(ours, squares, x, chunk_size=2)
+    for name, rows in found.items():
+        if expected[name] is not None:
+            torch.testing.assert_close(rows, expected[name], rtol=1e-8, atol=1e-9)
+    answer = ps.check_model(ours, x)
+    assert answer, str(answer)
+    ps.restore_model(ours)
+    torch.testing.assert_close(ours(x), model(x))
+    assert not any(p.__dict__ for p in ours.parameters())
