@@ -1,8 +1,8 @@
 """Which rows of a layer's input belong to which sample, where shapes alone cannot tell.
 
 Time may be as long as the batch, rows may be flattened batch-major or time-major, a table may have as many rows as the batch has
-samples. Then the model is run twice more, by its original layers and without gradients: as it was called, and with one sample
-changed. The rows that change are that sample's. What is learned about a call of a layer is kept for later batches.
+samples. Then the model is run a few times more, by its original layers and without gradients: as it was called, and with some
+samples changed. The rows that change are those samples'. What is learned about a call of a layer is kept for later batches.
 """
 
 import itertools
