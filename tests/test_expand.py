@@ -315,6 +315,12 @@ def test_gradient_that_the_user_keeps_is_never_overwritten_and_memory_is_reused(
     step(data())
     torch.testing.assert_close(kept, value)
     torch.testing.assert_close(part, before)
+    del kept, part
+    places = set()
+    for _ in range(4):  # without zero_grad between
+        squares(ours(data())).mean().backward()
+        places.add(ours.weight.grad_sample.data_ptr())
+    assert len(places) == 1
 
 
 def test_model_is_freed_at_once() -> None:
