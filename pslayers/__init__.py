@@ -31,6 +31,8 @@ from .layers import (
     PSLayerNorm,
     PSLinear,
     PSLSTMCell,
+    PSMultiheadAttention,
+    PSNonDynamicallyQuantizableLinear,
     PSPReLU,
     PSRMSNorm,
     PSRNNCell,
@@ -86,6 +88,8 @@ __all__ = [
     "PSPReLU",
     "PSEmbeddingBag",
     "PSAdaptiveLogSoftmaxWithLoss",
+    "PSMultiheadAttention",
+    "PSNonDynamicallyQuantizableLinear",
     # ops
     "functional",
 ]

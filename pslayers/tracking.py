@@ -183,7 +183,8 @@ def run_tracked(
     """Run by the original layers, noting what calls take and return; every run sees the random numbers of the real one."""
     local.tracker = tracker = tracker or Tracker()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    state = random.getstate()
+    state, fast_path = random.getstate(), torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the layers of torch's Transformers where no gradient is asked for
     args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a model may change its inputs in place
     try:
         with torch.random.fork_rng(devices):
@@ -191,6 +192,7 @@ def run_tracked(
     finally:
         local.tracker = None
         random.setstate(state)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
     return tracker, output
 
 

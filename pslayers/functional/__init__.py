@@ -1,6 +1,7 @@
 """Ops with per-sample weights: each sample has a weight of its own, or the weight is one, expanded to the batch."""
 
 from .activation import prelu
+from .attention import in_projection, multi_head_attention
 from .bags import embedding_bag
 from .batch_norm import batch_norm
 from .bilinear import bilinear
@@ -25,11 +26,13 @@ __all__ = [
     "group_norm",
     "gru",
     "gru_cell",
+    "in_projection",
     "instance_norm",
     "layer_norm",
     "linear",
     "lstm",
     "lstm_cell",
+    "multi_head_attention",
     "prelu",
     "rms_norm",
     "rnn_relu",

@@ -2,6 +2,7 @@
 
 from .activation import PSPReLU
 from .adaptive import PSAdaptiveLogSoftmaxWithLoss
+from .attention import PSMultiheadAttention, PSNonDynamicallyQuantizableLinear
 from .base import PSLayer
 from .batch_norm import PSBatchNorm1d, PSBatchNorm2d, PSBatchNorm3d, PSSyncBatchNorm
 from .conv import PSConv1d, PSConv2d, PSConv3d, PSConvTranspose1d, PSConvTranspose2d, PSConvTranspose3d
@@ -37,6 +38,8 @@ __all__ = [
     "PSLayer",
     "PSLayerNorm",
     "PSLinear",
+    "PSMultiheadAttention",
+    "PSNonDynamicallyQuantizableLinear",
     "PSPReLU",
     "PSRMSNorm",
     "PSRNN",

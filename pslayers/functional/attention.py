@@ -1,0 +1,174 @@
+"""Attention with per-sample weights. Indices: n sample, t every other dim of the input, i in, o out."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..expand import Expansion, per_sample, shared, wanted
+from .common import SUM_FROM_ROWS, by_sample, check_rows, owned
+from .linear import linear
+
+Weight = Tensor | Expansion
+
+
+def in_projection(
+    query: Tensor, key: Tensor, value: Tensor, weight: Weight | Sequence[Weight], bias: Weight | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value projected, ``q[n] = query[n] @ weight_q[n].T + bias_q[n]`` and so on; inputs that are the same at once.
+
+    Shapes: query (N, L, Eq), key (N, S, Ek), value (N, S, Ev) with N = k * B rows, k a sample; weight (B, 3 * E, E), packed in the
+    order q, k, v, or three of (B, E, Eq), (B, E, Ek), (B, E, Ev); bias (B, 3 * E) or None; result (N, L, E), (N, S, E) twice. What
+    lacks the B is one for all samples. Memory of the weights' gradients: B times their own.
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if isinstance(weight, Sequence):
+        q, k, v = (linear(x, w) for x, w in zip((query, key, value), weight, strict=True))
+    elif query is key is value:
+        q, k, v = linear(query, weight, bias).chunk(3, -1)
+        return q, k, v
+    elif key is value:
+        q, kv = _parts((query, key), weight, (1, 2))
+        k, v = kv.chunk(2, -1)
+    else:
+        q, k, v = _parts((query, key, value), weight, (1, 1, 1))
+    if bias is None:
+        return q, k, v
+    b_q, b_k, b_v = of_rows(bias, 1, len(q)).unsqueeze(1).chunk(3, -1)  # (N, 1, E) each
+    return q + b_q, k + b_k, v + b_v
+
+
+def multi_head_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_heads: int,
+    mask: Tensor | None = None,
+    *,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    need_weights: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention between in- and out-projection, a head on each E / H features: ``softmax(q @ k.T / sqrt(E / H) + mask) @ v``.
+
+    It has no weights; in contrast to torch's fused kernels it can be differentiated any number of times.
+
+    Shapes: q (N, L, E), k and v (N, S, E), mask (N or 1, H or 1, L or 1, S), added; result (N, L, E), and the attention weights
+    (N, H, L, S) if they are needed, else None. Memory: N x H x L x S values.
+    """
+    q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (N, H, L or S, E / H)
+    if mask is not None:
+        mask = mask.to(q.dtype)
+    weights = None
+    if need_weights:
+        out, weights = _explicit(q, k, v, mask, dropout)
+    elif dropout and not q.is_cpu:  # the fused kernels draw random numbers in an order of their own
+        out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+    else:  # torch's own composite of differentiable ops; as fast on CPU as the fused kernel
+        out = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, is_causal)[0]
+    return out.transpose(1, 2).flatten(2), weights
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+    """Step by step as torch does where weights are needed; those returned are after dropout, as torch's."""
+    heads = q.shape[:2]
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (N * H, ...)
+    q = q * math.sqrt(1.0 / q.shape[-1])
+    if mask is None:
+        scores = torch.bmm(q, k.transpose(1, 2))
+    else:
+        mask = mask[0] if mask.shape[:2] == (1, 1) else mask.expand(*heads, -1, -1).flatten(0, 1)
+        scores = torch.baddbmm(mask, q, k.transpose(1, 2))
+    weights = F.softmax(scores, -1)
+    if dropout:
+        weights = F.dropout(weights, dropout)
+    return torch.bmm(weights, v).unflatten(0, heads), weights.unflatten(0, heads)
+
+
+def of_rows(t: Weight, ndim: int, n: int) -> Tensor:
+    """One (N, *S) for each row, of a parameter with `ndim` dims, whatever it came as."""
+    t = per_sample(t, ndim, n)
+    return t if len(t) == n else t.repeat_interleave(n // max(len(t), 1), 0)
+
+
+def _parts(xs: Sequence[Tensor], weight: Weight, thirds: Sequence[int]) -> tuple[Tensor, ...]:
+    """Each input times its part of the packed weight, of so many thirds of it."""
+    w = shared(weight, 2)
+    if w is None or xs[0].is_complex():
+        assert isinstance(weight, Tensor)
+        sizes = [weight.shape[-2] // 3 * t for t in thirds]
+        return tuple(linear(x, part) for x, part in zip(xs, weight.split(sizes, -2), strict=True))
+    for x in xs:
+        check_rows("in_projection", x, w.rows)
+    parts: tuple[Tensor, ...] = _Parts.apply(w.weight, w.rows, w, [len(w.weight) // 3 * t for t in thirds], False, *xs)
+    return parts
+
+
+class _Parts(torch.autograd.Function):
+    """Several linear maps whose weights are packed in one: ``linear``'s op, for each part with an input of its own.
+
+    The family closes on itself: the input gradients are the same op with ``turned`` flipped (``x @ weight``).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, rows: Tensor | None, w: Expansion, sizes: list[int], turned: bool, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(weight, rows, *(xs if any(ctx.needs_input_grad[:2]) else ()))
+        ctx.w, ctx.sizes, ctx.turned, ctx.dtypes = w, sizes, turned, [x.dtype for x in xs]
+        return tuple(owned(x @ p if turned else F.linear(x, p)) for x, p in zip(xs, weight.split(sizes), strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, rows, *xs = ctx.saved_tensors
+        need_weight, need_rows, _, _, _, *need_xs = wanted(ctx)
+        w, sizes, turned = ctx.w, ctx.sizes, ctx.turned
+        gxs: Sequence[Tensor | None] = [None] * len(grads)
+        gys = [gy.to(weight.dtype) for gy in grads]
+        if any(need_xs):
+            if torch.is_grad_enabled():
+                gxs = _Parts.apply(weight, rows, w.rebind(weight, rows), sizes, not turned, *gys)
+            else:
+                parts = zip(gys, weight.split(sizes), need_xs, strict=True)
+                gxs = [(gy @ (p.t() if turned else p) if need else None) for gy, p, need in parts]
+            gxs = [None if gx is None else gx.to(dtype) for gx, dtype in zip(gxs, ctx.dtypes, strict=True)]
+        g_weight = g_rows = None
+        if need_weight or need_rows:
+            xs = [x.to(weight.dtype) for x in xs]
+            pairs = list(zip(xs, gys, strict=True) if turned else zip(gys, xs, strict=True))  # outputs' side, inputs' side
+            g_weight, g_rows = _weight_grads(pairs, rows, w, sizes, need_weight, need_rows)
+        return g_weight, g_rows, None, None, None, *gxs
+
+
+def _weight_grads(
+    pairs: list[tuple[Tensor, Tensor]], rows: Tensor | None, w: Expansion, sizes: list[int], need_weight: bool, need_rows: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of (weight, rows): ``gy.T @ x`` part by part, over all rows, and over each sample's t rows."""
+    g_weight = g_rows = None
+    graph = torch.is_grad_enabled()
+    if need_rows:
+        assert rows is not None
+        factors = [[by_sample(t, len(rows), t.shape[-1]) for t in pair] for pair in pairs]
+        if graph:
+            g_rows = torch.cat([gy.transpose(1, 2) @ x for gy, x in factors], 1)
+        else:
+            g_rows = w.buffer()
+            for (gy, x), out in zip(factors, g_rows.split(sizes, 1), strict=True):
+                out.baddbmm_(gy.transpose(1, 2), x, beta=0, alpha=w.scale.rows)
+    if need_weight:
+        if g_rows is not None and not graph and 0 < len(g_rows) * SUM_FROM_ROWS < min(x.shape[:-1].numel() for _, x in pairs):
+            g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
+        else:
+            g_weight = torch.cat([gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) for gy, x in pairs])
+            if not graph and w.scale.weight != 1:
+                g_weight = g_weight * w.scale.weight
+    if graph:
+        return w.out(g_weight, g_rows)
+    if g_weight is not None:
+        w.send(g_weight)
+    return g_weight, g_rows

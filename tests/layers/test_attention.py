@@ -1,0 +1,364 @@
+"""PSMultiheadAttention and torch's Transformers; the oracle is torch's own module, called on each sample by itself."""
+
+import copy
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention
+from torch import Tensor, nn
+
+import pslayers as ps
+
+from ..oracle import assert_rows_right
+from .suite import Case, LayerSuite, floats
+
+E, H, L, S, B = 4, 2, 3, 5, 4
+MATH = functools.partial(torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.MATH)
+
+
+def causal(n: int) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool).triu(1)
+
+
+def called(name: str, inputs: Callable[[int], tuple[Any, ...]], call: dict[str, Any] | None = None, **options: Any) -> Case:
+    """A case whose positional inputs are those of nn.MultiheadAttention, `call` giving the later ones."""
+    rest = {"key_padding_mask": None, "need_weights": True, "attn_mask": None, "average_attn_weights": True, "is_causal": False}
+    given = {**rest, **(call or {})}
+
+    def build(n: int) -> tuple[Any, ...]:
+        return (*inputs(n), *(value(n) if callable(value) else value for value in given.values()))
+
+    rows = not any(callable(value) for value in given.values())
+    return Case(name, lambda: nn.MultiheadAttention(E, H, **{"batch_first": True, **options}), build, rows=rows)
+
+
+def itself(n: int) -> tuple[Tensor, ...]:
+    return (floats(n, L, E),) * 3
+
+
+def memory(n: int) -> tuple[Tensor, ...]:
+    query, memory = floats(n, L, E), floats(n, S, E)
+    return query, memory, memory
+
+
+def apart(n: int) -> tuple[Tensor, ...]:
+    return floats(n, L, E), floats(n, S, E), floats(n, S, E)
+
+
+def padding(n: int) -> Tensor:
+    return torch.arange(S) >= torch.arange(2, 2 + n).clamp(max=S).unsqueeze(1)  # at least two are left
+
+
+def per_head(n: int) -> Tensor:
+    return floats(n * H, L, S)
+
+
+class TestPSMultiheadAttention(LayerSuite):
+    cases = [
+        called("self", itself),
+        called("self-no-weights", itself, {"need_weights": False}),
+        called("memory", memory),
+        called("apart", apart, {"need_weights": False}),
+        called("no-bias", memory, bias=False),
+        called("widths", lambda n: (floats(n, L, E), floats(n, S, 3), floats(n, S, 2)), kdim=3, vdim=2),
+        called("widths-no-bias", lambda n: (floats(n, L, E), floats(n, S, 3), floats(n, S, 3)), kdim=3, vdim=3, bias=False),
+        called("appended", memory, {"attn_mask": floats(L, S)}, add_bias_kv=True, add_zero_attn=True),
+        called(
+            "appended-no-weights",
+            itself,
+            {"need_weights": False, "key_padding_mask": lambda n: padding(n)[:, :L]},
+            add_bias_kv=True,
+        ),
+        called("causal", itself, {"need_weights": False, "attn_mask": causal(L), "is_causal": True}),
+        called("causal-with-weights", itself, {"attn_mask": causal(L), "is_causal": True}),
+        called("mask-of-each-head", apart, {"attn_mask": per_head, "average_attn_weights": False}),
+        called("both-masks", memory, {"attn_mask": lambda n: per_head(n) > 1, "key_padding_mask": padding, "need_weights": False}),
+        called("weights-of-each-head", memory, {"key_padding_mask": padding, "average_attn_weights": False}),
+    ]
+
+    def sample(self, inputs: tuple[Any, ...], i: int) -> tuple[Any, ...]:
+        query, key, value, pad, need, mask, *rest = inputs
+        mask = mask[i * H : (i + 1) * H] if mask is not None and mask.ndim == 3 else mask
+        query, key, value, pad = (None if t is None else t[i : i + 1] for t in (query, key, value, pad))
+        return (query, key, value, pad, need, mask, *rest)
+
+    def losses(self, output: Any, n: int) -> Tensor:
+        out, weights = output
+        return super().losses(out, n) + (0 if weights is None else super().losses(weights, n))
+
+    def test_rows_can_be_differentiated_again(self, case: Case) -> None:
+        with MATH():  # torch's fused kernels, in the oracle, have no second derivative
+            super().test_rows_can_be_differentiated_again(case)
+
+    def test_gradient_penalty(self, case: Case) -> None:
+        layer, inputs = self.build(case), self.inputs(case)
+        ours = self.converted(layer)
+
+        def penalties(net: nn.Module, inputs: tuple[Any, ...], n: int) -> Tensor:
+            query = inputs[0].detach().requires_grad_()
+            losses = self.losses(net(query, *(query if t is inputs[0] else t for t in inputs[1:])), n)
+            (g,) = torch.autograd.grad(losses.sum(), query, create_graph=True)
+            return losses + (g**2).flatten(1).sum(1)
+
+        penalties(ours, inputs, self.batch).mean().backward()
+        for i in range(self.batch):
+            own = self.sample(inputs, i)
+            own = tuple(own[0] if given is inputs[0] else t for given, t in zip(inputs, own, strict=True))
+            with MATH():
+                loss = penalties(layer, own, 1).sum()
+                true = torch.autograd.grad(loss, list(layer.parameters()), materialize_grads=True)
+            for p, g in zip(ours.parameters(), true, strict=True):
+                torch.testing.assert_close(p.grad_sample[i], g, rtol=1e-8, atol=1e-8)
+
+
+class TestPSNonDynamicallyQuantizableLinear(LayerSuite):
+    cases = [
+        Case("sequence", lambda: nn.modules.linear.NonDynamicallyQuantizableLinear(4, 3), lambda n: (floats(n, 5, 4),)),
+        Case("no-bias", lambda: nn.modules.linear.NonDynamicallyQuantizableLinear(4, 3, bias=False), lambda n: (floats(n, 4),)),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------- the layer
+def pair(**options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
+    layer = nn.MultiheadAttention(E, H, **options).double()
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.5)
+    return layer, ps.convert_model(copy.deepcopy(layer))
+
+
+def assert_loop(ours: nn.Module, layer: nn.Module, loss: Callable[[nn.Module, int], Tensor], size: int = B) -> None:
+    """Rows against those of `loss(layer, i)`, the loss of sample i alone."""
+    names, params = zip(*layer.named_parameters(), strict=True)
+    for i in range(size):
+        for name, g in zip(names, torch.autograd.grad(loss(layer, i), params, materialize_grads=True), strict=True):
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample[i], g, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+@pytest.mark.parametrize("inputs", [itself, memory, apart])
+def test_batch_in_dim_one(inputs: Callable[[int], tuple[Tensor, ...]], need_weights: bool) -> None:
+    layer, ours = pair()
+    first = inputs(B)
+    turned = {id(t): t.transpose(0, 1) for t in first}  # what is the same stays so
+    query, key, value = (turned[id(t)] for t in first)
+    found, expected = ours(query, key, value, need_weights=need_weights), layer(query, key, value, need_weights=need_weights)
+    torch.testing.assert_close(found, expected)
+    found[0].square().sum((0, 2)).mean().backward()
+    assert_loop(ours, layer, lambda net, i: net(*(t[:, i : i + 1] for t in (query, key, value)))[0].square().sum())
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("average", [False, True])
+def test_without_a_batch_dim(batch_first: bool, average: bool) -> None:
+    layer, ours = pair(batch_first=batch_first, add_bias_kv=True)
+    query, key, value, mask, pad = floats(L, E), floats(S, E), floats(S, E), floats(H, L, S), padding(1)[0]
+    call = {
+        "attn_mask": mask,
+        "key_padding_mask": torch.zeros(S).double().masked_fill(pad, -torch.inf),
+        "average_attn_weights": average,
+    }
+    found, expected = ours(query, key, value, **call), layer(query, key, value, **call)
+    torch.testing.assert_close(found, expected)
+    found[0].square().sum().backward()
+    assert_loop(ours, layer, lambda net, _: net(query, key, value, **call)[0].square().sum(), 1)
+    with ps.batch_size(3):  # shared by three
+        out, weights = ours(query, key, value, **call)
+    assert out.shape == ((3, L, E) if batch_first else (L, 3, E)) and weights.shape == (3, *expected[1].shape)
+    out.movedim(0 if batch_first else 1, 0).square().sum((1, 2)).mean().backward()
+    assert_loop(ours, layer, lambda net, _: net(query, key, value, **call)[0].square().sum(), 3)
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_dropout_is_that_of_torch(need_weights: bool) -> None:
+    layer, ours = pair(dropout=0.5, batch_first=True)
+    x = floats(B, L, E)
+    outputs = []
+    for net in (ours, layer):
+        torch.manual_seed(3)
+        outputs.append(net(x, x, x, need_weights=need_weights))
+    torch.testing.assert_close(*outputs)
+    for net, (out, _) in zip((ours, layer), outputs, strict=True):
+        out.square().sum((1, 2)).mean().backward()
+        if net is ours:
+            continue
+        for p, q in zip(ours.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+            torch.testing.assert_close(p.grad_sample.mean(0), q.grad)
+    outputs = [net.eval()(x, x, x, need_weights=need_weights) for net in (ours, layer)]
+    torch.testing.assert_close(*outputs)
+    with torch.no_grad():  # torch's fast path
+        torch.testing.assert_close(ours(x, x, x, need_weights=need_weights), layer(x, x, x, need_weights=need_weights))
+
+
+class Columns(nn.Module):
+    """Attention along the rows of a grid, for each column: k sequences a sample, time-major or batch-major."""
+
+    def __init__(self, time_major: bool, **options: Any) -> None:
+        super().__init__()
+        self.attention, self.time_major = nn.MultiheadAttention(E, H, batch_first=True, **options), time_major
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, K, L, E)
+        rows = (x.transpose(0, 1) if self.time_major else x).flatten(0, 1)
+        out = self.attention(rows, rows, rows)[0].unflatten(0, (-1, len(x)) if self.time_major else (len(x), -1))
+        return out.transpose(0, 1) if self.time_major else out
+
+
+@pytest.mark.parametrize("time_major", [False, True])
+def test_several_sequences_a_sample(time_major: bool) -> None:
+    model = Columns(time_major).double()
+    assert_rows_right(model, floats(B, 2, L, E))
+    assert_rows_right(model, floats(2, 2, L, E))
+    model = Columns(time_major, dropout=0.5).double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), floats(B, 2, L, E)
+    for _ in range(2):
+        outputs = []
+        for net in (ours, model):
+            torch.manual_seed(3)
+            outputs.append(net(x))
+        torch.testing.assert_close(*outputs)
+
+
+def test_output_may_be_changed_in_place() -> None:
+    for batch_first in (False, True):
+        layer, ours = pair(batch_first=batch_first)
+        x = floats(B, B, E)
+        for net in (layer, ours):
+            out = net(x, x, x)[0]
+            out.mul_(2)
+            out.square().sum().backward()
+        for p, q in zip(ours.parameters(), layer.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_only_the_out_projection_is_trainable() -> None:
+    layer, _ = pair(batch_first=True)
+    for name, p in layer.named_parameters():
+        p.requires_grad_(name.startswith("out_proj"))
+    ours, x = ps.convert_model(copy.deepcopy(layer)), floats(B, L, E)
+    ours(x, x, x)[0].square().sum((1, 2)).mean().backward()
+    assert ours.in_proj_weight.grad_sample is None
+    for i in range(B):
+        own = x[i : i + 1]
+        g = torch.autograd.grad(layer(own, own, own)[0].square().sum(), layer.out_proj.weight)[0]
+        torch.testing.assert_close(ours.out_proj.weight.grad_sample[i], g)
+
+
+def test_built_as_such_and_restored() -> None:
+    layer, x = ps.PSMultiheadAttention(E, H, batch_first=True), torch.randn(B, L, E)
+    layer(x, x, x)[0].sum((1, 2)).mean().backward()
+    for p in layer.parameters():
+        torch.testing.assert_close(p.grad_sample.mean(0), p.grad)
+    ps.restore_model(layer)
+    assert type(layer) is nn.MultiheadAttention
+    assert type(layer.out_proj) is nn.modules.linear.NonDynamicallyQuantizableLinear
+
+
+def test_another_out_projection() -> None:
+    layer, _ = pair(batch_first=True)
+    nn.utils.parametrizations.orthogonal(layer.out_proj)
+    with pytest.raises(ps.ConversionError, match=r"has an `out_proj` of type ParametrizedNonDynamicallyQuantizableLinear"):
+        ps.convert_model(layer)
+    for p in layer.out_proj.parameters():
+        p.requires_grad_(False)
+    x = floats(B, L, E)
+    ours = ps.convert_model(copy.deepcopy(layer))
+    ours(x, x, x)[0].square().sum((1, 2)).mean().backward()
+    for i in range(B):
+        own = x[i : i + 1]
+        g = torch.autograd.grad(layer(own, own, own)[0].square().sum(), layer.in_proj_weight)[0]
+        torch.testing.assert_close(ours.in_proj_weight.grad_sample[i], g)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "call"),
+    [
+        ((floats(B, L, E), floats(B, S, E), floats(B, L, E)), {}),
+        ((floats(B, L, E), floats(2, S, E), floats(2, S, E)), {}),
+        ((floats(B, L, E), floats(B, S, E + 1), floats(B, S, E + 1)), {}),
+        ((floats(B, L, E), floats(S, E), floats(S, E)), {}),
+        ((floats(1, B, L, E),) * 3, {}),
+        (itself(B), {"attn_mask": torch.zeros(L, S)}),
+        (itself(B), {"attn_mask": torch.zeros(B, L, L)}),
+        (itself(B), {"key_padding_mask": torch.zeros(B, S)}),
+        (itself(B), {"key_padding_mask": torch.zeros(L)}),
+        (itself(B), {"attn_mask": torch.zeros(L, L, dtype=torch.int)}),
+        (itself(B), {"is_causal": True}),
+    ],
+)
+def test_errors_are_those_of_torch(inputs: tuple[Tensor, ...], call: dict[str, Any]) -> None:
+    layer, ours = pair(batch_first=True)
+    found = []
+    for net in (layer, ours):
+        with pytest.raises((RuntimeError, AssertionError)) as error:
+            net(*inputs, **call)
+        found.append(str(error.value))
+    assert found[0] == found[1]
+
+
+def test_rows_that_are_no_samples() -> None:
+    _, ours = pair(batch_first=True)
+    x = floats(5, L, E)
+    with ps.batch_size(3), pytest.raises(ValueError, match="batch first; the batch dim of this layer's own inputs is dim 0"):
+        ours(x, x, x)
+    model = ps.convert_model(nn.TransformerEncoderLayer(E, H, 8, 0.0).double())  # attends along the batch
+    with pytest.raises(ValueError, match="samples"):
+        model(floats(B, B, E)).sum()
+
+
+# ---------------------------------------------------------------------------------------------------------------- Transformers
+class Model(nn.Module):
+    """One of torch's Transformer modules, batch first outside, as its own batch_first says inside."""
+
+    def __init__(self, kind: str, masks: tuple[str, ...] = (), **options: Any) -> None:
+        super().__init__()
+        self.kind, self.masks = kind, masks
+        options = {"dropout": 0.0, **options}
+        kwargs = {"d_model": E, "nhead": H, "dim_feedforward": 6, **options}
+        if kind == "Transformer":
+            self.net: nn.Module = nn.Transformer(num_encoder_layers=1, num_decoder_layers=2, **kwargs)
+        else:
+            layer = getattr(nn, f"{kind.removesuffix('Layer')}Layer")(**kwargs)
+            norm = nn.LayerNorm(E) if options.get("norm_first") else None
+            self.net = layer if kind.endswith("Layer") else getattr(nn, kind)(layer, 2, norm)
+        self.batch_first = options.get("batch_first", False)
+
+    def forward(self, src: Tensor, tgt: Tensor, padded: Tensor) -> Tensor:  # (B, S, E), (B, L, E), (B, S)
+        masks: dict[str, Any] = {}
+        encoder, whole = "Encoder" in self.kind, self.kind == "Transformer"
+        if "padding" in self.masks:
+            name = "src_key_padding_mask" if encoder or whole else "memory_key_padding_mask"
+            masks |= {name: padded} | ({"memory_key_padding_mask": padded} if whole else {})
+        if "causal" in self.masks:
+            steps = src.shape[1] if encoder else tgt.shape[1]
+            name = ("src_mask" if self.kind.endswith("Layer") else "mask") if encoder else "tgt_mask"
+            masks[name] = causal(steps).to(src.device) if "padding" in self.masks else float_causal(steps)
+        inputs = (src,) if encoder else (src, tgt) if whole else (tgt, src)
+        if not self.batch_first:
+            inputs = tuple(t.transpose(0, 1) for t in inputs)
+        out = self.net(*inputs, **masks)
+        return out if self.batch_first else out.transpose(0, 1)
+
+
+def float_causal(n: int) -> Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(n, dtype=torch.float64)
+
+
+KINDS = ["TransformerEncoderLayer", "TransformerEncoder", "TransformerDecoderLayer", "TransformerDecoder", "Transformer"]
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("masks", [(), ("padding",), ("causal",), ("causal", "padding")], ids=str)
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers(kind: str, train: bool, masks: tuple[str, ...]) -> None:
+    for batch_first, norm_first in itertools.product((True, False), (True, False)):
+        model = Model(kind, masks, batch_first=batch_first, norm_first=norm_first).double().train(train)
+        for size in (L, S, 1):  # as long as the steps are
+            assert_rows_right(model, floats(size, S, E), floats(size, L, E), padding(size))
+        inputs = floats(B, S, E), floats(B, L, E), padding(B)
+        ours = ps.convert_model(copy.deepcopy(model), example=inputs)
+        assert_rows_right(model, *inputs, converted=ours)
