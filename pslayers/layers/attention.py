@@ -37,8 +37,8 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
     """nn.MultiheadAttention in full, with per-sample weights: ``out[n] = concat(head_1, ..., head_H) @ out_proj[n].T + bias[n]``.
 
     A head is ``softmax(q @ k.T / sqrt(E / H) + mask) @ v`` of parts of ``q = query[n] @ w_q[n].T + b_q[n]`` and so on, w_q[n]
-    being a part of ``in_proj_weight[n]``. The batch dim of the inputs is the layer's own, by its ``batch_first``, whatever the rest of the
-    model does.
+    being a part of ``in_proj_weight[n]``. The batch dim of the inputs is the layer's own, by its ``batch_first``, whatever the
+    rest of the model does.
 
     Shapes: query (L, B, E), key (S, B, K), value (S, B, V), or batch first; attn_mask (L, S) or (B * H, L, S), key_padding_mask
     (B, S); result (L, B, E), and attention weights (B, L, S) or (B, H, L, S); `grad_sample` (B, 3 E, E), or (B, E, E), (B, E, K),
