@@ -10,6 +10,7 @@ from . import fallback
 from .converted import Converted, random_state, set_random_state
 from .expand import Batch, local
 from .layers.base import PSLayer
+from .snapshot import Snapshot
 from .tracking import TABLE, Ambiguous, Tracker, parameters_used
 from .trees import ndims
 
@@ -56,8 +57,8 @@ class PSContainer(Converted):
 
     def _ps_learn(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """As the base's; where the layers cannot be run each by itself, the whole module is run with per-sample parameters."""
-        state, random = self._ps_state(), random_state()
-        before, first = (state.general, state.whole), None
+        state, random, before = self._ps_state(), random_state(), Snapshot(self)
+        by_itself, first = (state.general, state.whole), None
         for tables, whole in ((False, False), (True, False), (False, True)):
             set_random_state(random)
             state.tables, state.whole = tables, whole or state.whole
@@ -66,7 +67,8 @@ class PSContainer(Converted):
                 return super()._ps_learn(run, args, kwargs, size)
             except Exception as error:  # a shape that no longer broadcasts, rows that are no one's, outputs that differ
                 first = first or error
-        state.general, state.whole = before
+                before.restore()
+        state.general, state.whole = by_itself
         assert first is not None
         raise first
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .expand import Batch, Settings, clear, local
+from .snapshot import Snapshot
 from .tracking import (
     Ambiguous,
     Layout,
@@ -18,7 +19,6 @@ from .tracking import (
     rows_agree,
     run_tracked,
     track,
-    unchanged_buffers,
 )
 from .trees import ndims, tensors_in
 
@@ -94,11 +94,11 @@ class Converted(_Mixin):
         recorded = settings.recording and torch.is_grad_enabled()
         if recorded:
             settings.called(size)
-        random = random_state() if trackable else None
+        random, before = random_state() if trackable else None, None
         local.batch = batch = Batch(size, settings, trackable)
         proved, kind = self._ps_state().proved, (self.training, ndims((args, kwargs)))
         if recorded and trackable and kind not in proved:
-            batch.outputs = []
+            batch.outputs, before = [], Snapshot(self)
         try:
             output = run(self, *args, **kwargs)
             if batch.outputs is None or (rows_agree(batch.outputs, output, batch) and not self._ps_past_layers(output)):
@@ -110,6 +110,8 @@ class Converted(_Mixin):
         finally:
             local.batch = None
         set_random_state(random)
+        if before is not None:
+            before.restore()
         output = self._ps_learn(run, args, kwargs, size)
         proved.add(kind)
         return output
@@ -161,8 +163,8 @@ class Converted(_Mixin):
         given = self._ps_given()
         plain = None
         if not given:  # per-sample weights have no plain counterpart
-            with torch.no_grad(), unchanged_buffers(self):
-                plain = run_tracked(functools.partial(run, self), args, kwargs)[1]
+            with torch.no_grad():
+                plain = run_tracked(functools.partial(run, self), self, args, kwargs)[1]
         local.batch = batch = Batch(size, self._ps_state().settings)
         batch.outputs = []
         try:

@@ -13,7 +13,6 @@ other samples' those of the module as it is.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from .expand import Expansion, Scale, local
 from .record import recorder_of
-from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout, unchanged_buffers
+from .snapshot import trial, unchanged
+from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout
 from .trees import map_tensors, tensors_in
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -131,7 +131,7 @@ class _Proof:
         names = [name for name, _ in plan.forms] if plan.way == "broadcast" else list(self.values)
         weights = {n: torch.stack([self.others[n] if c else self.values[n] for c in self.changed]) for n in names}
         expected = self._outputs({n: self.others[n] for n in names})
-        with _quiet(self.module):
+        with torch.no_grad(), trial(self.module):
             try:
                 found = _run(self.module, self.forward, plan, _copy(self.call), weights, self.size)
             except Exception as error:  # whatever a forward raises under per-sample parameters
@@ -152,11 +152,12 @@ class _Proof:
         shared = {n: self.values[n].clone().requires_grad_() for n in names}
         each = {n: self.values[n].expand(size, *self.values[n].shape).clone().requires_grad_() for n in names}
         before, local.general = local.general, True  # what lies below is not recorded
-        with _quiet(self.module), torch.enable_grad():
+        with torch.enable_grad():
             try:
-                with _reparametrize_module(self.module, shared, tie_weights=True):
+                with trial(self.module), _reparametrize_module(self.module, shared, tie_weights=True):
                     outputs = [self.forward(self.module, *args, **kwargs) for args, kwargs in [_copy(self.call)]]
-                outputs.append(_run(self.module, self.forward, plan, _copy(self.call), each, size))
+                with trial(self.module):
+                    outputs.append(_run(self.module, self.forward, plan, _copy(self.call), each, size))
                 for output, inputs in zip(outputs, (shared, each), strict=True):
                     loss = sum(_summed(t, layout, size) for t, layout in zip(tensors_in([output]), self.outputs, strict=True))
                     if not isinstance(loss, Tensor) or not loss.requires_grad:
@@ -190,15 +191,8 @@ class _Proof:
 
     def _outputs(self, weights: dict[str, Tensor]) -> list[Tensor]:
         args, kwargs = _copy(self.call)
-        with _quiet(self.module), _reparametrize_module(self.module, weights, tie_weights=True):
+        with torch.no_grad(), trial(self.module), _reparametrize_module(self.module, weights, tie_weights=True):
             return [t for t in tensors_in([self.forward(self.module, *args, **kwargs)]) if isinstance(t, Tensor)]
-
-
-@contextmanager
-def _quiet(module: nn.Module) -> Iterator[None]:
-    """No gradients, the same random numbers each time, buffers as before."""
-    with torch.no_grad(), torch.random.fork_rng(), unchanged_buffers(module):
-        yield
 
 
 def _summed(t: Any, layout: Layout, size: int) -> Tensor | float:
@@ -254,7 +248,7 @@ def _run(module: nn.Module, forward: Forward, plan: Plan, call: Call, weights: d
         args, kwargs = map_tensors(lambda _: next(parts), call)
         before, local.general = local.general, True
         try:
-            with _reparametrize_module(module, own, tie_weights=True):
+            with unchanged(module, numbers=False), _reparametrize_module(module, own, tie_weights=True):
                 skeleton[:] = [forward(module, *args, **kwargs)]
         finally:
             local.general = before

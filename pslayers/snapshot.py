@@ -1,0 +1,88 @@
+"""Runs that are only trials: what a forward leaves behind on its modules is undone, random numbers are the real run's."""
+
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_KEPT = frozenset(nn.Module().__dict__) - {"_buffers"} | {"_ps"}  # of every module, and not a forward's to change
+_CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
+_NUMBERS = (bool, int, float, str)
+
+
+class Snapshot:
+    """Buffers and attributes of a model's modules, with what is in their dicts, lists and sets.
+
+    A forward may keep what it has computed (a cache of masks, of position biases), and must not find there what a run on other
+    inputs, or with other weights, has left.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = {id(m.__dict__) for m in model.modules()}
+        self.tensors: list[tuple[Tensor, int, Tensor]] = []
+        self.containers: dict[int, tuple[Any, Any]] = {}
+        todo: list[Any] = [m.__dict__ for m in model.modules()]
+        while todo:
+            held = todo.pop()
+            if id(held) in self.containers:
+                continue
+            values = held.copy()
+            if id(held) in self.modules:
+                values = {name: value for name, value in held.items() if name not in _KEPT}
+            self.containers[id(held)] = held, values
+            for value in values.values() if isinstance(values, dict) else values:
+                if type(value) in _CONTAINERS:
+                    todo.append(value)
+                elif isinstance(value, Tensor):
+                    self.tensors.append((value, value._version, value.detach().clone()))
+
+    def restore(self, numbers: bool = True) -> None:
+        """Put everything back; without `numbers`, attributes that are numbers or strings (counters) keep their new values."""
+        for key, (held, values) in self.containers.items():
+            if isinstance(held, list):
+                held[:] = values
+            elif isinstance(held, set):
+                held.clear()
+                held.update(values)
+            else:
+                attributes = key in self.modules
+                for name, value in list(held.items()):
+                    if attributes and (name in _KEPT or (not numbers and isinstance(value, _NUMBERS))):
+                        continue
+                    if name not in values:
+                        del held[name]
+                    elif value is not values[name]:
+                        held[name] = values[name]
+                held.update({name: value for name, value in values.items() if name not in held})
+        with torch.no_grad():
+            for tensor, version, value in self.tensors:
+                if tensor._version != version:  # and only then: writing spoils what a graph has saved
+                    tensor.copy_(value)
+
+
+@contextmanager
+def unchanged(model: nn.Module, numbers: bool = True) -> Iterator[None]:
+    """After the block, the model's modules hold what they held before."""
+    before = Snapshot(model)
+    try:
+        yield
+    finally:
+        before.restore(numbers)
+
+
+@contextmanager
+def trial(model: nn.Module) -> Iterator[None]:
+    """Around a run that must leave no trace: modules and random generators are as before, and every layer is really called."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    state, fast_path = random.getstate(), torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the layers of torch's Transformers where no gradient is asked for
+    try:
+        with torch.random.fork_rng(devices), unchanged(model):
+            yield
+    finally:
+        random.setstate(state)
+        torch.backends.mha.set_fastpath_enabled(fast_path)
