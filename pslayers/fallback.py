@@ -91,7 +91,10 @@ def choose(
     if MIXED in inputs or MIXED in outputs:
         raise NoWayError("its inputs or outputs cannot be attributed to samples")
     layouts = tuple(inputs), tuple(outputs)
-    proof = _Proof(module, forward, call, tuple(outputs), size)
+    try:
+        proof = _Proof(module, forward, call, tuple(outputs), size)
+    except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller
+        raise NoWayError(f"it cannot be called by itself again ({type(error).__name__}: {error})") from error
     if not whole and (forms := _forms(module, proof, layouts)) is not None:
         return Plan("broadcast", *layouts, forms)
     for way in ("vmap", "loop"):
