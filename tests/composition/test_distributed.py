@@ -1,0 +1,161 @@
+"""DistributedDataParallel and fully_shard: every rank's rows are those of its samples in one process."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import pslayers as ps
+
+from .. import zoo
+from ..oracle import loop, square, squares
+from . import ranks
+
+EACH = 3  # samples a rank
+
+
+def text(n: int) -> Tensor:
+    return torch.randint(0, 11, (n, 5), generator=torch.Generator().manual_seed(1))
+
+
+def vectors(n: int) -> Tensor:
+    return torch.randn(n, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def own(rank: int, sizes: list[int]) -> slice:
+    return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+
+def assert_own_rows(model: nn.Module, expected: dict[str, Tensor | None], mine: slice) -> None:
+    """This rank's rows are those of its samples, and the gradient is the mean over all ranks' samples."""
+    for name, p in model.named_parameters():
+        rows = expected[name]
+        assert rows is not None and p.grad is not None, name
+        torch.testing.assert_close(p.grad_sample, rows[mine], msg=lambda m, name=name: f"{name}: {m}")
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        torch.testing.assert_close(grad, rows.mean(0), msg=lambda m, name=name: f"{name}.grad: {m}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- DDP
+def ddp(order: str = "before", **options: bool) -> Callable[[int, int], None]:
+    """A tied Transformer, converted before it is wrapped, after, or together with the wrapper."""
+
+    def scenario(rank: int, world: int) -> None:
+        model, ids, mine = zoo.Transformer().double(), text(EACH * world), own(rank, [EACH] * world)
+        expected = loop(model, square, (ids,))
+        if order == "before":
+            ps.convert_model(model)
+        net = DistributedDataParallel(model, **options)
+        if order != "before":
+            ps.convert_model(model if order == "after" else net)
+        for _ in range(3):
+            net.zero_grad()
+            squares(net(ids[mine])).mean().backward()
+            assert_own_rows(model, expected, mine)
+
+    return scenario
+
+
+def ddp_uneven(rank: int, world: int) -> None:
+    """Batches of any size, as Poisson sampling draws them: the last rank has none."""
+    sizes = [1 + r for r in range(world - 1)] + [0]
+    model, x, mine = zoo.mlp().double(), vectors(sum(sizes)), own(rank, sizes)
+    expected = loop(model, square, (x,))
+    net = DistributedDataParallel(ps.convert_model(model, loss_reduction="sum"))
+    output = net(x[mine])
+    (squares(output).sum() if len(output) else output.sum()).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad_sample, expected[name][mine])
+        torch.testing.assert_close(p.grad * world, expected[name].sum(0))
+
+
+def ddp_micro_batches(rank: int, world: int) -> None:
+    model, x, mine = zoo.mlp().double(), vectors(4 * world), own(rank, [4] * world)
+    expected = loop(model, square, (x,))
+    net = DistributedDataParallel(ps.convert_model(model))
+    first, second = x[mine].split(2)
+    with ps.accumulating(net, "append"):
+        with net.no_sync():
+            squares(net(first)).mean().backward()
+        squares(net(second)).mean().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad_sample, expected[name][mine])
+        torch.testing.assert_close(p.grad, 2 * expected[name].mean(0))
+
+
+class Checkpointed(nn.Module):
+    """Layers that are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.out = zoo.mlp(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(checkpoint(self.body, x, use_reentrant=False))
+
+
+def ddp_checkpoint(rank: int, world: int) -> None:
+    model, x, mine = Checkpointed().double(), vectors(EACH * world), own(rank, [EACH] * world)
+    expected = loop(model, square, (x,))
+    net = DistributedDataParallel(ps.convert_model(model))
+    for _ in range(2):
+        net.zero_grad()
+        squares(net(x[mine])).mean().backward()
+        assert_own_rows(model, expected, mine)
+
+
+def ddp_private_training(rank: int, world: int) -> None:
+    """Gradients clipped per sample and summed over all ranks train as they do in one process."""
+    x = vectors(EACH * world)
+    nets = [zoo.mlp().double()]
+    nets.append(copy.deepcopy(nets[0]))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in nets]
+    mine = own(rank, [EACH] * world)
+    ours = DistributedDataParallel(ps.convert_model(nets[0]))
+    for _ in range(3):
+        optimizers[0].zero_grad()
+        squares(ours(x[mine])).mean().backward()
+        norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in ours.parameters()]).norm(dim=0)
+        for p in ours.parameters():
+            p.grad = torch.einsum("n, n ... -> ...", (1 / norms).clamp(max=1), p.grad_sample)
+            dist.all_reduce(p.grad)
+        optimizers[0].step()
+        rows = loop(nets[1], square, (x,))
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows.values()]).norm(dim=0)
+        for (_, p), g in zip(nets[1].named_parameters(), rows.values(), strict=True):
+            p.grad = torch.einsum("n, n ... -> ...", (1 / norms).clamp(max=1), g)
+        optimizers[1].step()
+    for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+SCENARIOS: dict[str, Callable[[int, int], None]] = {
+    "ddp-converted-before": ddp("before"),
+    "ddp-converted-after": ddp("after"),
+    "ddp-converted-with-its-wrapper": ddp("wrapper"),
+    "ddp-gradients-in-buckets": ddp(gradient_as_bucket_view=True),
+    "ddp-static-graph": ddp(static_graph=True),
+    "ddp-uneven-and-empty-batches": ddp_uneven,
+    "ddp-micro-batches": ddp_micro_batches,
+    "ddp-checkpoint": ddp_checkpoint,
+    "ddp-private-training": ddp_private_training,
+}
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("this build of torch has no gloo")
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    return ranks.run(__name__, request.param, folder)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_rank(name: str, problems: dict[str, list[str]]) -> None:
+    assert not problems[name], "\n".join(problems[name])
