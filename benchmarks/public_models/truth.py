@@ -1,0 +1,76 @@
+"""The truth about a model's per-sample gradients, a loop over samples with plain autograd, and the comparison with it."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .case import Inputs
+
+Rows = dict[str, Tensor | None]
+
+
+def losses(output: Any, size: int) -> Tensor:
+    """One loss a sample, (size,), to which every value of every output that has the batch in dim 0 counts differently."""
+    total = torch.zeros(size, dtype=torch.float64)
+    for t in _tensors(output):
+        if t.is_floating_point() and t.ndim and t.shape[0] == size:
+            values = t.reshape(size, -1)
+            weights = torch.linspace(-1, 2, values.shape[1], dtype=t.dtype)
+            total = total + ((values * weights).sum(1) + values.square().sum(1) / 3) / values.shape[1] ** 0.5
+    return total
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = list(output.values())
+    return [t for each in output for t in _tensors(each)] if isinstance(output, list | tuple) else []
+
+
+def loop(model: nn.Module, inputs: Inputs, size: int, copies: int = 1) -> Rows:
+    """{name: (size, *shape)} by plain autograd, sample by sample; None for a parameter that no sample's loss reaches."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows: dict[str, list[Tensor | None]] = {name: [] for name in params}
+    for i in range(size):
+        one = copy.deepcopy(model)  # a fresh one: some keep what they have computed
+        repeated = {name: torch.cat([t[i : i + 1]] * copies) for name, t in inputs.items()}
+        loss = losses(one(**repeated), copies)[0]
+        leaves = [p for p in one.parameters() if p.requires_grad]
+        for name, grad in zip(params, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
+            rows[name].append(grad)
+    found: Rows = {}
+    for name, each in rows.items():
+        reached = any(g is not None for g in each)
+        found[name] = torch.stack([torch.zeros_like(params[name]) if g is None else g for g in each]) if reached else None
+    reached_rows = [rows for rows in found.values() if rows is not None and rows.numel()]
+    if not any(rows.any() for rows in reached_rows) or not all(rows.isfinite().all() for rows in reached_rows):
+        raise ValueError(f"{type(model).__name__}: the model's own gradients are zero or not finite, and so no test")
+    return found
+
+
+def rows_of(model: nn.Module) -> Rows:
+    """The per-sample gradients that are there after a backward pass."""
+    return {name: getattr(p, "grad_sample", None) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def compare(rows: Rows, truth: Rows, tolerance: float) -> dict[str, str]:
+    """What is wrong with which parameter: "missing" rows, rows of another shape, or the relative error."""
+    largest = max((t.abs().max().item() for t in truth.values() if t is not None and t.numel()), default=0.0)
+    wrong = {}
+    for name, true in truth.items():
+        found = rows.get(name)
+        expected = true if true is not None else torch.zeros(()) if found is None else torch.zeros_like(found)
+        biggest = expected.abs().max().item() if expected.numel() else 0.0
+        if found is None:
+            if biggest > 1e-6 * tolerance * largest:
+                wrong[name] = "missing"
+        elif found.shape != expected.shape:
+            wrong[name] = f"shape {tuple(found.shape)}, not {tuple(expected.shape)}"
+        elif found.numel():  # gradients that are nothing but rounding (a bias before a softmax) are judged by the largest
+            error = (found - expected).abs().max().item() / max(biggest, 1e-3 * largest)
+            if not error <= tolerance:
+                wrong[name] = f"{error:.1e}"
+    return wrong

@@ -1,0 +1,71 @@
+"""Whole models of public libraries against a loop over samples. They take minutes: `pytest -m public_models`.
+
+Their packages: `pip install -r benchmarks/requirements.txt`; models of a package that is not there are skipped.
+"""
+
+import copy
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import nn
+
+import pslayers as ps
+from benchmarks.public_models import LIBRARIES, MODELS, PublicModel, Rows, compare, library, loop, losses, rows_of
+
+pytestmark = [pytest.mark.public_models, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def imported() -> set[str]:
+    found = {name for name in LIBRARIES if find_spec(name)}
+    for name in found:
+        library(name)
+    return found
+
+
+def first(rows: Rows, size: int) -> Rows:
+    return {name: None if r is None else r[:size] for name, r in rows.items()}
+
+
+@pytest.mark.parametrize("case", MODELS.values(), ids=lambda case: case.name)
+def test_rows_equal_the_loop(case: PublicModel, imported: set[str]) -> None:
+    if case.library not in imported:
+        pytest.skip(f"needs {case.library}: pip install -r benchmarks/requirements.txt")
+    model, inputs = case.make(), case.batch(5)
+    truth = loop(model, inputs, 5, case.copies)
+    for sizes in ((3, 5), (2, 3)):  # the first batch of a model is the one that it learns from
+        sizes = sizes[:1] if case.once else sizes
+        ours = ps.convert_model(copy.deepcopy(model), on_unsupported="general")
+        for size in sizes:
+            ours.zero_grad()
+            losses(ours(**{name: t[:size] for name, t in inputs.items()}), size).mean().backward()
+            assert compare(rows_of(ours), first(truth, size), case.tolerance) == {}, f"a batch of {size}, the sizes being {sizes}"
+        ps.restore_model(ours)
+        assert [type(m) for m in ours.modules()] == [type(m) for m in model.modules()]
+
+
+def test_many_families() -> None:
+    counts = {name: sum(case.library == name for case in MODELS.values()) for name in LIBRARIES}
+    assert counts["timm"] >= 40 and counts["transformers"] >= 40 and counts["torchvision"] >= 20
+
+
+def test_the_loop_takes_a_sample_twice_where_torch_is_wrong_about_one() -> None:
+    """BatchNorm's backward in eval mode misreads a gradient whose strides are those of channels_last, in a batch of one alone."""
+    norm, one = nn.BatchNorm2d(4).double().eval(), torch.randn(1, 15, 4, dtype=torch.float64)
+    found = {}
+    for copies in (1, 2):
+        x = torch.ones(copies, 4, 3, 5, dtype=torch.float64, requires_grad=True)
+        (found[copies],) = torch.autograd.grad(norm(x), x, torch.cat([one] * copies).transpose(1, 2).reshape(x.shape))
+    torch.testing.assert_close(found[2][:1], one.transpose(1, 2).reshape(1, 4, 3, 5) / (1 + norm.eps) ** 0.5)
+    if torch.allclose(found[1], found[2][:1]):
+        pytest.skip("this torch is right about it: the loop need not take samples twice")
