@@ -1,0 +1,162 @@
+"""Weights that truly differ from sample to sample: MAML, ensembles, hypernetworks, against loops."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import pslayers as ps
+from pslayers.layers.base import REGISTRY
+
+from .. import zoo
+from ..layers.suite import Case, LayerSuite, floats
+from ..oracle import square, squares
+from .every_layer import EVERY
+
+Params = dict[str, Tensor]
+LR = 0.1
+
+
+# ---------------------------------------------------------------------------------------------------------------- every layer
+def test_every_layer_of_the_library_is_here() -> None:
+    assert set(EVERY) == {name for name in ps.__all__ if name.startswith("PS") and name != "PSLayer"}
+    assert {type(suite) is not LayerSuite for suite, _ in EVERY.values()} == {True} and len(EVERY) <= len(REGISTRY)
+
+
+@pytest.mark.usefixtures("twice_differentiable")
+@pytest.mark.parametrize(("suite", "case"), EVERY.values(), ids=list(EVERY))
+def test_a_step_for_all_tasks_at_once(suite: LayerSuite, case: Case) -> None:
+    """MAML in one layer: each sample is a task; the loss after its own step, differentiated through the step."""
+    layer, n = suite.build(case), suite.batch
+    support = suite.inputs(case)
+    query = tuple(t.flip(0) if isinstance(t, Tensor) and case.rows else t for t in support)
+    ours = suite.converted(layer)
+    params = ps.expand_params(ours, n)
+    inner = suite.losses(functional_call(ours, params, support), n).sum()
+    steps = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+    adapted = {name: p - LR * g for (name, p), g in zip(params.items(), steps, strict=True)}
+    losses = suite.losses(functional_call(ours, adapted, query), n)
+    found = torch.autograd.grad(losses.sum(), list(ours.parameters()), allow_unused=True)
+    true = [torch.zeros_like(p) for p in layer.parameters()]
+    for i in range(n):
+        own = dict(layer.named_parameters())
+        inner = suite.losses(functional_call(layer, own, suite.sample(support, i)), 1).sum()
+        steps = torch.autograd.grad(inner, list(own.values()), create_graph=True, materialize_grads=True)
+        own = {name: p - LR * g for (name, p), g in zip(own.items(), steps, strict=True)}
+        loss = suite.losses(functional_call(layer, own, suite.sample(query, i)), 1).sum()
+        torch.testing.assert_close(losses[i], loss)
+        grads = torch.autograd.grad(loss, list(layer.parameters()), materialize_grads=True)
+        true = [t + g for t, g in zip(true, grads, strict=True)]
+    torch.testing.assert_close([torch.zeros_like(t) if g is None else g for g, t in zip(found, true, strict=True)], true)
+
+
+# ---------------------------------------------------------------------------------------------------------------- models
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "mlp": (zoo.mlp, lambda n: floats(n, 12)),
+    "cnn": (lambda: zoo.TutorialCNN(2), lambda n: floats(n, 1, 16, 16)),
+    "resnet": (lambda: zoo.ResNet18(2), lambda n: floats(n, 3, 8, 8)),
+    "lstm": (zoo.CharLSTM, lambda n: torch.randint(0, 11, (n, 6))),
+    "transformer": (zoo.Transformer, lambda n: torch.randint(0, 11, (n, 5))),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def build(name: str) -> tuple[nn.Module, nn.Module, Callable[[int], Tensor]]:
+    make, batch = MODELS[name]
+    model = make().double()
+    return model, ps.convert_model(copy.deepcopy(model), on_unsupported="general"), batch
+
+
+def assert_each_member_right(model: nn.Module, ours: nn.Module, weights: Params, x: Tensor) -> None:
+    """Outputs and gradients of sample i are those of a model that has the i-th weights."""
+    losses = squares(functional_call(ours, weights, (x,)))
+    found = torch.autograd.grad(losses.sum(), list(weights.values()), retain_graph=True)
+    for i in range(len(x)):
+        own = {name: w[i].detach().requires_grad_() for name, w in weights.items()}
+        loss = square(functional_call(model, own, (x[i : i + 1],)), 0)
+        torch.testing.assert_close(losses[i], loss)
+        for g, true in zip(found, torch.autograd.grad(loss, list(own.values())), strict=True):
+            torch.testing.assert_close(g[i], true, rtol=1e-7, atol=1e-8)
+
+
+@each_model
+def test_ensemble(name: str) -> None:
+    """As many members as samples, each with weights of its own, on one and the same input."""
+    model, ours, batch = build(name)
+    members = [MODELS[name][0]().double() for _ in range(4)]
+    weights = {k: torch.stack([dict(m.named_parameters())[k].detach() for m in members]) for k, _ in ours.named_parameters()}
+    weights = {k: w.requires_grad_() for k, w in weights.items()}
+    x = batch(1)
+    x = x.expand(4, *x.shape[1:])
+    assert_each_member_right(model, ours, weights, x)
+    with torch.no_grad():
+        outputs = functional_call(ours, weights, (x,))
+        for member, output in zip(members, outputs, strict=True):
+            torch.testing.assert_close(member(x[:1])[0], output)
+
+
+@each_model
+def test_hypernetwork(name: str) -> None:
+    """Weights that another network makes from each sample's context; its gradient is that of a loop."""
+    model, ours, batch = build(name)
+    sizes = [p.numel() for p in ours.parameters()]
+    hyper, x, context = nn.Linear(3, sum(sizes)).double(), batch(4), floats(4, 3)
+
+    def made(context: Tensor) -> Params:
+        parts = (hyper(context) / 4).split(sizes, dim=1)
+        named = ours.named_parameters()
+        return {k: p.detach() + part.reshape(-1, *p.shape) for (k, p), part in zip(named, parts, strict=True)}
+
+    losses = squares(functional_call(ours, made(context), (x,)))
+    found = torch.autograd.grad(losses.sum(), list(hyper.parameters()))
+    true = [torch.zeros_like(p) for p in hyper.parameters()]
+    for i in range(4):
+        own = {k: w[0] for k, w in made(context[i : i + 1]).items()}
+        loss = square(functional_call(model, own, (x[i : i + 1],)), 0)
+        torch.testing.assert_close(losses[i], loss)
+        true = [t + g for t, g in zip(true, torch.autograd.grad(loss, list(hyper.parameters())), strict=True)]
+    torch.testing.assert_close(list(found), true, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.usefixtures("twice_differentiable")
+@each_model
+def test_maml_over_two_steps(name: str) -> None:
+    """Each sample is a task; two inner steps for all tasks at once, differentiated through both."""
+    model, ours, batch = build(name)
+    support, query = batch(3), batch(3)
+    weights: Params = ps.expand_params(ours, 3)
+    for _ in range(2):
+        inner = squares(functional_call(ours, weights, (support,))).sum()
+        steps = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        weights = {k: w - 0.01 * g for (k, w), g in zip(weights.items(), steps, strict=True)}
+    losses = squares(functional_call(ours, weights, (query,)))
+    found = torch.autograd.grad(losses.sum(), list(ours.parameters()))
+    true = [torch.zeros_like(p) for p in model.parameters()]
+    for i in range(3):
+        own = dict(model.named_parameters())
+        for _ in range(2):
+            inner = square(functional_call(model, own, (support[i : i + 1],)), 0)
+            steps = torch.autograd.grad(inner, list(own.values()), create_graph=True)
+            own = {k: w - 0.01 * g for (k, w), g in zip(own.items(), steps, strict=True)}
+        loss = square(functional_call(model, own, (query[i : i + 1],)), 0)
+        torch.testing.assert_close(losses[i], loss)
+        true = [t + g for t, g in zip(true, torch.autograd.grad(loss, list(model.parameters())), strict=True)]
+    torch.testing.assert_close(list(found), true, rtol=1e-6, atol=1e-7)
+
+
+def test_some_weights_per_sample_and_the_others_shared() -> None:
+    """Only the last layer has weights of its own for each sample; what is not given stays the model's, and is not recorded."""
+    model, ours, batch = build("mlp")
+    x, last = batch(4), {k: p.expand(4, *p.shape) for k, p in ours.named_parameters() if k.startswith("5.")}
+    noise = {k: (w + torch.randn_like(w)).detach().requires_grad_() for k, w in last.items()}
+    losses = squares(functional_call(ours, noise, (x,)))
+    losses.sum().backward()
+    for i in range(4):
+        own = {k: w[i].detach().requires_grad_() for k, w in noise.items()}
+        loss = square(functional_call(model, own, (x[i : i + 1],)), 0)
+        torch.testing.assert_close(losses[i], loss)
+        for (k, w), g in zip(noise.items(), torch.autograd.grad(loss, list(own.values())), strict=True):
+            torch.testing.assert_close(w.grad[i], g, msg=lambda m, k=k: f"{k}: {m}")
