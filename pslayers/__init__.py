@@ -38,12 +38,14 @@ from .layers import (
     PSRNNCell,
     PSSyncBatchNorm,
 )
+from .replace import replace_batch_norm
 from .reports import Report, report
 
 __all__ = [
     # converting a model, and back
     "convert_model",
     "restore_model",
+    "replace_batch_norm",
     "report",
     "Report",
     "ConversionError",

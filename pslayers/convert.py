@@ -17,11 +17,12 @@ from .expand import Settings, clear
 from .layers.base import REGISTRY, PSLayer
 from .record import forget
 from .reports import Row, original_class
+from .trees import callable_module, own_parameters
 
 M = TypeVar("M", bound=nn.Module)
 
 REDUCTIONS = ("mean", "sum")
-ON_UNSUPPORTED = ("error", "general", "skip", "freeze")
+ON_UNSUPPORTED = ("general", "error", "skip", "freeze")
 
 
 class ConversionError(ValueError):
@@ -33,7 +34,7 @@ def convert_model(
     *,
     loss_reduction: str = "mean",
     batch_first: bool = True,
-    on_unsupported: str = "error",
+    on_unsupported: str = "general",
     example: Any = None,
 ) -> M:
     """Give every parameter of `model` a per-sample gradient, ``p.grad_sample`` (B, *p.shape), after each backward pass.
@@ -42,14 +43,14 @@ def convert_model(
     stay what they are, and ``.grad`` is what plain training gives. It is idempotent, and `restore_model` undoes it.
 
     Args:
-        model: any module whose layers have a replacement (see README), the root included.
+        model: any module, the root included.
         loss_reduction: how the loss reduces over the batch, "mean" (``grad_sample.mean(0) == grad``) or "sum"
             (``grad_sample.sum(0) == grad``). A mean that is not over samples (class weights, ignore_index) is neither: use "sum"
             with a sum of per-sample losses.
         batch_first: whether the batch is in dim 0 of the first tensor that the model is called with, else in dim 1.
-        on_unsupported: what to do about trainable parameters in a module without a replacement: "error" lists them all,
-            "general" runs the module with per-sample parameters, by broadcasting, vmap or a loop over samples (see README),
-            "skip" leaves them without per-sample gradients, "freeze" sets requires_grad to False.
+        on_unsupported: what to do about trainable parameters in a module without a replacement: "general" runs the module with
+            per-sample parameters, by broadcasting, vmap or a loop over samples, whichever is proved right first (see README),
+            "error" lists them all, "skip" leaves them without per-sample gradients, "freeze" sets requires_grad to False.
         example: an example batch (a tensor, a tuple of positional or a dict of keyword arguments): the model runs on it a few
             times, to track which rows of each layer's input belong to which sample. Otherwise that is done at the first call
             whose shapes leave it open.
@@ -204,21 +205,23 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
             rows.append(Row(path, module, cls, REGISTRY[cls]))
         else:
             row = Row(path, module, original_class(cls), None)
-            general = (
-                on_unsupported == "general" and cls.forward is not nn.Module.forward and (path in whole or bool(row.trainable))
-            )
+            if not callable_module(module) and path:
+                continue  # what it holds is its caller's
+            general = on_unsupported == "general" and callable_module(module) and (path in whole or bool(row.trainable))
             if general or _calls_layers(module):
                 row = replace(row, target=container_class(row.original), general=general)
             if row.trainable:
-                names = ", ".join(n for n, p in module.named_parameters(recurse=False) if p.requires_grad)
+                names = ", ".join(n for n, p in own_parameters(module) if p.requires_grad)
                 unsupported.append(f"{name} {why or _no_replacement(cls)}; its trainable parameters: {names}.")
+                if on_unsupported == "general" and not callable_module(module):
+                    refused.append(f"{name} holds parameters of its own ({names}) but has no forward: convert what uses them.")
             if row.trainable or row.target is not None:
                 rows.append(row)
     problems = refused + (unsupported if on_unsupported == "error" else [])
     if problems:
         way_out = (
             "\nWrite a layer for it (class PSName(ps.PSLayer, Name, replaces=Name)), or choose on_unsupported='general' (run it "
-            "with per-sample parameters), 'skip' (no per-sample gradients there) or 'freeze' (no gradients there)."
+            "with per-sample parameters, the default), 'skip' (no per-sample gradients there) or 'freeze' (no gradients there)."
         )
         raise ConversionError(
             f"{type(model).__name__} cannot be converted, and has not been changed:\n- "
@@ -246,9 +249,11 @@ def _refusal(module: nn.Module) -> str | None:
         return "has a forward of its own set on the instance, which would bypass the replacement: move it into the class"
     if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
         return (
-            "mixes samples in training mode, so per-sample gradients are undefined: use GroupNorm, or call .eval() on it"
+            "mixes samples in training mode, so per-sample gradients are undefined: call .eval() on it, or turn it into a "
+            "GroupNorm, ps.replace_batch_norm(model)"
             if module.track_running_stats
-            else "normalises over the batch (track_running_stats=False), which mixes samples: use GroupNorm"
+            else "normalises over the batch (track_running_stats=False), which mixes samples: turn it into a GroupNorm, "
+            "ps.replace_batch_norm(model)"
         )
     if type(module) in REGISTRY:
         return REGISTRY[type(module)].unsupported(module)
@@ -271,8 +276,9 @@ def _no_replacement(cls: type[nn.Module]) -> str:
 
 def _calls_layers(module: nn.Module) -> bool:
     """Whether the module has a forward and layers below it."""
-    has_forward = type(module).forward is not nn.Module.forward
-    return has_forward and any(isinstance(m, PSLayer) or type(m) in REGISTRY for m in module.modules() if m is not module)
+    return callable_module(module) and any(
+        isinstance(m, PSLayer) or type(m) in REGISTRY for m in module.modules() if m is not module
+    )
 
 
 def converted_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

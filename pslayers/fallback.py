@@ -13,7 +13,7 @@ other samples' those of the module as it is.
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from .expand import Expansion, Scale, local
 from .record import recorder_of
+from .redirect import Redirect
 from .snapshot import trial, unchanged
 from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout
-from .trees import map_tensors, tensors_in
+from .trees import map_tensors, own_parameters, tensors_in
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Forward = Callable[..., Any]
@@ -32,12 +33,17 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Plan:
-    """How a module's call is run. `forms`: for "broadcast", how many dims are put between the batch and each parameter's own."""
+    """How a module's call is run.
+
+    `forms`: for "broadcast", how many dims are put between the batch and each parameter's own. `fast`: the parameters that are
+    used by fast ops (all that broadcast; under vmap those whose op is redirected).
+    """
 
     way: str
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     forms: tuple[tuple[str, int], ...] = ()
+    fast: frozenset[str] = frozenset()
 
 
 class NoWayError(Exception):
@@ -46,7 +52,8 @@ class NoWayError(Exception):
 
 def parameters_of(module: nn.Module, own: bool) -> dict[str, nn.Parameter]:
     """The trainable parameters of the module alone, or of all that is below it too."""
-    return {name: p for name, p in module.named_parameters(recurse=not own) if p.requires_grad}
+    found = own_parameters(module) if own else module.named_parameters()
+    return {name: p for name, p in found if p.requires_grad}
 
 
 def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,12 +103,12 @@ def choose(
     except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller
         raise NoWayError(f"it cannot be called by itself again ({type(error).__name__}: {error})") from error
     if not whole and (forms := _forms(module, proof, layouts)) is not None:
-        return Plan("broadcast", *layouts, forms)
+        return Plan("broadcast", *layouts, forms, frozenset(name for name, _ in forms))
     for way in ("vmap", "loop"):
         if proof.holds(plan := Plan(way, *layouts)):
             if way == "loop":
                 warnings.warn(f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.", stacklevel=2)  # type: ignore[operator]
-            return plan
+            return replace(plan, fast=frozenset(proof.redirected))
     raise NoWayError(proof.problem)
 
 
@@ -126,6 +133,7 @@ class _Proof:
         self.module, self.forward, self.call, self.outputs, self.size = module, forward, call, outputs, size
         self.changed = torch.arange(size) % 2 == 0
         self.problem = ""
+        self.redirected: set[str] = set()
         self.values = {name: p.detach() for name, p in parameters_of(module, own=False).items()}
         self.others = {name: p * 1.1 + 0.1 * (p.abs().mean() + 0.1) * _noise(p) for name, p in self.values.items()}
         self.plain = self._outputs({})
@@ -153,14 +161,15 @@ class _Proof:
         """Whether the rows add up to the plain gradient: a custom backward may know of shared parameters only."""
         size, grads = self.size, []
         shared = {n: self.values[n].clone().requires_grad_() for n in names}
-        each = {n: self.values[n].expand(size, *self.values[n].shape).clone().requires_grad_() for n in names}
+        each = {n: self.values[n].expand(size, *self.values[n].shape).requires_grad_() for n in names}
+        redirect = Redirect()
         before, local.general = local.general, True  # what lies below is not recorded
         with torch.enable_grad():
             try:
                 with trial(self.module), _reparametrize_module(self.module, shared, tie_weights=True):
                     outputs = [self.forward(self.module, *args, **kwargs) for args, kwargs in [_copy(self.call)]]
                 with trial(self.module):
-                    outputs.append(_run(self.module, self.forward, plan, _copy(self.call), each, size))
+                    outputs.append(_run(self.module, self.forward, plan, _copy(self.call), each, size, redirect))
                 for output, inputs in zip(outputs, (shared, each), strict=True):
                     loss = sum(_summed(t, layout, size) for t, layout in zip(tensors_in([output]), self.outputs, strict=True))
                     if not isinstance(loss, Tensor) or not loss.requires_grad:
@@ -177,6 +186,7 @@ class _Proof:
             if plain is not None and (rows is None or not torch.allclose(rows.sum(0), plain, 1e-3, 1e-4 * largest)):
                 self.problem = f"the rows do not add up to the gradient ({plan.way})"
                 return False
+        self.redirected = {name for name, w in each.items() if w.data_ptr() in redirect.weights and plan.way == "vmap"}
         return True
 
     def _agrees(self, found: Tensor, plain: Tensor, other: Tensor, layout: Layout) -> bool:
@@ -227,7 +237,15 @@ def _mask(changed: Tensor, like: Tensor, layout: Layout) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------- the ways
-def _run(module: nn.Module, forward: Forward, plan: Plan, call: Call, weights: dict[str, Tensor], size: int) -> Any:
+def _run(
+    module: nn.Module,
+    forward: Forward,
+    plan: Plan,
+    call: Call,
+    weights: dict[str, Tensor],
+    size: int,
+    redirect: Redirect | None = None,
+) -> Any:
     """The call with per-sample `weights` (B, *S)."""
     if plan.way == "broadcast":
         forms = {name: _form(weights[name], dims) for name, dims in plan.forms}
@@ -251,7 +269,7 @@ def _run(module: nn.Module, forward: Forward, plan: Plan, call: Call, weights: d
         args, kwargs = map_tensors(lambda _: next(parts), call)
         before, local.general = local.general, True
         try:
-            with unchanged(module, numbers=False), _reparametrize_module(module, own, tie_weights=True):
+            with unchanged(module, numbers=False), _reparametrize_module(module, own, tie_weights=True), redirect or Redirect():
                 skeleton[:] = [forward(module, *args, **kwargs)]
         finally:
             local.general = before
@@ -260,10 +278,8 @@ def _run(module: nn.Module, forward: Forward, plan: Plan, call: Call, weights: d
     if plan.way == "vmap":
         outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
     else:
-        each = [
-            one({n: w[i] for n, w in weights.items()}, *(t if d is None else t[i] for t, d in zip(flat, where, strict=True)))
-            for i in range(size)
-        ]
+        own = [dict(zip(weights, each, strict=True)) for each in zip(*(w.unbind() for w in weights.values()), strict=True)]
+        each = [one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True))) for i in range(size)]
         outputs = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
     together = iter([_together(t, layout) for t, layout in zip(outputs, plan.outputs, strict=True)])
     return map_tensors(lambda _: next(together), skeleton[0])

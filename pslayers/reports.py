@@ -1,12 +1,15 @@
 """report: how each module of a converted model is handled."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from .container import PSContainer
 from .converted import Converted
+from .fallback import parameters_of
 from .layers.base import PSLayer
+from .trees import callable_module, own_parameters
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -26,6 +29,7 @@ class Row:
     target: type[nn.Module] | None
     general: bool = False
     way: str = ""  # how a general module is run, once that is known
+    slow: frozenset[int] = frozenset()  # ids of parameters that are not on fast ops
 
     @property
     def recorded(self) -> bool:
@@ -44,14 +48,14 @@ class Row:
         return "skipped" if self.trainable else "container"
 
     @property
-    def fast(self) -> bool:
-        """Whether the module's own parameters are on ops that are as fast as plain training."""
-        return self.recorded and (not (self.general or self.way) or self.way == "broadcast")
+    def fast(self) -> list[nn.Parameter]:
+        """The module's own trainable parameters whose ops are as fast as plain training."""
+        return [p for p in self.trainable if id(p) not in self.slow] if self.recorded else []
 
     @property
     def trainable(self) -> list[nn.Parameter]:
         """The module's own parameters that require grad."""
-        return [p for p in self.module.parameters(recurse=False) if p.requires_grad]
+        return [p for _, p in own_parameters(self.module) if p.requires_grad]
 
     @property
     def parameters(self) -> int:
@@ -83,8 +87,8 @@ class Report:
 
     @property
     def fast(self) -> float:
-        """The share of the trainable values that are on fast ops (replacements, or "broadcast")."""
-        found = {id(p): p.numel() for row in self.rows if row.fast for p in row.trainable}
+        """The share of the trainable values that are on fast ops (replacements, and what vmap or broadcasting sends there)."""
+        found = {id(p): p.numel() for row in self.rows for p in row.fast}
         return sum(found.values()) / max(self.parameters, 1)
 
     def __str__(self) -> str:
@@ -126,6 +130,7 @@ def report(model: nn.Module) -> Report:
     """
     rows: list[Row] = []
     ways: dict[str, str] = {}  # of modules that are run whole, with all that is below them
+    slow = frozenset(_slow(model))
     for path, module in model.named_modules():
         if isinstance(module, Converted):
             state = module._ps_state()
@@ -133,7 +138,16 @@ def report(model: nn.Module) -> Report:
             above = next((f"{w} of {p or '(model)'}" for p, w in ways.items() if path.startswith(f"{p}." if p else "")), "")
             if state.whole and not above:
                 ways[path] = way
-            rows.append(Row(path, module, original_class(type(module)), type(module), state.general, above or way))
-        elif any(p.requires_grad for p in module.parameters(recurse=False)):
+            rows.append(Row(path, module, original_class(type(module)), type(module), state.general, above or way, slow))
+        elif callable_module(module) and any(p.requires_grad for _, p in own_parameters(module)):
             rows.append(Row(path, module, type(module), None))
     return Report(rows)
+
+
+def _slow(model: nn.Module) -> Iterator[int]:
+    """The ids of parameters of general modules that some call of theirs does not use by a fast op, or has not used so far."""
+    for module in model.modules():
+        if isinstance(module, PSContainer) and (state := module._ps_state()).general:
+            for name, param in parameters_of(module, own=not state.whole).items():
+                if not state.plans or any(name not in plan.fast for plan in state.plans.values()):
+                    yield id(param)

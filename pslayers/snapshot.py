@@ -23,7 +23,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = {id(m.__dict__) for m in model.modules()}
-        self.tensors: list[tuple[Tensor, int, Tensor]] = []
+        self.tensors: list[tuple[Tensor, Tensor]] = []
         self.containers: dict[int, tuple[Any, Any]] = {}
         todo: list[Any] = [m.__dict__ for m in model.modules()]
         while todo:
@@ -38,7 +38,7 @@ class Snapshot:
                 if type(value) in _CONTAINERS:
                     todo.append(value)
                 elif isinstance(value, Tensor):
-                    self.tensors.append((value, value._version, value.detach().clone()))
+                    self.tensors.append((value, value.detach().clone()))
 
     def restore(self, numbers: bool = True) -> None:
         """Put everything back; without `numbers`, attributes that are numbers or strings (counters) keep their new values."""
@@ -59,8 +59,8 @@ class Snapshot:
                         held[name] = values[name]
                 held.update({name: value for name, value in values.items() if name not in held})
         with torch.no_grad():
-            for tensor, version, value in self.tensors:
-                if tensor._version != version:  # and only then: writing spoils what a graph has saved
+            for tensor, value in self.tensors:
+                if not torch.equal(tensor, value):  # and only then: writing spoils what a graph has saved
                     tensor.copy_(value)
 
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from .expand import Batch, local
 from .snapshot import trial
-from .trees import map_tensors, tensors_in
+from .trees import map_tensors, own_parameters, tensors_in
 
 # how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's together or each time
 # step's together; not at all, being the same for all, in one row or without a batch dim (a table); or in no such way
@@ -160,7 +160,7 @@ class _Uses(TorchFunctionMode):
         if given and any(isinstance(t, Tensor) and t.requires_grad for t in tensors_in([result])):
             inner = self.tracker.inner[-1] if self.tracker.inner else None
             if inner is not None:
-                own = {id(p) for p in self.modules[inner].parameters(recurse=False)}
+                own = {id(p) for _, p in own_parameters(self.modules[inner])}
                 past = {id(p) for p in given} - own
                 if past:
                     self.found.setdefault(inner, set()).update(past)

@@ -1,10 +1,11 @@
-"""Tensors inside what a module is called with, or returns."""
+"""Tensors inside what a module is called with, or returns; parameters inside a module."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -44,3 +45,18 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: map_tensors(fn, getattr(value, f.name)) for f in fields(value) if f.init})
     return value
+
+
+def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(name, parameter) of a module's own: its direct ones, and those of children that are never called (ParameterList)."""
+    yield from ((name, p) for name, p in module._parameters.items() if p is not None)
+    for name, child in module._modules.items():
+        if child is not None and not callable_module(child):
+            yield from ((f"{name}.{inner}", p) for inner, p in own_parameters(child))
+
+
+def callable_module(module: nn.Module) -> bool:
+    """Whether the module has a forward: lists and dicts of modules or parameters have none."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    return type(module).forward is not nn.Module.forward

@@ -11,28 +11,36 @@ from ..expand import Expansion, per_sample, shared, wanted
 from .common import SUM_FROM_ROWS, by_sample, check_rows, owned
 
 
-def linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None, *, transposed: bool = False) -> Tensor:
     """``y[n] = x[n] @ weight[n].T + bias[n]``.
 
-    Shapes: x (N, ..., I) with N = k * B rows, k a sample; weight (B, O, I); bias (B, O) or None; result (N, ..., O). A weight
-    (O, I) or bias (O,) is one for all samples. Where the weights are only an expansion, forward and input gradient are those of
-    the plain, fused op; memory of the weight's gradient: B x O x I values.
+    Shapes: x (N, ..., I) with N = k * B rows, k a sample; weight (B, O, I), or (B, I, O) with ``transposed=True``; bias (B, O) or
+    None; result (N, ..., O). A weight (O, I) or bias (O,) is one for all samples. Where the weights are only an expansion,
+    forward and input gradient are those of the plain, fused op; memory of the weight's gradient: B x O x I values.
 
     Raises:
         ValueError: the shapes do not fit.
     """
     w, b = shared(weight, 2), None if bias is None else shared(bias, 1)
-    if w is None or (bias is not None and b is None) or x.is_complex():  # the op's gradients take no conjugates
-        return _per_sample_linear(x, weight, bias)
+    if w is None or x.is_complex():  # the op's gradients take no conjugates
+        return _per_sample_linear(x, weight, bias, transposed)
     check_rows("linear", x, w.rows if b is None or w.rows is not None else b.rows)
     if b is None:
-        return _Linear.apply(x, w.weight, w.rows, None, None, w, None, False)
-    return _Linear.apply(x, w.weight, w.rows, b.weight, b.rows, w, b, False)
+        y = _Linear.apply(x, w.weight, w.rows, None, None, w, None, transposed)
+        return y if bias is None else _add_bias(y, bias)
+    return _Linear.apply(x, w.weight, w.rows, b.weight, b.rows, w, b, transposed)
 
 
-def _per_sample_linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None) -> Tensor:
+def _add_bias(y: Tensor, bias: Any) -> Tensor:
+    """`y` (N, ..., O) plus a bias for each sample (B, O)."""
+    check_rows("linear", y, bias)
+    return (by_sample(y, len(bias), y.shape[-1]) + bias.unsqueeze(1)).reshape(y.shape)
+
+
+def _per_sample_linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None, transposed: bool) -> Tensor:
     size = next((len(t) for t, nd in ((weight, 3), (bias, 2)) if isinstance(t, Tensor) and t.ndim == nd), len(x))
     w = per_sample(weight, 2, size)
+    w = w.transpose(1, 2) if transposed else w
     check_rows("linear", x, w)
     x3 = by_sample(x, size, w.shape[2])  # (B, t, I)
     y = einsum(x3, w, "n t i, n o i -> n t o")
@@ -61,7 +69,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, weight, rows)
         ctx.w, ctx.b, ctx.turned, ctx.dtype = w, b, turned, x.dtype
-        return owned(x @ weight if turned else F.linear(x, weight, bias))
+        y = x @ weight if turned else F.linear(x, weight, bias)
+        return owned(y + bias if turned and bias is not None else y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -22,10 +22,11 @@ class PSRunningNorm(PSLayer, _BatchNorm, fused=True):
         if self.training or mean is None or var is None:
             name = f"`{self._ps_state().path}` ({(self.replaces or type(self)).__name__})"
             raise ValueError(
-                f"{name} mixes samples in training mode, so per-sample gradients are undefined: use GroupNorm, or call .eval() on "
-                f"it."
+                f"{name} mixes samples in training mode, so per-sample gradients are undefined: call .eval() on it, or turn it "
+                f"into a GroupNorm, ps.replace_batch_norm(model)."
                 if self.training
-                else f"{name} normalises over the batch (track_running_stats=False), which mixes samples: use GroupNorm."
+                else f"{name} normalises over the batch (track_running_stats=False), which mixes samples: turn it into a "
+                f"GroupNorm, ps.replace_batch_norm(model)."
             )
         self._check_input_dim(input)
         return PF.batch_norm(input, mean, var, self.expansion("weight"), self.expansion("bias"), self.eps)

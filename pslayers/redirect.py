@@ -1,0 +1,217 @@
+"""Under vmap, the ops that torch.nn's layers are made of, on the fast forms of `functional`.
+
+A module that runs under `torch.func.vmap` with expanded parameters would have its products with real per-sample weights. Here
+an op whose weight is but an expansion goes to its counterpart in `functional` instead: by the vmap rule of an autograd.Function,
+which is handed the real tensors, every sample's part in dim 0.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from . import functional as PF
+
+Op = Callable[..., Tensor]
+
+
+class _Redirected(torch.autograd.Function):
+    """Calls `op(*tensors)` with every sample's part in dim 0; what all samples share is expanded, but for weights."""
+
+    @staticmethod
+    def forward(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError("only called where something is batched")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved: the op that is called has a backward of its own."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, int]:
+        _, x_dim, weight_dim, bias_dim = in_dims
+        x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+        # not touched where it can be: the expansion that is behind a weight is known by the tensor
+        each = (t if t is None or not d else t.movedim(d, 0) for t, d in ((weight, weight_dim), (bias, bias_dim)))
+        return op(x, *each), 0
+
+
+def _expanded(weight: Any) -> bool:
+    """Whether a tensor is an expansion that vmap has batched, once."""
+    functorch = torch._C._functorch
+    if not isinstance(weight, Tensor) or not functorch.is_batchedtensor(weight):
+        return False
+    inner, dim = functorch.get_unwrapped(weight), functorch.maybe_get_bdim(weight)
+    return not functorch.is_batchedtensor(inner) and (inner.stride(dim) == 0 or inner.shape[dim] == 1)
+
+
+def _data_ptr(expanded: Tensor) -> int:
+    return torch._C._functorch.get_unwrapped(expanded).data_ptr()
+
+
+class Redirect(TorchFunctionMode):
+    """Inside of vmap: ops whose weight is an expansion run in their fast form; `weights` notes where these lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = _RULES.get(func)
+        if rule is not None:
+            result = rule(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                self.weights |= {_data_ptr(t) for t in (*args, *(kwargs or {}).values()) if _expanded(t)}
+                return result
+        return func(*args, **(kwargs or {}))
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not _expanded(weight) or input.ndim == 0:
+        return NotImplemented
+    return _Redirected.apply(PF.linear, input, weight, bias)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Any:
+    if not _expanded(other) or other.ndim != 2 or input.ndim == 0:
+        return NotImplemented
+    return _Redirected.apply(_turned, input, other, None)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    if not _expanded(mat2) or (beta, alpha) != (1, 1) or input.ndim != 1:
+        return NotImplemented
+    return _Redirected.apply(_turned, mat1, mat2, input)
+
+
+def _turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return PF.linear(x, weight, bias, transposed=True)
+
+
+def _conv(dims: int) -> Callable[..., Any]:
+    op = (PF.conv1d, PF.conv2d, PF.conv3d)[dims - 1]
+
+    def rule(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        if not _expanded(weight):
+            return NotImplemented
+        return _Redirected.apply(
+            _flat(lambda x, w, b: op(x, w, b, stride, padding, dilation, groups), dims + 1), input, weight, bias
+        )
+
+    return rule
+
+
+def _flat(op: Op, event_dims: int) -> Op:
+    """`op` for inputs (B, ..., *event), whose dims between are more rows of each sample."""
+
+    def flat(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        between = x.shape[: x.ndim - event_dims]
+        y = op(x.flatten(0, len(between) - 1), weight, bias)
+        return y.unflatten(0, between) if len(between) > 1 else y
+
+    return flat
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if not _affine_expanded(weight, bias):
+        return NotImplemented
+    return _Redirected.apply(lambda x, w, b: PF.layer_norm(x, normalized_shape, w, b, eps), input, weight, bias)
+
+
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+    if not _expanded(weight):
+        return NotImplemented
+    return _Redirected.apply(lambda x, w, b: PF.rms_norm(x, normalized_shape, w, eps), input, weight, None)
+
+
+def _group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if not _affine_expanded(weight, bias):
+        return NotImplemented
+    op = _flat(lambda x, w, b: PF.group_norm(x, num_groups, w, b, eps), input.ndim - 1)
+    return _Redirected.apply(op, input, weight, bias)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if training or running_mean is None or running_var is None or not _affine_expanded(weight, bias):
+        return NotImplemented
+    op = _flat(lambda x, w, b: PF.batch_norm(x, running_mean, running_var, w, b, eps), input.ndim - 1)
+    return _Redirected.apply(op, input, weight, bias)
+
+
+def _affine_expanded(weight: Tensor | None, bias: Tensor | None) -> bool:
+    given = [t for t in (weight, bias) if t is not None]
+    return bool(given) and all(_expanded(t) for t in given)
+
+
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    if not _expanded(weight) or max_norm is not None or any(v is True for v in (*args, *kwargs.values())):
+        return NotImplemented
+    return _Redirected.apply(lambda ids, w, _: PF.embedding(ids, w, padding_idx), input, weight, None)
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Any:
+    if not _expanded(weight) or input.ndim < 2:
+        return NotImplemented
+    return _Redirected.apply(_flat(lambda x, w, _: PF.prelu(x, w), input.ndim - 1), input, weight, None)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    if attn_mask is None or not attn_mask.is_floating_point():
+        return NotImplemented
+    with sdpa_kernel(SDPBackend.MATH):  # under vmap the fused kernels refuse a mask that needs a gradient
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.mm: _matmul,
+    Tensor.__matmul__: _matmul,
+    torch.addmm: _addmm,
+    torch.conv1d: _conv(1),
+    torch.conv2d: _conv(2),
+    torch.conv3d: _conv(3),
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.group_norm: _group_norm,
+    F.batch_norm: _batch_norm,
+    F.embedding: _embedding,
+    F.prelu: _prelu,
+    F.scaled_dot_product_attention: _attention,
+}
