@@ -313,18 +313,28 @@ class LayerSuite:
             torch.testing.assert_close(g, expected[name], rtol=1e-9, atol=1e-10)
         assert all(p.grad_sample is None and p.grad is None for p in ours.parameters())
 
-    def test_gradcheck_and_gradgradcheck(self, case: Case) -> None:
+    @pytest.mark.parametrize("form", ["fast", "batched"])
+    def test_gradcheck_and_gradgradcheck(self, case: Case, form: str) -> None:
+        """Of each sample's loss: by one weight for all samples and by the inputs, or by weights that differ."""
         if not case.true_gradient:
             return
         layer, inputs = self.build(case), self.inputs(case, 2)
-        ours, weights = self.converted(layer), self.different(layer, 2)
+        ours, given = self.converted(layer), self.different(layer, 2)
+        names, own = list(given), {}
+        if form == "fast":
+            given = {k: w[0].detach().requires_grad_() for k, w in given.items()}
+            own = {id(t): t.clone().requires_grad_() for t in inputs if isinstance(t, Tensor) and t.is_floating_point()}
 
         def call(*values: Tensor) -> Tensor:
-            params = dict(zip(weights, values, strict=True))
-            return self.losses(torch.func.functional_call(ours, params, inputs), 2)
+            params = dict(zip(names, values[: len(names)], strict=True))
+            if form == "fast":
+                params = {k: w.expand(2, *w.shape) for k, w in params.items()}
+            replaced = dict(zip(own, values[len(names) :], strict=True))  # by identity: the three of self-attention are one
+            args = tuple(replaced.get(id(t), t) for t in inputs)
+            return self.losses(torch.func.functional_call(ours, params, args), 2)
 
-        assert torch.autograd.gradcheck(call, tuple(weights.values()), fast_mode=True)
-        assert torch.autograd.gradgradcheck(call, tuple(weights.values()), fast_mode=True)
+        assert torch.autograd.gradcheck(call, (*given.values(), *own.values()), fast_mode=True)
+        assert torch.autograd.gradgradcheck(call, (*given.values(), *own.values()), fast_mode=True)
 
     # ------------------------------------------------------------------ passes
     def test_later_pass_replaces_and_retained_graph(self, case: Case) -> None:

@@ -1,0 +1,311 @@
+"""Losses that hold derivatives, gradients of per-sample gradients, and torch.func's transforms, on whole models and every layer."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import pslayers as ps
+
+from .. import zoo
+from ..layers.suite import Case, LayerSuite, floats
+from ..oracle import loop, square, squares
+from .every_layer import EVERY
+
+pytestmark = [
+    pytest.mark.usefixtures("twice_differentiable"),
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # torch's vmap of its bilinear kernel
+]
+Params = dict[str, Tensor]
+
+
+class Field(nn.Module):
+    """A residual network with norms, smooth enough for a Laplacian."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 3)
+        x = torch.sin(self.first(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+class Waves(nn.Module):
+    """Convolutions forth and back, and a norm of groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm = nn.Conv1d(1, 4, 3, stride=2, padding=1), nn.GroupNorm(2, 4)
+        self.up, self.out = nn.ConvTranspose1d(4, 2, 4, stride=2, padding=1), nn.Linear(12, 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 6)
+        return self.out(torch.tanh(self.up(torch.tanh(self.norm(self.down(x.unsqueeze(1)))))).flatten(1))
+
+
+class Memory(nn.Module):
+    """A recurrent layer and attention over what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.attention = nn.GRU(1, 4, batch_first=True), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 4)
+        h, _ = self.gru(x.unsqueeze(2))
+        return self.out(self.attention(h, h, h)[0].mean(1))
+
+
+SMOOTH: dict[str, tuple[Callable[[], nn.Module], int]] = {"field": (Field, 3), "waves": (Waves, 6), "memory": (Memory, 4)}
+each_model = pytest.mark.parametrize("name", SMOOTH)
+
+
+def build(name: str, n: int, **options: Any) -> tuple[nn.Module, nn.Module, Tensor]:
+    make, features = SMOOTH[name]
+    model = make().double()
+    return model, ps.convert_model(copy.deepcopy(model), **options), floats(n, features)
+
+
+def grads_of(value: Tensor, model: nn.Module) -> list[Tensor]:
+    return list(torch.autograd.grad(value, list(model.parameters()), materialize_grads=True))
+
+
+def assert_rows(model: nn.Module, true: list[list[Tensor]]) -> None:
+    """`true`: for each sample, the gradient of each parameter."""
+    for (name, p), *rows in zip(model.named_parameters(), *true, strict=True):
+        expected = torch.stack(rows)
+        found = p.grad_sample if p.grad_sample is not None else torch.zeros_like(expected)  # the loss does not reach it
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# --------------------------------------------------------------------------------------- derivatives in the loss
+def residuals(net: nn.Module, x: Tensor) -> Tensor:
+    """Squared residuals (B,) of a Poisson equation: the Laplacian of the model, one second derivative for each coordinate."""
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    second = [torch.autograd.grad(slope[:, d].sum(), x, create_graph=True)[0][:, d] for d in range(x.shape[1])]
+    return (sum(second) + torch.sin(x).prod(1)) ** 2
+
+
+@each_model
+def test_laplacian(name: str) -> None:
+    model, ours, x = build(name, 4)
+    for _ in range(2):
+        ours.zero_grad()
+        residuals(ours, x).mean().backward()
+        assert_rows(ours, [grads_of(residuals(model, x[i : i + 1]).sum(), model) for i in range(4)])
+
+
+def test_inner_and_boundary_points_are_batches_of_their_own() -> None:
+    model, ours, inner = build("field", 5, loss_reduction="sum")
+    boundary = floats(2, 3).round()
+    with ps.accumulating(ours, "append"):
+        residuals(ours, inner).sum().backward()
+        ours(boundary).square().sum().backward()
+    true = [grads_of(residuals(model, inner[i : i + 1]).sum(), model) for i in range(5)]
+    true += [grads_of(model(boundary[i : i + 1]).square().sum(), model) for i in range(2)]
+    reached = [(p, rows) for p, *rows in zip(ours.parameters(), *true, strict=True)]
+    for p, rows in reached:  # the last bias has no part in a Laplacian: its rows are those of the boundary
+        torch.testing.assert_close(p.grad_sample, torch.stack(rows[-len(p.grad_sample) :]), rtol=1e-8, atol=1e-9)
+    assert [len(p.grad_sample) for p, _ in reached].count(7) == len(reached) - 1
+
+
+@each_model
+def test_gradient_penalty(name: str) -> None:
+    """A critic's loss with gradient penalty: three calls of the model, one of them differentiated with respect to its input."""
+    model, ours, real = build(name, 4)
+    fake, mix = torch.randn_like(real), torch.rand(4, 1, dtype=torch.float64)
+
+    def losses(net: nn.Module, real: Tensor, fake: Tensor, mix: Tensor) -> Tensor:
+        between = (mix * real + (1 - mix) * fake).requires_grad_()
+        (slope,) = torch.autograd.grad(net(between).sum(), between, create_graph=True)
+        return (net(fake) - net(real)).squeeze(1) + 10 * (slope.norm(dim=1) - 1) ** 2
+
+    losses(ours, real, fake, mix).mean().backward()
+    parts = [slice(i, i + 1) for i in range(4)]
+    assert_rows(ours, [grads_of(losses(model, real[i], fake[i], mix[i]).sum(), model) for i in parts])
+
+
+# ---------------------------------------------------------------------------------------- gradients of gradients
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "mlp": (zoo.mlp, lambda n: floats(n, 12)),
+    "cnn": (lambda: zoo.TutorialCNN(2), lambda n: floats(n, 1, 16, 16)),
+    "resnet": (lambda: zoo.ResNet18(2), lambda n: floats(n, 3, 8, 8)),
+    "lstm": (zoo.CharLSTM, lambda n: torch.randint(0, 11, (n, 6))),
+    "transformer": (zoo.Transformer, lambda n: torch.randint(0, 11, (n, 5))),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hessian_vector_products(name: str) -> None:
+    """H_i v for every sample, of vectors that differ from sample to sample: two passes for all of them."""
+    make, batch = MODELS[name]
+    model, x = make().double(), batch(3)
+    ours = ps.convert_model(copy.deepcopy(model))
+    params = ps.expand_params(ours, 3)
+    vectors = {k: torch.randn(3, *p.shape, dtype=p.dtype) for k, p in ours.named_parameters()}
+    grads = torch.autograd.grad(squares(functional_call(ours, params, (x,))).sum(), list(params.values()), create_graph=True)
+    slope = sum((g * v).sum() for g, v in zip(grads, vectors.values(), strict=True))
+    products = torch.autograd.grad(slope, list(params.values()))
+    for i in range(3):
+        plain = list(model.parameters())
+        grads = torch.autograd.grad(square(model(x[i : i + 1]), 0), plain, create_graph=True)
+        slope = sum((g * v[i]).sum() for g, v in zip(grads, vectors.values(), strict=True))
+        for found, true in zip(products, torch.autograd.grad(slope, plain), strict=True):
+            torch.testing.assert_close(found[i], true, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_a_backward_pass_are_differentiated_again(name: str) -> None:
+    """The sum of all squared norms of rows, through `grad_sample` itself; once more from what the first pass has left."""
+    make, batch = MODELS[name]
+    model, x = make().double(), batch(3)
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    params = list(ours.parameters())
+    squares(ours(x)).sum().backward(create_graph=True)
+    penalty = sum((p.grad_sample**2).sum() for p in params)
+    found = torch.autograd.grad(penalty, params)
+    for p in params:  # break the cycles that create_graph makes
+        p.grad = p.grad_sample = None
+    true = [torch.zeros_like(p) for p in model.parameters()]
+    for i in range(3):
+        grads = torch.autograd.grad(square(model(x[i : i + 1]), 0), list(model.parameters()), create_graph=True)
+        true = [t + g for t, g in zip(true, grads_of(sum((g**2).sum() for g in grads), model), strict=True)]
+    torch.testing.assert_close(list(found), true, rtol=1e-7, atol=1e-8)
+
+
+def test_spread_of_the_gradients_as_a_loss() -> None:
+    """A loss in which all samples meet: how far each row is from their mean. Its rows would mean nothing, its gradient does."""
+    model, x = zoo.mlp().double(), floats(5, 12)
+    model[2] = model[4] = nn.Tanh()
+    found = []
+    for way in ("ours", "loop"):
+        net = ps.convert_model(copy.deepcopy(model)) if way == "ours" else copy.deepcopy(model)
+        if way == "ours":
+            rows = ps.per_sample_grads(net, squares, x, create_graph=True)
+        else:
+            each = [torch.autograd.grad(square(net(s), 0), list(net.parameters()), create_graph=True) for s in x.split(1)]
+            rows = {str(k): torch.stack(g) for k, g in enumerate(zip(*each, strict=True))}
+        spread = sum((g - g.mean(0)).square().sum() for g in rows.values())
+        found.append(torch.autograd.grad(spread, list(net.parameters())))
+    torch.testing.assert_close(*found)
+
+
+# ---------------------------------------------------------------------------------------------------- torch.func
+class Losses:
+    """The losses (B,) of one layer's samples as a function of its per-sample parameters, and their rows by the loop."""
+
+    def __init__(self, suite: LayerSuite, case: Case, n: int = 3) -> None:
+        self.suite, self.n = suite, n
+        self.layer, self.inputs = suite.build(case), suite.inputs(case, n)
+        self.ours = suite.converted(self.layer)
+        self.params = {k: p.detach() for k, p in ps.expand_params(self.ours, n).items()}
+        # forward mode writes to its primals, and torch refuses that for a stride of 0
+        self.own = {k: p.clone() for k, p in self.params.items()}
+        self.rows = suite.loop(self.layer, self.inputs, n)
+        generator = torch.Generator().manual_seed(5)
+        self.vectors = {k: torch.randn(p.shape, dtype=p.dtype, generator=generator) for k, p in self.params.items()}
+
+    def __call__(self, params: Params) -> Tensor:
+        return self.suite.losses(functional_call(self.ours, params, self.inputs), self.n)
+
+    def total(self, params: Params) -> Tensor:
+        return self(params).sum()
+
+    def skip_unless_torch_can(self, transform: Callable[[Callable[[Params], Tensor], Params], object]) -> None:
+        """A transform that torch's own layer does not go through is torch's limit."""
+
+        def plain(params: Params) -> Tensor:
+            return self.suite.losses(functional_call(self.layer, params, self.suite.sample(self.inputs, 0)), 1).sum()
+
+        try:
+            transform(plain, {k: p[0] for k, p in self.params.items()})
+        except (RuntimeError, NotImplementedError) as error:
+            pytest.skip(f"torch's own layer does not go through it: {str(error).splitlines()[0][:100]}")
+
+
+each_layer = pytest.mark.parametrize(("suite", "case"), EVERY.values(), ids=list(EVERY))
+
+
+@each_layer
+def test_grad_vjp_and_jacrev(suite: LayerSuite, case: Case) -> None:
+    losses = Losses(suite, case)
+    torch.testing.assert_close(torch.func.grad(losses.total)(losses.params), losses.rows)
+    values, pull = torch.func.vjp(losses, losses.params)
+    torch.testing.assert_close(pull(torch.ones_like(values))[0], losses.rows)
+    losses.skip_unless_torch_can(lambda f, params: torch.func.jacrev(f)(params))
+    for name, jacobian in torch.func.jacrev(losses)(losses.params).items():
+        for i in range(losses.n):
+            for j in range(losses.n):
+                row = losses.rows[name][i]
+                torch.testing.assert_close(jacobian[i, j], row if i == j else torch.zeros_like(row))
+
+
+@each_layer
+def test_jvp_and_jacfwd(suite: LayerSuite, case: Case) -> None:
+    losses = Losses(suite, case)
+    losses.skip_unless_torch_can(lambda f, params: torch.func.jvp(f, (params,), (params,)))
+    _, slopes = torch.func.jvp(losses, (losses.own,), (losses.vectors,))
+    torch.testing.assert_close(slopes, sum((g * losses.vectors[k]).flatten(1).sum(1) for k, g in losses.rows.items()))
+
+
+@each_layer
+def test_hessian_by_both_orders(suite: LayerSuite, case: Case) -> None:
+    """H_i v by forward over reverse and by reverse over reverse, and one whole Hessian."""
+    if case.name == "max":
+        return
+    losses = Losses(suite, case, n=2)
+    plain = dict(losses.layer.named_parameters())
+    true: dict[str, list[Tensor]] = {k: [] for k in plain}
+    for i in range(losses.n):
+        loss = suite.losses(losses.layer(*suite.sample(losses.inputs, i)), 1).sum()
+        grads = torch.autograd.grad(loss, list(plain.values()), create_graph=True, materialize_grads=True)
+        slope = sum((g * losses.vectors[k][i]).sum() for k, g in zip(plain, grads, strict=True))
+        for k, h in zip(plain, torch.autograd.grad(slope, list(plain.values()), materialize_grads=True), strict=True):
+            true[k].append(h)
+    expected = {k: torch.stack(h) for k, h in true.items()}
+
+    def slope_of(params: Params) -> Tensor:
+        return sum((g * losses.vectors[k]).sum() for k, g in torch.func.grad(losses.total)(params).items())
+
+    torch.testing.assert_close(torch.func.grad(slope_of)(losses.params), expected, rtol=1e-7, atol=1e-8)
+    losses.skip_unless_torch_can(lambda f, params: torch.func.jvp(torch.func.grad(f), (params,), (params,)))
+    _, products = torch.func.jvp(torch.func.grad(losses.total), (losses.own,), (losses.vectors,))
+    torch.testing.assert_close(products, expected, rtol=1e-7, atol=1e-8)
+    name = min(losses.params, key=lambda k: losses.params[k].numel())
+    hessian = torch.func.hessian(lambda p: losses.total({**losses.own, name: p}))(losses.own[name])
+    size = losses.params[name].numel() // losses.n
+    blocks = hessian.reshape(losses.n, size, losses.n, size)
+    assert not blocks[0, :, 1].any() and not blocks[1, :, 0].any()  # samples do not meet
+    own = {k: v if k == name else torch.zeros_like(v) for k, v in losses.vectors.items()}
+    _, alone = torch.func.jvp(torch.func.grad(losses.total), (losses.own,), (own,))
+    product = torch.einsum("ij,j->i", hessian.reshape(losses.n * size, -1), losses.vectors[name].flatten())
+    torch.testing.assert_close(product.reshape(losses.params[name].shape), alone[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transforms_of_whole_models(name: str) -> None:
+    make, batch = MODELS[name]
+    model, x = make().double(), batch(3)
+    ours = ps.convert_model(copy.deepcopy(model))
+    params = {k: p.detach() for k, p in ps.expand_params(ours, 3).items()}
+    expected = {k: g for k, g in loop(model, square, (x,)).items() if g is not None}
+
+    def losses(params: Params) -> Tensor:
+        return squares(functional_call(ours, params, (x,)))
+
+    torch.testing.assert_close(torch.func.grad(lambda p: losses(p).sum())(params), expected, rtol=1e-8, atol=1e-9)
+    jacobian = torch.func.jacrev(losses)(params)
+    for k, rows in expected.items():
+        torch.testing.assert_close(jacobian[k].diagonal(dim1=0, dim2=1).movedim(-1, 0), rows, rtol=1e-8, atol=1e-9)
+    vectors = {k: torch.randn_like(g) for k, g in expected.items()}
+    _, slopes = torch.func.jvp(losses, ({k: p.clone() for k, p in params.items()},), (vectors,))
+    torch.testing.assert_close(slopes, sum((g * vectors[k]).flatten(1).sum(1) for k, g in expected.items()))
+    assert all(p.grad_sample is None and p.grad is None for p in ours.parameters())
