@@ -91,15 +91,16 @@ class PSContainer(Converted):
                 taken_up = slot == "in" if isinstance(module, PSLayer) else slot == "out" and module._ps_state().general
                 if taken_up and caller and TABLE in module._ps_state().layouts_of(call, slot, ndim):
                     _whole(modules, caller, module)
-        for module, call, taken, named, given in made:  # a caller comes after what it has called
+        for module, call, taken, named, given, written in made:  # a caller comes after what it has called
             state = module._ps_state()
             if not state.general:
                 continue
-            layouts = fallback.places(state, call, "in", (taken, named)), fallback.places(state, call, "out", given)
+            slots = {"in": (taken, named), "out": given, "written": written}
+            layouts = fallback.Layouts(*(fallback.places(state, call, slot, value) for slot, value in slots.items()))
             how = (call, module.training, ndims((taken, named)))
             try:
                 forward = module._ps_original.forward
-                state.plans[how] = fallback.choose(module, forward, (taken, named), *layouts, batch.size, state.whole)
+                state.plans[how] = fallback.choose(module, forward, (taken, named), layouts, batch.size, state.whole)
             except fallback.NoWayError as error:
                 if why is not None and module is self:
                     raise why from error

@@ -11,10 +11,11 @@ The proof: half of the samples get changed parameters. Their outputs must be tho
 other samples' those of the module as it is.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +26,33 @@ from .record import recorder_of
 from .redirect import Redirect
 from .snapshot import trial, unchanged
 from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout
-from .trees import map_tensors, own_parameters, tensors_in
+from .trees import assign, map_tensors, own_parameters, tensors_in, written_to
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Forward = Callable[..., Any]
+
+
+class Layouts(NamedTuple):
+    """How the tensors of a call hold the samples: of what it takes, returns, and writes into what it takes (a cache)."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    written: tuple[Layout, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a module's call is run.
 
-    `forms`: for "broadcast", how many dims are put between the batch and each parameter's own. `fast`: the parameters that are
-    used by fast ops (all that broadcast; under vmap those whose op is redirected).
+    `forms`: for "broadcast", how many dims are put between the batch and each parameter's own. `fresh`: for "vmap", whether
+    tensors that the forward makes anew are made for each sample, to be written into. `fast`: the parameters that are used by
+    fast ops (all that broadcast; under vmap those whose op is redirected).
     """
 
     way: str
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
+    layouts: Layouts
     forms: tuple[tuple[str, int], ...] = ()
+    fresh: bool = False
     fast: frozenset[str] = frozenset()
 
 
@@ -87,42 +97,47 @@ def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dic
 def fits(plan: Plan, call: Call, size: int) -> bool:
     """Whether a plan that was made for other sizes can be right for these inputs."""
     return all(
-        isinstance(t, Tensor) and fits_layout(layout, t, size) for t, layout in zip(tensors_in(call), plan.inputs, strict=True)
+        isinstance(t, Tensor) and fits_layout(layout, t, size)
+        for t, layout in zip(tensors_in(call), plan.layouts.inputs, strict=True)
     )
 
 
 def choose(
-    module: nn.Module, forward: Forward, call: Call, inputs: list[Layout], outputs: list[Layout], size: int, whole: bool
+    module: nn.Module,
+    forward: Forward,
+    call: Call,
+    layouts: Layouts,
+    size: int,
+    whole: bool,
 ) -> Plan:
     """The fastest way that is proved right for this call; `whole` rules out those that leave what lies below to itself."""
-    if MIXED in inputs or MIXED in outputs:
+    if any(MIXED in each for each in layouts):
         raise NoWayError("its inputs or outputs cannot be attributed to samples")
-    layouts = tuple(inputs), tuple(outputs)
     try:
-        proof = _Proof(module, forward, call, tuple(outputs), size)
+        proof = _Proof(module, forward, call, layouts.outputs, size)
     except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller
         raise NoWayError(f"it cannot be called by itself again ({type(error).__name__}: {error})") from error
     if not whole and (forms := _forms(module, proof, layouts)) is not None:
-        return Plan("broadcast", *layouts, forms, frozenset(name for name, _ in forms))
-    for way in ("vmap", "loop"):
-        if proof.holds(plan := Plan(way, *layouts)):
+        return Plan("broadcast", layouts, forms, fast=frozenset(name for name, _ in forms))
+    for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
+        if proof.holds(plan := Plan(way, layouts, fresh=fresh)):
             if way == "loop":
                 warnings.warn(f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.", stacklevel=2)  # type: ignore[operator]
             return replace(plan, fast=frozenset(proof.redirected))
     raise NoWayError(proof.problem)
 
 
-def _forms(module: nn.Module, proof: "_Proof", layouts: tuple[Any, Any]) -> tuple[tuple[str, int], ...] | None:
+def _forms(module: nn.Module, proof: "_Proof", layouts: Layouts) -> tuple[tuple[str, int], ...] | None:
     """Shapes by which every parameter broadcasts, found one parameter at a time; None where one has none."""
     forms: list[tuple[str, int]] = []
     for name, param in parameters_of(module, own=True).items():
         for dims in (-1, 0, 1, 2, 3) if param.ndim and param.shape[0] == 1 else (0, 1, 2, 3):
-            if proof.holds(Plan("broadcast", *layouts, ((name, dims),))):
+            if proof.holds(Plan("broadcast", layouts, ((name, dims),))):
                 forms.append((name, dims))
                 break
         else:
             return None
-    whole = Plan("broadcast", *layouts, tuple(forms))
+    whole = Plan("broadcast", layouts, tuple(forms))
     return whole.forms if len(forms) < 2 or proof.holds(whole) else None
 
 
@@ -162,7 +177,7 @@ class _Proof:
         size, grads = self.size, []
         shared = {n: self.values[n].clone().requires_grad_() for n in names}
         each = {n: self.values[n].expand(size, *self.values[n].shape).requires_grad_() for n in names}
-        redirect = Redirect()
+        redirect = Redirect(size if plan.fresh else None)
         before, local.general = local.general, True  # what lies below is not recorded
         with torch.enable_grad():
             try:
@@ -195,8 +210,8 @@ class _Proof:
         if layout in (SHARED, TABLE):
             plain, other = (t.expand(self.size, *t.shape[layout == SHARED :]) for t in (plain, other))
             layout = ("dim", 0)
-        if found.shape != plain.shape:
-            return False
+        if found.shape != plain.shape or not plain.numel():
+            return found.shape == plain.shape
         expected = torch.where(_mask(self.changed.to(plain.device), plain, layout), other, plain)
         scale = (other - plain).abs().max()
         error = torch.where(found == expected, 0, (found - expected).abs())  # infinities, as in masks
@@ -251,7 +266,8 @@ def _run(
         forms = {name: _form(weights[name], dims) for name, dims in plan.forms}
         with _reparametrize_module(module, forms, tie_weights=True):
             return forward(module, *call[0], **call[1])
-    layouts = iter(plan.inputs)
+    redirect = redirect or Redirect(size if plan.fresh else None)
+    layouts = iter(plan.layouts.inputs)
     flat: list[Tensor] = []  # every sample's part in dim 0, a batch of one behind it; or as it is
     where: list[int | None] = []
 
@@ -266,14 +282,16 @@ def _run(
 
     def one(own: dict[str, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         parts = iter(tensors)
-        args, kwargs = map_tensors(lambda _: next(parts), call)
+        args, kwargs = taken = map_tensors(lambda _: next(parts), call)
         before, local.general = local.general, True
         try:
-            with unchanged(module, numbers=False), _reparametrize_module(module, own, tie_weights=True), redirect or Redirect():
-                skeleton[:] = [forward(module, *args, **kwargs)]
+            with unchanged(module, numbers=False), _reparametrize_module(module, own, tie_weights=True), redirect:
+                output = forward(module, *args, **kwargs)
         finally:
             local.general = before
-        return tuple(t for t in tensors_in(skeleton) if isinstance(t, Tensor))
+        written = written_to(taken, {id(t) for t in tensors})
+        skeleton[:] = [output, taken, dict(zip(map(id, tensors), itertools.count())), {id(t): i for i, t in enumerate(written)}]
+        return (*(t for t in tensors_in([output]) if isinstance(t, Tensor)), *written)
 
     if plan.way == "vmap":
         outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
@@ -281,8 +299,17 @@ def _run(
         own = [dict(zip(weights, each, strict=True)) for each in zip(*(w.unbind() for w in weights.values()), strict=True)]
         each = [one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True))) for i in range(size)]
         outputs = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
-    together = iter([_together(t, layout) for t, layout in zip(outputs, plan.outputs, strict=True)])
-    return map_tensors(lambda _: next(together), skeleton[0])
+    both = (*plan.layouts.outputs, *plan.layouts.written)
+    together = [_together(t, layout) for t, layout in zip(outputs, both, strict=True)]
+    output, taken, given, written = skeleton
+    originals, count = list(tensors_in(call)), len(plan.layouts.outputs)
+
+    def real(t: Tensor) -> Tensor:
+        return originals[given[id(t)]] if id(t) in given else together[count + written[id(t)]]  # type: ignore[return-value]
+
+    assign(call, taken, real)
+    whole = iter(together)
+    return map_tensors(lambda _: next(whole), output)
 
 
 def _form(weight: Tensor, dims: int) -> Tensor:
@@ -311,9 +338,9 @@ def _together(t: Tensor, layout: Layout) -> Tensor:
     return (t.transpose(0, 1) if layout == TIME_MAJOR else t).flatten(0, 1)
 
 
-def places(state: Any, call: int, slot: str, values: Any) -> list[Layout]:
-    """The layout of every tensor that a call takes ("in") or returns ("out"), as tracked."""
-    return list(_places(state, call, slot, values))
+def places(state: Any, call: int, slot: str, values: Any) -> tuple[Layout, ...]:
+    """The layout of every tensor that a call takes ("in"), returns ("out") or writes ("written"), as tracked."""
+    return tuple(_places(state, call, slot, values))
 
 
 def _places(state: Any, call: int, slot: str, values: Any) -> Iterator[Layout]:

@@ -53,10 +53,15 @@ def _data_ptr(expanded: Tensor) -> int:
 
 
 class Redirect(TorchFunctionMode):
-    """Inside of vmap: ops whose weight is an expansion run in their fast form; `weights` notes where these lie."""
+    """Inside of vmap: ops whose weight is an expansion run in their fast form; `weights` notes where these lie.
 
-    def __init__(self) -> None:
+    With a batch `size`, tensors that are made anew are made for each sample: vmap refuses to write a sample's values into one
+    that all share, as in ``out = torch.zeros(n); out[ids] = values``.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
         super().__init__()
+        self.size = size
         self.weights: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,7 +71,11 @@ class Redirect(TorchFunctionMode):
             if result is not NotImplemented:
                 self.weights |= {_data_ptr(t) for t in (*args, *(kwargs or {}).values()) if _expanded(t)}
                 return result
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.size is not None and func in _MAKERS and not torch._C._functorch.is_batchedtensor(result):
+            level = torch._C._functorch.peek_interpreter_stack().level()
+            result = torch._C._functorch._add_batch_dim(result.expand(self.size, *result.shape).clone(), 0, level)
+        return result
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -196,6 +205,10 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
 
 
+_MAKERS = {
+    *(torch.zeros, torch.ones, torch.empty, torch.full, torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full),
+}
 _RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.matmul: _matmul,

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from .expand import Batch, local
 from .snapshot import trial
-from .trees import map_tensors, own_parameters, tensors_in
+from .trees import map_tensors, own_parameters, tensors_in, written_to
 
 # how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's together or each time
 # step's together; not at all, being the same for all, in one row or without a batch dim (a table); or in no such way
@@ -41,7 +41,8 @@ class Tracker:
         self.calls: dict[int, int] = {}
         self.inner: list[int] = []  # the modules that are being called, the innermost last
         self.callers: dict[tuple[int, int], int | None] = {}  # (module, number of its call): the container that called it
-        self.made: list[tuple[nn.Module, int, tuple[Any, ...], dict[str, Any], Any]] = []  # the calls of containers, whole
+        # the calls of containers, whole: what they take, return, and write into what they take
+        self.made: list[tuple[nn.Module, int, tuple[Any, ...], dict[str, Any], Any, list[Tensor]]] = []
 
     def see(self, module: nn.Module, x: Tensor) -> None:
         """Note the input of the layer that is being called."""
@@ -62,14 +63,16 @@ class Tracker:
         """Run a call of the container `module`, and note all of its inputs and outputs."""
         # what it takes may be changed in place later on
         kept_args, kept_kwargs = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
+        given = {id(t) for t in tensors_in((args, kwargs))}
         with self.inside(module) as call:
             output = forward(module, *args, **kwargs)
         kept = map_tensors(lambda t: t.detach().clone(), output)
-        for slot, value in (("in", (kept_args, kept_kwargs)), ("out", kept)):
+        written = [t.detach().clone() for t in written_to((args, kwargs), given)]
+        for slot, value in (("in", (kept_args, kept_kwargs)), ("out", kept), ("written", written)):
             for place, t in enumerate(tensors_in(value)):
                 if isinstance(t, Tensor):
                     self.seen[id(module), call, (slot, place), t.ndim] = t
-        self.made.append((module, call, kept_args, kept_kwargs, kept))
+        self.made.append((module, call, kept_args, kept_kwargs, kept, written))
         return output
 
 

@@ -1,27 +1,43 @@
 """Tensors inside what a module is called with, or returns; parameters inside a module."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+_CLOSED = (nn.Module, type, FunctionType, MethodType, ModuleType, str, int, float, complex, bytes)
 
-def tensors_in(value: Any) -> Iterator[Tensor | PackedSequence]:
-    """Every tensor in a value, its containers opened in order."""
+
+def opens(value: Any) -> bool:
+    """Whether a value is an object of some class of the user's (a dataclass, a cache) that may hold tensors as attributes."""
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, _CLOSED)
+        and type(value).__module__.partition(".")[0] not in ("torch", "builtins", "enum", "functools")
+    )
+
+
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor | PackedSequence]:
+    """Every tensor in a value, its containers and objects opened in order, each once."""
     if isinstance(value, (Tensor, PackedSequence)):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for f in fields(value):
-            yield from tensors_in(getattr(value, f.name))
+        return
+    seen = set() if seen is None else seen
+    if isinstance(value, tuple):
+        items: list[Any] = list(value)
+    elif isinstance(value, (list, Mapping)) or opens(value):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        items = list(value if isinstance(value, list) else value.values() if isinstance(value, Mapping) else vars(value).values())
+    else:
+        return
+    for item in items:
+        yield from tensors_in(item, seen)
 
 
 def ndims(value: Any) -> tuple[int, ...]:
@@ -29,22 +45,63 @@ def ndims(value: Any) -> tuple[int, ...]:
     return tuple(t.ndim if isinstance(t, Tensor) else -1 for t in tensors_in(value))
 
 
-def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A value with `fn` applied to every tensor in its containers: tuples, lists, mappings, dataclasses."""
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, Any] | None = None) -> Any:
+    """A copy of a value with `fn` applied to every tensor in its containers and objects; what is one object stays one."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
         return value._replace(data=fn(value.data))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(fn, v) for v in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(map_tensors(fn, v) for v in value)
-    if isinstance(value, Mapping):
-        mapped = {k: map_tensors(fn, v) for k, v in value.items()}
-        return mapped if type(value) is dict else type(value)(**mapped) if is_dataclass(value) else type(value)(mapped)  # type: ignore[call-arg]
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: map_tensors(fn, getattr(value, f.name)) for f in fields(value) if f.init})
-    return value
+    copies = {} if copies is None else copies
+    if isinstance(value, tuple):
+        parts = [map_tensors(fn, v, copies) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if not (isinstance(value, (list, Mapping)) or opens(value)):
+        return value
+    if id(value) not in copies:
+        if isinstance(value, list):
+            copies[id(value)] = new = type(value)()
+            new.extend([map_tensors(fn, v, copies) for v in value])
+        elif isinstance(value, Mapping):
+            mapped = {k: map_tensors(fn, v, copies) for k, v in value.items()}
+            make: Any = type(value)
+            copies[id(value)] = mapped if make is dict else make(**mapped) if is_dataclass(value) else make(mapped)
+        else:
+            copies[id(value)] = new = object.__new__(type(value))
+            for name, item in list(vars(value).items()):
+                vars(new)[name] = map_tensors(fn, item, copies)
+    return copies[id(value)]
+
+
+def written_to(value: Any, given: set[int]) -> list[Tensor]:
+    """The tensors that a call has written into what it was called with (a cache): those that were not `given`, by identity."""
+    return [t for t in tensors_in(value) if isinstance(t, Tensor) and id(t) not in given]
+
+
+def assign(target: Any, source: Any, tensor: Callable[[Tensor], Tensor], done: dict[int, Any] | None = None) -> Any:
+    """Write into `target` what its copy `source` holds after a call has changed that; `tensor` gives each tensor's form."""
+    done = {} if done is None else done
+    if id(source) in done:
+        return done[id(source)]
+    if isinstance(source, Tensor):
+        return tensor(source)
+    if isinstance(source, tuple) and type(source) is type(target) and len(source) == len(target):
+        parts = [assign(t, s, tensor, done) for t, s in zip(target, source, strict=True)]
+        return type(source)(*parts) if hasattr(source, "_fields") else type(source)(parts)
+    if type(source) is not type(target):
+        return map_tensors(tensor, source, done)
+    if isinstance(source, list):
+        done[id(source)] = target
+        target[:] = [assign(target[i] if i < len(target) else None, s, tensor, done) for i, s in enumerate(source)]
+    elif isinstance(source, Mapping) or opens(source):
+        into, values = (target, source) if isinstance(source, Mapping) else (vars(target), vars(source))
+        done[id(source)] = target
+        for name in [name for name in into if name not in values]:
+            del into[name]
+        for name, value in values.items():
+            into[name] = assign(into.get(name), value, tensor, done)
+    else:
+        return source
+    return target
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

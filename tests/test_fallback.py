@@ -208,6 +208,65 @@ def parametrized(kind: str) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), wrapped, nn.Tanh())
 
 
+class Cache:
+    """What layers have seen so far, as transformers' caches keep it."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, Tensor] = {}
+        self.seen, self.parts = 0, [self.layers]
+
+    def update(self, keys: Tensor, layer: int) -> Tensor:
+        self.seen += keys.shape[1]
+        self.layers[layer] = torch.cat([self.layers[layer], keys], 1) if layer in self.layers else keys
+        return self.layers[layer]
+
+
+class CachedAttention(nn.Module):
+    """Writes its keys into a cache that its caller hands it; its bias comes from a table by a layer."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer, self.key, self.value, self.bias = layer, nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.Embedding(5, 5)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        keys = cache.update(F.linear(x, self.key.weight), self.layer)
+        return self.value(torch.softmax(x @ keys.mT + self.bias(torch.arange(5)), -1) @ keys)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(CachedAttention(i) for i in range(2)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return self.out(x + cache.update(x, 0)[:, :5] * cache.seen)
+
+
+class WritesIntoZeros(nn.Module):
+    """Values written into a tensor made anew, and an output without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.fc = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.zeros(x.shape[0], 6, 4, dtype=x.dtype)
+        out[:, 1:] = F.linear(self.fc(x), self.weight).cumsum(1)
+        return out, x[:, :0]
+
+
+class TakesTheFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.inner = nn.Linear(4, 4), WritesIntoZeros()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(self.fc(x))[0])
+
+
 def sequence(n: int) -> Tensor:
     return torch.randn(n, 5, 4, dtype=torch.float64)
 
@@ -235,6 +294,8 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "weight-norm": (lambda: parametrized("new"), sequence),
     "weight-norm-old": (lambda: parametrized("old"), sequence),
     "orthogonal": (lambda: parametrized("orthogonal"), sequence),
+    "cache": (Cached, sequence),
+    "written-into-zeros": (TakesTheFirst, sequence),
 }
 
 
@@ -250,7 +311,27 @@ def test_pattern(pattern: str) -> None:
         assert_rows_right(model, data(n), converted=ours)
 
 
-WAYS = {"class-token": "broadcast", "rms-norm": "broadcast", "conv-norm": "vmap", "past-its-layer": "vmap", "experts": "loop"}
+WAYS = {
+    "class-token": "broadcast",
+    "rms-norm": "broadcast",
+    "conv-norm": "vmap",
+    "past-its-layer": "vmap",
+    "cache": "vmap",
+    "written-into-zeros": "vmap",
+    "experts": "loop",
+}
+
+
+def test_a_cache_holds_what_the_plain_model_writes() -> None:
+    model, ours, x = Cached().double(), Cached().double(), sequence(3)
+    ours.load_state_dict(model.state_dict())
+    ps.convert_model(ours)
+    for _ in range(2):
+        ours(x)
+        model(x)
+        assert ours.cache.seen == model.cache.seen and ours.cache.parts[0] is ours.cache.layers
+        for layer in (0, 1):
+            torch.testing.assert_close(ours.cache.layers[layer], model.cache.layers[layer])
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
