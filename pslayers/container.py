@@ -8,7 +8,7 @@ from torch import nn
 
 from . import fallback
 from .converted import Converted, random_state, set_random_state
-from .expand import Batch, local
+from .expand import Batch, local, transforming
 from .layers.base import PSLayer
 from .snapshot import Snapshot
 from .tracking import TABLE, Ambiguous, Tracker, parameters_used
@@ -39,12 +39,15 @@ class PSContainer(Converted):
         state, batch, original = self._ps_state(), local.batch, self._ps_original.forward
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
-        general = state.general and state.settings.recording and torch.is_grad_enabled()
-        if batch is None or not general or not fallback.parameters_of(self, own=not state.whole):
+        if batch is None or not state.general:
+            return original(self, *args, **kwargs)
+        recording = state.settings.recording and torch.is_grad_enabled() and not transforming()
+        given = self._ps_given(own=not state.whole)
+        if not given and not (recording and fallback.parameters_of(self, own=not state.whole)):
             return original(self, *args, **kwargs)
         call = batch.calls[id(self)] = batch.calls.get(id(self), -1) + 1
         if batch.size <= 1:
-            return fallback.run_single(self, original, args, kwargs)
+            return fallback.run_single(self, original, args, kwargs, given)
         plan = state.plans.get((call, self.training, ndims((args, kwargs))))
         if plan is None or not fallback.fits(plan, (args, kwargs), batch.size):
             if batch.trackable:
@@ -53,7 +56,7 @@ class PSContainer(Converted):
                 f"`{state.path}` ({type(self).__name__}) was called in a way that differs from run to run of the same batch, so "
                 f"its samples cannot be told apart: write a layer for it (ps.PSLayer)."
             )
-        return fallback.run(self, original, plan, args, kwargs)
+        return fallback.run(self, original, plan, args, kwargs, given)
 
     def _ps_learn(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """As the base's; where the layers cannot be run each by itself, the whole module is run with per-sample parameters."""

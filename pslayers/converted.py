@@ -20,7 +20,7 @@ from .tracking import (
     run_tracked,
     track,
 )
-from .trees import ndims, tensors_in
+from .trees import ndims, own_parameters, tensors_in
 
 
 class State:
@@ -32,7 +32,7 @@ class State:
         self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
         self.tables = False  # callers of layers that take what all samples share are run whole
         self.plans: dict[tuple[int, bool, tuple[int, ...]], Any] = {}  # how: (number of the call, training, dims of the inputs)
-        self.ndims = {name: p.ndim for name, p in module._parameters.items() if p is not None}
+        self.ndims = {name: p.ndim for name, p in own_parameters(module)}
         # tracked: (number of the call, place of the tensor, its dims): layout
         self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
 
@@ -152,11 +152,16 @@ class Converted(_Mixin):
                 state.layouts, state.plans, state.general, state.whole = learned
             raise
 
-    def _ps_given(self) -> bool:
-        """Whether per-sample weights were given in the place of a parameter somewhere below."""
-        modules = [m for m in self.modules() if isinstance(m, Converted)]
-        pairs = ((m._ps_state().ndims, m._parameters) for m in modules)
-        return any(p is not None and p.ndim != dims.get(name, p.ndim) for dims, own in pairs for name, p in own.items())
+    def _ps_given(self, own: bool = False) -> set[str]:
+        """The names of the parameters in whose place per-sample weights were given, here or anywhere below."""
+        named = (("", self),) if own else self.named_modules()
+        converted = [(f"{path}." if path else "", m) for path, m in named if isinstance(m, Converted)]
+        return {
+            prefix + name
+            for prefix, m in converted
+            for name, p in own_parameters(m)
+            if p.ndim != m._ps_state().ndims.get(name, p.ndim)
+        }
 
     def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""

@@ -66,32 +66,44 @@ def parameters_of(module: nn.Module, own: bool) -> dict[str, nn.Parameter]:
     return {name: p for name, p in found if p.requires_grad}
 
 
-def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A recorded call of a module by its plan."""
-    batch, state = local.batch, module._ps_state()
-    assert batch is not None
-    weights = {}
-    for name, param in parameters_of(module, own=plan.way == "broadcast").items():
-        rows = (recorder := recorder_of(param, f"{state.path}.{name}", state.settings)).rows(batch.size)
-        weights[name] = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
-    return _run(module, forward, plan, (args, kwargs), weights, batch.size)
+def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
+    """A call of a module by its plan."""
+    assert local.batch is not None
+    weights = _weights(module, given, own=plan.way == "broadcast")
+    return _run(module, forward, plan, (args, kwargs), weights, local.batch.size)
 
 
-def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A recorded call for one sample, or none: everything is that sample's."""
+def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
+    """A call for one sample, or none: everything is that sample's."""
     batch, state = local.batch, module._ps_state()
     assert batch is not None
-    weights = {}
-    for name, param in parameters_of(module, own=not state.whole).items():
-        rows = (recorder := recorder_of(param, f"{state.path}.{name}", state.settings)).rows(batch.size)
-        weight = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
-        weights[name] = weight[0] if batch.size else param.detach() + weight.sum(0)
+    weights = _weights(module, given, own=not state.whole)
+    alone = {n: w[0] if batch.size else w.new_zeros(w.shape[1:]) + w.sum(0) for n, w in weights.items()}
     before, local.general = local.general, state.whole
     try:
-        with _reparametrize_module(module, weights, tie_weights=True):
+        with _reparametrize_module(module, alone, tie_weights=True):
             return forward(module, *args, **kwargs)
     finally:
         local.general = before
+
+
+def _weights(module: Any, given: set[str], own: bool) -> dict[str, Tensor]:
+    """Per-sample weights (B, *S): those that were given, and recorded expansions of trainable parameters."""
+    batch, state = local.batch, module._ps_state()
+    assert batch is not None
+    weights: dict[str, Tensor] = {}
+    for name, param in own_parameters(module) if own else module.named_parameters():
+        if name in given:
+            if len(param) != batch.size:
+                raise ValueError(
+                    f"`{state.path}.{name}` was given as {len(param)} per-sample weights for a batch of {batch.size} samples: "
+                    f"expand the parameters to the batch size of the call, ps.expand_params(model, {batch.size})."
+                )
+            weights[name] = param
+        elif param.requires_grad and isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
+            rows = (recorder := recorder_of(param, f"{state.path}.{name}", state.settings)).rows(batch.size)
+            weights[name] = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
+    return weights
 
 
 def fits(plan: Plan, call: Call, size: int) -> bool:
@@ -102,15 +114,12 @@ def fits(plan: Plan, call: Call, size: int) -> bool:
     )
 
 
-def choose(
-    module: nn.Module,
-    forward: Forward,
-    call: Call,
-    layouts: Layouts,
-    size: int,
-    whole: bool,
-) -> Plan:
+def choose(module: Any, forward: Forward, call: Call, layouts: Layouts, size: int, whole: bool) -> Plan:
     """The fastest way that is proved right for this call; `whole` rules out those that leave what lies below to itself."""
+    if given := module._ps_given():  # per-sample weights: proved with those of the first sample
+        first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
+        with _reparametrize_module(module, first, tie_weights=True):
+            return choose(module, forward, call, layouts, size, whole)
     if any(MIXED in each for each in layouts):
         raise NoWayError("its inputs or outputs cannot be attributed to samples")
     try:
@@ -122,7 +131,7 @@ def choose(
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
         if proof.holds(plan := Plan(way, layouts, fresh=fresh)):
             if way == "loop":
-                warnings.warn(f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.", stacklevel=2)  # type: ignore[operator]
+                warnings.warn(f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.", stacklevel=2)
             return replace(plan, fast=frozenset(proof.redirected))
     raise NoWayError(proof.problem)
 

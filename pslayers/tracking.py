@@ -137,16 +137,16 @@ def _of_constant(x: Tensor, size: int) -> Layout:
     return SHARED if x.ndim and x.shape[0] == 1 else TABLE
 
 
-def _noisy(model: nn.Module) -> dict[str, Tensor]:
+def _noisy(model: Any) -> dict[str, Tensor]:
     """The floating parameters with some noise, one for all samples where they were given per sample."""
-    noisy = {}
+    noisy, given = {}, model._ps_given()
     for path, module in model.named_modules():
-        state = module.__dict__.get("_ps")
         for name, p in module._parameters.items():
             if p is not None and p.is_floating_point():
-                p = p.detach()[0] if state is not None and p.ndim > state.ndims.get(name, p.ndim) and len(p) else p.detach()
+                name = f"{path}.{name}" if path else name
+                p = p.detach()[0] if name in given and len(p) else p.detach()
                 noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(p)
-                noisy[f"{path}.{name}" if path else name] = p + noise * (0.1 * p.abs().mean() + 0.01)
+                noisy[name] = p + noise * (0.1 * p.abs().mean() + 0.01)
     return noisy
 
 
