@@ -49,7 +49,7 @@ import pslayers as ps
 from benchmarks.public_models import MODELS, Inputs, PublicModel, Rows, compare, library, loop, losses, rows_of
 
 OUTCOMES = ("right", "raises", "missing", "wrong")  # the best first
-WAYS = ("layer", "broadcast", "vmap", "loop", "none")  # the fastest first
+WAYS = ("layer", "broadcast", "vmap, fast op", "vmap", "loop", "none")  # the fastest first
 
 Engine = Callable[[nn.Module, Inputs, int], Rows]
 
@@ -117,13 +117,14 @@ def ways(model: nn.Module) -> dict[str, int]:
     """How many trainable values of a converted model, after a call, go which way; the slowest where there are several."""
     found: dict[int, tuple[int, int]] = {}
     for row in ps.report(model).rows:
-        not_general = "layer" if row.recorded and not row.general else "none"
-        slowest = max((i for i, way in enumerate(WAYS) if way in row.way), default=WAYS.index(not_general))
+        fast = {id(p) for p in row.fast}
         for p in row.trainable:
-            found[id(p)] = max(found.get(id(p), (0, 0)), (slowest, p.numel()))
+            way = next((w for w in ("loop", "vmap", "broadcast") if w in row.way), "none" if row.general else "layer")
+            way = "none" if not row.recorded else "vmap, fast op" if way == "vmap" and id(p) in fast else way
+            found[id(p)] = max(found.get(id(p), (0, 0)), (WAYS.index(way), p.numel()))
     counts = Counter[str]()
-    for way, values in found.values():
-        counts[WAYS[way]] += values
+    for place, values in found.values():
+        counts[WAYS[place]] += values
     return dict(counts)
 
 

@@ -1,0 +1,68 @@
+"""Every pattern of public architectures (`patterns.py`) against the loop over samples."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import pslayers as ps
+from pslayers.trees import tensors_in
+
+from .patterns import PATTERNS
+
+
+def losses(output: Any, size: int) -> Tensor:
+    """One loss a sample, to which every value counts differently."""
+    found = [t.reshape(size, -1) for t in tensors_in([output])]
+    return sum((t * torch.linspace(-1, 2, t.shape[1], dtype=t.dtype)).sum(1) + t.square().sum(1) / 3 for t in found)
+
+
+def part(inputs: Any, start: int, end: int) -> Any:
+    return tree_map_only(Tensor, lambda t: t[start:end], inputs)
+
+
+def loop(model: nn.Module, inputs: Any, size: int) -> dict[str, Tensor | None]:
+    """{name: (size, *shape)}, by plain autograd; None for what no loss reaches."""
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    each = [
+        torch.autograd.grad(losses(model(**part(inputs, i, i + 1)), 1).sum(), list(params.values()), allow_unused=True)
+        for i in range(size)
+    ]
+    rows: dict[str, Tensor | None] = {}
+    for name, grads in zip(params, zip(*each, strict=True), strict=True):
+        reached = any(g is not None for g in grads)
+        rows[name] = torch.stack([torch.zeros_like(params[name]) if g is None else g for g in grads]) if reached else None
+    return rows
+
+
+# what a model learns about itself it learns from its first batch; one of a single sample tells less
+NOT_AFTER_ONE = {"MixtureOfExperts", "WeightUsedPastItsModule", "CacheThatIsHandedDown"}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 5), (1, 3)], ids=str)
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample")
+def test_rows_equal_the_loop(name: str, sizes: tuple[int, ...], request: pytest.FixtureRequest) -> None:
+    if sizes[0] == 1 and name in NOT_AFTER_ONE:
+        request.node.add_marker(pytest.mark.xfail(reason="not right yet where the very first batch is of one sample"))
+    build, batch = PATTERNS[name]
+    model, inputs = build().double().eval(), batch(max(sizes))
+    truth = loop(model, inputs, max(sizes))
+    ours = ps.convert_model(copy.deepcopy(model), on_unsupported="general")
+    for size in sizes:
+        ours.zero_grad()
+        losses(ours(**part(inputs, 0, size)), size).mean().backward()
+        for key, p in ours.named_parameters():
+            rows = getattr(p, "grad_sample", None)
+            if truth.get(key) is None:
+                assert rows is None or not rows.any(), key
+            else:
+                expected = truth[key][:size]
+                assert rows is not None or not expected.any(), f"{key} has no rows"
+                if rows is not None:
+                    torch.testing.assert_close(rows, expected, rtol=1e-8, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
+    ps.restore_model(ours)
+    torch.testing.assert_close(*(next(iter(tensors_in([m(**inputs)]))) for m in (ours, model)))
