@@ -75,7 +75,7 @@ def convert_model(
     _one_of("loss_reduction", loss_reduction, REDUCTIONS)
     _one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     rows = _plan(model, on_unsupported)
-    settings = Settings(loss_reduction=loss_reduction, batch_first=bool(batch_first))
+    settings = Settings(loss_reduction=loss_reduction, batch_first=bool(batch_first), partial=on_unsupported == "skip")
     before = [(row.module, type(row.module), row.module.__dict__.get("_ps")) for row in rows]
     fresh = [p for p in model.parameters() if "grad_sample" not in p.__dict__]
     frozen: list[nn.Parameter] = []
@@ -199,7 +199,7 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
         name = f"`{path or '(model)'}` ({cls.__name__})"
         if problem := _refusal(module):
             refused.append(f"{name} {problem}.")
-        elif isinstance(module, PSLayer):
+        elif isinstance(module, PSLayer) and path not in whole:
             rows.append(Row(path, module, original_class(cls), cls))
         elif cls in REGISTRY and not (why := _unlike(module)):
             rows.append(Row(path, module, cls, REGISTRY[cls]))

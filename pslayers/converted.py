@@ -117,9 +117,10 @@ class Converted(_Mixin):
         return output
 
     def _ps_past_layers(self, output: Any) -> bool:
-        """Whether a parameter of a layer reaches the output past its layer too."""
-        layers = [m for m in self.modules() if isinstance(m, Converted) and m._ps_layer]
-        return past_expansions(output, [p for layer in layers for p in layer._parameters.values() if p is not None])
+        """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that was not converted."""
+        layers = (m for m in self.modules() if isinstance(m, Converted) and m._ps_layer)
+        of_layers = (p for layer in layers for p in layer._parameters.values() if p is not None)
+        return past_expansions(output, list(of_layers if self._ps_state().settings.partial else self.parameters()))
 
     def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
         """Choose, from what was tracked, how each module below is run."""

@@ -30,6 +30,7 @@ class Settings:
     batch_first: bool = True
     recording: bool = True
     accumulation: str = "replace"
+    partial: bool = False  # some trainable parameters are left without rows, as was asked for
     pass_id: int = field(default=-1, compare=False)
     sizes: set[int] = field(default_factory=set, compare=False, repr=False)  # of the calls that wait for their backward pass
     waiting: bool = field(default=False, compare=False, repr=False)

@@ -14,6 +14,10 @@ from .trees import callable_module, own_parameters
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a module had before conversion."""
+    base = cls.__bases__[0]
+    if cls.__name__ == f"Parametrized{base.__name__}" and issubclass(base, Converted):  # parametrised after conversion
+        original = original_class(base)
+        return type(f"Parametrized{original.__name__}", (original,), {k: v for k, v in vars(cls).items() if k != "__dict__"})
     if issubclass(cls, PSContainer):
         return cls._ps_original
     return cls.replaces or cls if issubclass(cls, PSLayer) else cls

@@ -305,6 +305,11 @@ class PSLayer(Converted):
                     f"expand the parameters to the batch size of the call, ps.expand_params(model, {batch.size})."
                 )
             return weight
+        if "parametrizations" in self._modules:
+            raise RuntimeError(
+                f"`{state.path}` ({type(self).__name__}) was parametrised after it was converted, so its weights are no longer "
+                f"its parameters: call ps.convert_model(model) again."
+            )
         call, settings = local.call, state.settings
         if (
             batch is None
