@@ -1,0 +1,93 @@
+"""Do the engines agree? Nothing is timed that gives wrong rows."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .engines import Engine, Plain
+from .peers import Loop
+from .registry import Problem
+
+SAMPLED = 8  # rows that are compared one by one; all others through their mean
+EXACT, ROUNDED = 1e-6, {torch.float64: 1e-6, torch.float32: 0.05, torch.bfloat16: 0.2}
+
+
+@dataclass
+class Reference:
+    """Plain training's summed gradients, and a few samples' rows by the loop."""
+
+    grads: dict[str, Tensor]
+    rows: dict[str, Tensor]
+    samples: list[int]
+
+    @classmethod
+    def of(cls, problem: Problem, autocast: torch.dtype | None) -> "Reference":
+        """Run the plain step, and the loop on samples from the whole batch."""
+        size = len(problem.target)
+        samples = sorted({i * (size - 1) // max(SAMPLED - 1, 1) for i in range(SAMPLED)})
+        plain = Plain(copy.deepcopy(problem.model), problem.loss, autocast)
+        plain.step(problem.inputs, problem.target)
+        grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in plain.params().items()}
+        loop = Loop(copy.deepcopy(problem.model), problem.loss, autocast)
+        rows = [loop.row(problem.inputs, problem.target, i) for i in samples]
+        return cls(grads, {k: torch.stack(g) for k, g in zip(grads, zip(*rows, strict=True), strict=True)}, samples)
+
+    def disagreement(self, engine: Engine, tolerance: float) -> str | None:
+        """What is wrong with the engine's last step, in words; None where it agrees."""
+        if problem := _compare("the summed gradient", engine.grads(), self.grads, tolerance):
+            return problem
+        if not engine.makes_rows:
+            return None
+        rows = engine.rows()
+        picked = {k: None if g is None else g[self.samples] if len(g) > self.samples[-1] else g for k, g in rows.items()}
+        means = {k: None if g is None else g.mean(0) for k, g in rows.items()}
+        return _compare("rows", picked, self.rows, tolerance) or _compare("the rows' mean", means, self.grads, tolerance)
+
+
+def _compare(what: str, found: dict[str, Tensor | None], expected: dict[str, Tensor], tolerance: float) -> str | None:
+    # a gradient that is zero but for rounding (a bias before a norm) is held against the largest parameter's
+    floor = 1e-3 * max((float(g.norm()) for g in expected.values()), default=0.0)
+    for name, right in expected.items():
+        g = found.get(name)
+        if g is None:
+            if right.any():
+                return f"{what} of {name}: none"
+        elif g.shape != right.shape:
+            return f"{what} of {name}: shape {tuple(g.shape)} for {tuple(right.shape)}"
+        elif not (error := float((g - right).norm())) <= tolerance * max(float(right.norm()), floor):
+            return f"{what} of {name}: off by {error / max(float(right.norm()), floor, 1e-30):.1e}"
+    return None
+
+
+def verdict(
+    kind: type[Engine], problem: Problem, reference: Reference, exact: tuple[Problem, Reference], dtype: torch.dtype
+) -> str:
+    """ "ok", or "no: reason" where the engine raises, or "wrong: reason".
+
+    Two steps in the precision and at the batch size that are timed, so that state left behind shows; there a ReLU that rounding
+    switches moves a row by a percent. Hence also a step in float64 on a few samples, where formulas must agree to many digits.
+    """
+    autocast = dtype if dtype == torch.bfloat16 else None
+    try:
+        engine = kind(copy.deepcopy(problem.model), problem.loss, autocast)
+        for _ in range(2):
+            engine.step(problem.inputs, problem.target)
+        if found := reference.disagreement(engine, ROUNDED[dtype]):
+            return f"wrong: {found}"
+    except Exception as error:  # whatever a peer raises is its answer
+        return f"no: {_in_a_line(error)}"
+    del engine
+    small, truth = exact
+    try:
+        engine = kind(copy.deepcopy(small.model), small.loss)
+        engine.step(small.inputs, small.target)
+        found = truth.disagreement(engine, EXACT)
+    except Exception as error:
+        return "ok" if kind.peer else f"no: {_in_a_line(error)} (float64)"  # some peers have no float64: one check is enough then
+    return f"wrong: {found} (float64)" if found else "ok"
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or '?').splitlines()[0][:160]}"

@@ -1,0 +1,228 @@
+"""The cells of the study: a model, inputs, a target and a loss for a batch size `b` and a size."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from . import networks as nets
+from .registry import Problem, case
+
+
+def _classify(model: nn.Module, x: Tensor, classes: int = 10) -> Problem:
+    return Problem(model, (x,), torch.randint(0, classes, x.shape[:1]), F.cross_entropy)
+
+
+def _layer(layer: nn.Module, *inputs: Tensor) -> Problem:
+    """A layer by itself: the squared distance to targets at random."""
+    with torch.no_grad():
+        shape = layer(*inputs).shape
+    return Problem(layer, inputs, torch.randn(shape), F.mse_loss)
+
+
+# The networks that the study is about
+
+
+@case("networks")
+def mlp(b: int, _: int) -> Problem:
+    """784-512-256-10."""
+    return _classify(nets.mlp(512), torch.randn(b, 784))
+
+
+@case("networks")
+def tutorial_cnn(b: int, _: int) -> Problem:
+    """28x28."""
+    return _classify(nets.TutorialCNN(), torch.randn(b, 1, 28, 28))
+
+
+@case("networks")
+def cifar_cnn(b: int, _: int) -> Problem:
+    """32x32."""
+    return _classify(nets.cifar_cnn(), torch.randn(b, 3, 32, 32))
+
+
+@case("networks")
+def resnet18(b: int, _: int) -> Problem:
+    """32x32."""
+    return _classify(nets.resnet18(), torch.randn(b, 3, 32, 32))
+
+
+@case("networks")
+def depthwise_cnn(b: int, _: int) -> Problem:
+    """32x32."""
+    return _classify(nets.depthwise_cnn(), torch.randn(b, 3, 32, 32))
+
+
+@case("networks")
+def audio_conv1d(b: int, _: int) -> Problem:
+    """2,048 values of sound."""
+    return _classify(nets.AudioStack(), torch.randn(b, 1, 2048))
+
+
+@case("networks")
+def large_vocabulary(b: int, _: int) -> Problem:
+    """64 of 50,000 words."""
+    return _classify(nets.bag_of_words(50_000, 64, 4), nets.tokens(b, 64, 50_000), 4)
+
+
+@case("recurrent", axis="T", sizes=(64, 256))
+def lstm(b: int, t: int) -> Problem:
+    """One layer, 100 wide."""
+    return _classify(nets.Recurrent(nn.LSTM(100, 100, batch_first=True), 10), torch.randn(b, t, 100))
+
+
+@case("recurrent", axis="T", sizes=(64, 256))
+def lstm_2_bidirectional(b: int, t: int) -> Problem:
+    """Two layers, both directions."""
+    rnn = nn.LSTM(100, 100, 2, batch_first=True, bidirectional=True)
+    return _classify(nets.Recurrent(rnn, 10), torch.randn(b, t, 100))
+
+
+@case("recurrent", axis="T", sizes=(64, 256))
+def gru(b: int, t: int) -> Problem:
+    """One layer, 100 wide."""
+    return _classify(nets.Recurrent(nn.GRU(100, 100, batch_first=True), 10), torch.randn(b, t, 100))
+
+
+@case("recurrent", axis="T", sizes=(64, 256))
+def gru_2_bidirectional(b: int, t: int) -> Problem:
+    """Two layers, both directions."""
+    rnn = nn.GRU(100, 100, 2, batch_first=True, bidirectional=True)
+    return _classify(nets.Recurrent(rnn, 10), torch.randn(b, t, 100))
+
+
+@case("transformers", axis="D", sizes=(128, 256, 512))
+def transformer(b: int, d: int) -> Problem:
+    """T=64."""
+    return _classify(nets.transformer(d), torch.randn(b, 64, 32))
+
+
+@case("transformers", axis="D", sizes=(128,))
+def encoder(b: int, d: int) -> Problem:
+    """T=64."""
+    return _classify(nets.encoder(d), torch.randn(b, 64, 32))
+
+
+# fast-dpsgd's models (its CIFAR network is above)
+
+DPSGD: dict[str, Any] = {"group": "fast-dpsgd", "batch_sizes": (16, 64, 256)}
+
+
+@case(**DPSGD)
+def logistic(b: int, _: int) -> Problem:
+    """104-1, for the Adult data."""
+    return Problem(nn.Linear(104, 1), (torch.randn(b, 104),), torch.rand(b, 1).round(), F.binary_cross_entropy_with_logits)
+
+
+@case(**DPSGD)
+def ffnn(b: int, _: int) -> Problem:
+    """104-50-2."""
+    return _classify(nn.Sequential(nn.Linear(104, 50), nn.ReLU(), nn.Linear(50, 2)), torch.randn(b, 104), 2)
+
+
+@case(**DPSGD)
+def mnist_cnn(b: int, _: int) -> Problem:
+    """28x28."""
+    return _classify(nets.mnist_cnn(), torch.randn(b, 1, 28, 28))
+
+
+@case(**DPSGD)
+def imdb_embedding(b: int, _: int) -> Problem:
+    """256 of 10,000 words."""
+    return _classify(nets.bag_of_words(10_000, 16, 2), nets.tokens(b, 256, 10_000), 2)
+
+
+@case(**DPSGD)
+def imdb_lstm(b: int, _: int) -> Problem:
+    """256 of 10,000 words."""
+    rnn = nn.LSTM(100, 100, batch_first=True)
+    return _classify(nets.Recurrent(rnn, 2, 10_000), nets.tokens(b, 256, 10_000), 2)
+
+
+# Opacus' benchmark of single layers, with its sizes
+
+LAYERS: dict[str, Any] = {"group": "layers", "batch_sizes": (16, 64, 256)}
+
+
+@case(**LAYERS)
+def layer_linear(b: int, _: int) -> Problem:
+    """512 to 512."""
+    return _layer(nn.Linear(512, 512), torch.randn(b, 512))
+
+
+@case("layers", batch_sizes=(16, 64))
+def layer_conv(b: int, _: int) -> Problem:
+    """64 to 64 channels, kernel 8; at B = 256 the peers' unfolded inputs alone take 16 GiB."""
+    return _layer(nn.Conv2d(64, 64, 8), torch.randn(b, 64, 50, 100))
+
+
+@case(**LAYERS)
+def layer_layernorm(b: int, _: int) -> Problem:
+    """64 values."""
+    return _layer(nn.LayerNorm(64), torch.randn(b, 64))
+
+
+@case(**LAYERS)
+def layer_instancenorm(b: int, _: int) -> Problem:
+    """256 channels of 64 values."""
+    return _layer(nn.InstanceNorm1d(256, affine=True), torch.randn(b, 256, 64))
+
+
+@case(**LAYERS)
+def layer_groupnorm(b: int, _: int) -> Problem:
+    """256 channels in 16 groups."""
+    return _layer(nn.GroupNorm(16, 256), torch.randn(b, 256))
+
+
+@case(**LAYERS)
+def layer_embedding(b: int, _: int) -> Problem:
+    """One of 20,000 words, 100 values."""
+    return _layer(nn.Embedding(20_000, 100), torch.randint(0, 20_000, (b,)))
+
+
+@case(**LAYERS)
+def layer_attention(b: int, _: int) -> Problem:
+    """64 queries, 128 keys, 100 values in 4 heads."""
+    layer = nets.OutputOnly(nn.MultiheadAttention(100, 4, batch_first=True))
+    keys = torch.randn(b, 128, 100)
+    return _layer(layer, torch.randn(b, 64, 100), keys, torch.randn(b, 128, 100))
+
+
+@case(**LAYERS)
+def layer_rnn(b: int, _: int) -> Problem:
+    """100 to 100, T=128."""
+    return _layer(nets.OutputOnly(nn.RNN(100, 100, batch_first=True)), torch.randn(b, 128, 100))
+
+
+@case(**LAYERS)
+def layer_gru(b: int, _: int) -> Problem:
+    """100 to 100, T=128."""
+    return _layer(nets.OutputOnly(nn.GRU(100, 100, batch_first=True)), torch.randn(b, 128, 100))
+
+
+@case(**LAYERS)
+def layer_lstm(b: int, _: int) -> Problem:
+    """100 to 100, T=128."""
+    return _layer(nets.OutputOnly(nn.LSTM(100, 100, batch_first=True)), torch.randn(b, 128, 100))
+
+
+# Sweeps over width and time at one batch size, for the plots
+
+
+@case("sweeps", axis="D", sizes=(64, 128, 256, 512, 1024, 2048), batch_sizes=(64,))
+def mlp_width(b: int, d: int) -> Problem:
+    """784-D-(D/2)-10."""
+    return _classify(nets.mlp(d), torch.randn(b, 784))
+
+
+@case("sweeps", axis="T", sizes=(16, 32, 64, 128, 256, 512), batch_sizes=(64,))
+def lstm_time(b: int, t: int) -> Problem:
+    """As `lstm`."""
+    return lstm(b, t)
+
+
+@case("sweeps", axis="T", sizes=(16, 32, 64, 128, 256, 512), batch_sizes=(16,))
+def transformer_time(b: int, t: int) -> Problem:
+    """As `transformer`, D=128."""
+    return _classify(nets.transformer(128), torch.randn(b, t, 32))

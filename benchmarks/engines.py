@@ -1,0 +1,160 @@
+"""The engines' common form, and ours: plain training, the limit, pslayers, pslayers with recording off. The peers: peers.py."""
+
+import contextlib
+import importlib.util
+import pkgutil
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import pslayers as ps
+
+ENGINES: dict[str, type["Engine"]] = {}
+
+
+class Engine:
+    """One way to per-sample gradients.
+
+    A step does what a user's training step does up to the optimizer: frees the last step's gradients, fills every parameter's
+    summed gradient and, where `makes_rows`, its per-sample gradients.
+    """
+
+    name: ClassVar[str] = ""
+    package: ClassVar[str | None] = None  # what must be installed
+    peer: ClassVar[bool] = False  # a competitor
+    makes_rows: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if cls.name:
+            ENGINES[cls.name] = cls
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Tensor], Tensor], autocast: torch.dtype | None = None) -> None:
+        self.model, self.loss = model.train(), loss
+        self.device = next(model.parameters()).device
+        self.autocast_dtype = autocast
+        self.prepare()
+
+    @classmethod
+    def installed(cls) -> bool:
+        """Whether this engine can be had here."""
+        return cls.package is None or importlib.util.find_spec(cls.package) is not None
+
+    def prepare(self) -> None:
+        """Make the model this engine's, once."""
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """What the forward pass and the loss run under."""
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.autocast_dtype)
+
+    def forward(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """The mean loss."""
+        with self.autocast():
+            return self.loss(self.model(*inputs), target)
+
+    def step(self, inputs: tuple[Tensor, ...], target: Tensor) -> None:
+        """One training step without the optimizer's."""
+        self.clear()
+        self.forward(inputs, target).backward()
+
+    def clear(self) -> None:
+        """Free the gradients, as users do in every step."""
+        self.model.zero_grad(set_to_none=True)
+
+    def release(self) -> None:
+        """Free all that is kept from step to step: other engines take their turn."""
+        self.clear()
+
+    def params(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters under the original model's names."""
+        return {k: p for k, p in self.model.named_parameters() if p.requires_grad}
+
+    def grads(self) -> dict[str, Tensor | None]:
+        """The summed gradients of the last step."""
+        return {k: p.grad for k, p in self.params().items()}
+
+    def rows(self) -> dict[str, Tensor | None]:
+        """The per-sample gradients of the last step, (B, *shape): each that of a sample's own loss."""
+        raise NotImplementedError
+
+
+class Plain(Engine):
+    """Plain training: no per-sample gradients."""
+
+    name = "plain"
+    makes_rows = False
+
+
+class Limit(Plain):
+    """Plain training, and B x P numbers written once into memory that is warm: what nobody can beat who shows all rows."""
+
+    name = "limit"
+    buffer: Tensor | None = None
+
+    def step(self, inputs: tuple[Tensor, ...], target: Tensor) -> None:
+        """The plain step, and the filling."""
+        super().step(inputs, target)
+        if self.buffer is None:
+            count = len(target) * sum(p.numel() for p in self.params().values())
+            self.buffer = torch.empty(count, dtype=next(self.model.parameters()).dtype, device=self.device)
+        self.buffer.fill_(1.0)
+
+    def release(self) -> None:
+        """Free the buffer too."""
+        super().release()
+        self.buffer = None
+
+
+class PSLayers(Engine):
+    """pslayers as its README says."""
+
+    name = "pslayers"
+
+    def prepare(self) -> None:
+        """Convert; where a module of a user's model has no replacement, by the general way."""
+        try:
+            ps.convert_model(self.model)
+        except ps.ConversionError:
+            ps.convert_model(self.model, on_unsupported="general")
+
+    def release(self) -> None:
+        """Free the reused buffers too."""
+        self.clear()
+        ps.clear_grad_samples(self.model)
+
+    def rows(self) -> dict[str, Tensor | None]:
+        """`grad_sample`."""
+        return {k: getattr(p, "grad_sample", None) for k, p in self.params().items()}
+
+
+class Off(PSLayers):
+    """pslayers with recording off: should cost what plain training costs."""
+
+    name = "pslayers-off"
+    makes_rows = False
+
+    def step(self, inputs: tuple[Tensor, ...], target: Tensor) -> None:
+        """The step inside the context."""
+        with ps.recording(self.model, False):
+            super().step(inputs, target)
+
+
+def find(names: Iterable[str]) -> list[type[Engine]]:
+    """The engines with these names ("all", "peers"), and users' own at import paths (``module:Class``); plain and limit always."""
+    from . import peers  # noqa: F401 -- they register themselves
+
+    found: dict[str, type[Engine]] = {"plain": Plain, "limit": Limit}
+    for name in names:
+        if ":" in name:
+            kind = pkgutil.resolve_name(name)
+            found[kind.name] = kind
+            continue
+        chosen = {k: e for k, e in ENGINES.items() if name in (k, "all") or (name == "peers" and e.peer)}
+        if not chosen:
+            raise ValueError(f"There is no engine {name!r}; there are: all, peers, {', '.join(ENGINES)}.")
+        found |= chosen
+    return list(found.values())

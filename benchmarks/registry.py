@@ -1,0 +1,87 @@
+"""What a cell of the study is, the registry of cells, and users' own by import path."""
+
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BATCH_SIZES = (1, 16, 64, 256)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is run: `loss(model(*inputs), target)` is a mean over the samples, which lie in dim 0 of all inputs and the target."""
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+    loss: Callable[[Any, Tensor], Tensor]
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Problem":
+        """The same elsewhere; `dtype` is for parameters and floating inputs."""
+
+        def moved(t: Tensor) -> Tensor:
+            return t.to(device, dtype) if t.is_floating_point() else t.to(device)
+
+        return Problem(self.model.to(device, dtype), tuple(map(moved, self.inputs)), moved(self.target), self.loss)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the study at one or more sizes; `axis` says what a size is (D: width, T: time)."""
+
+    name: str
+    group: str
+    build: Callable[[int, int], Problem]
+    axis: str = ""
+    sizes: tuple[int, ...] = (0,)
+    batch_sizes: tuple[int, ...] = BATCH_SIZES
+
+
+CASES: dict[str, Case] = {}
+Builder = Callable[[int, int], Problem]
+
+
+def case(group: str, **options: Any) -> Callable[[Builder], Builder]:
+    """Register `build(batch_size, size)` under its own name."""
+
+    def register(build: Builder) -> Builder:
+        name = build.__name__.rstrip("_")
+        CASES[name] = Case(name, group, build, **options)
+        return build
+
+    return register
+
+
+def find(names: Iterable[str], models: Iterable[str] = ()) -> list[Case]:
+    """The cases with these names or of these groups ("all": all but the sweeps), and those at import paths (``module:build``).
+
+    A user's ``build(batch_size)`` returns a `Problem`, or a tuple of the same four.
+    """
+    from . import cases  # noqa: F401 -- they register themselves
+
+    found: dict[str, Case] = {}
+    for name in names:
+        chosen = [c for c in CASES.values() if name in (c.name, c.group) or (name == "all" and c.group != "sweeps")]
+        if not chosen:
+            known = sorted({c.group for c in CASES.values()}) + sorted(CASES)
+            raise ValueError(f"There is no cell {name!r}; there are: all, {', '.join(known)}.")
+        found |= {c.name: c for c in chosen}
+    return [*found.values(), *map(from_path, models)]
+
+
+def from_path(path: str) -> Case:
+    """The case of a user's function."""
+    function = pkgutil.resolve_name(path)
+
+    def build(batch_size: int, size: int) -> Problem:
+        made = function(batch_size)
+        if isinstance(made, Problem):
+            return made
+        model, inputs, target, loss = made
+        return Problem(model, inputs if isinstance(inputs, tuple) else (inputs,), target, loss)
+
+    return Case(path, "yours", build)

@@ -1,0 +1,142 @@
+"""What the measurements say: ratios, means over the cells, aims."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import geometric_mean, median
+from typing import Any
+
+Cell = dict[str, Any]
+Document = dict[str, Any]
+
+OURS = ("pslayers", "pslayers-off")
+YARDSTICKS = ("plain", "limit")
+NOTICEABLE = 64 * 2**20  # bytes: where less is expected, a process's own few MiB decide the ratio
+BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}  # of a parameter: under autocast float32
+
+
+def key(cell: Cell) -> tuple[Any, ...]:
+    """What tells cells apart."""
+    return tuple(cell[k] for k in ("case", "size", "batch_size", "device", "dtype"))
+
+
+def name_of(cell: Cell) -> str:
+    """The case and its size."""
+    return f"{cell['case']} {cell['axis']}={cell['size']}" if cell["axis"] else cell["case"]
+
+
+def label(cell: Cell) -> str:
+    """The cell in words."""
+    special = [cell[k] for k, usual in (("device", "cpu"), ("dtype", "float32")) if cell[k] != usual]
+    return ", ".join([name_of(cell), f"B={cell['batch_size']}", *special])
+
+
+def sections(cells: Iterable[Cell]) -> Iterator[tuple[str, list[Cell]]]:
+    """The cells that ran, by device and dtype: what may be averaged."""
+    ran = sorted((c for c in cells if "skipped" not in c), key=lambda c: (c["device"], c["dtype"]))  # stable
+    for (device, dtype), group in groupby(ran, lambda c: (c["device"], c["dtype"])):
+        yield f"{device}, {dtype}" + (" autocast" if dtype == "bfloat16" else ""), list(group)
+
+
+def peers(cell: Cell) -> list[str]:
+    """The peers that ran this cell right, the fastest first."""
+    ran = [k for k, e in cell["engines"].items() if k not in OURS + YARDSTICKS and "median" in e]
+    return sorted(ran, key=lambda k: cell["engines"][k]["median"])
+
+
+def ratio(cell: Cell, above: str, below: str) -> float | None:
+    """How many times the seconds of `below` those of `above` are: the median over the rounds that both took part in."""
+    a, b = (cell["engines"].get(k, {}).get("times") for k in (above, below))
+    return median(x / y for x, y in zip(a, b, strict=False)) if a and b else None
+
+
+def to_best(cell: Cell) -> float | None:
+    """The best peer's time over ours: above 1 where we are faster."""
+    return ratio(cell, peers(cell)[0], "pslayers") if peers(cell) else None
+
+
+def to_limit(cell: Cell) -> float | None:
+    """Our time over the limit's."""
+    return ratio(cell, "pslayers", "limit")
+
+
+def when_off(cell: Cell) -> float | None:
+    """Our time with recording off over plain training's."""
+    return ratio(cell, "pslayers-off", "plain")
+
+
+def rows_bytes(cell: Cell) -> int:
+    """B x P numbers."""
+    return cell["batch_size"] * cell["parameters"] * BYTES[cell["dtype"]]
+
+
+def memory_ratio(cell: Cell, engine: str = "pslayers") -> float | None:
+    """Peak memory over plain training's and the rows'; None where that is too little to tell."""
+    peak, plain = (cell["engines"].get(k, {}).get("peak") for k in (engine, "plain"))
+    if peak is None or plain is None or plain + rows_bytes(cell) < NOTICEABLE:
+        return None
+    return peak / (plain + rows_bytes(cell))
+
+
+def growth(cell: Cell) -> float | None:
+    """Memory after all steps over that after ten, where there were a hundred or more: 1 is steady."""
+    ours = cell["engines"].get("pslayers", {})
+    if ours.get("steps", 0) < 100 or "peak" not in ours:
+        return None
+    return 1 + ours["growth"] / max(ours["peak"], NOTICEABLE)
+
+
+@dataclass(frozen=True)
+class Aim:
+    """One aim, what was reached, and where."""
+
+    what: str
+    aim: str
+    value: float | None
+    met: bool
+    where: str = ""
+
+    def row(self) -> tuple[str, ...]:
+        """As cells of a table."""
+        value = "not measured" if self.value is None else f"{self.value:.2f}x"
+        return self.what, self.aim, value + (f" ({self.where})" if self.where else ""), "met" if self.met else "missed"
+
+
+Measure = Callable[[Cell], float | None]
+
+
+def aims(cells: Iterable[Cell]) -> list[Aim]:
+    """The study's aims, over cells of one device and dtype; sweeps repeat other cells, so they are not averaged."""
+    chosen = [c for c in cells if c["group"] != "sweeps" and "skipped" not in c]
+
+    def judge(what: str, measure: Measure, least: float | None, most: float | None, average: bool) -> Aim:
+        values = {label(c): v for c in chosen if (v := measure(c)) is not None}
+        what += ", geometric mean" if average else ", worst cell"
+        aim = f"at least {least}x" if least is not None else f"at most {most}x"
+        if not values:
+            return Aim(what, aim, None, False)
+        if average:
+            value, where = geometric_mean(values.values()), f"{len(values)} cells"
+        else:
+            value, where = min((v, k) for k, v in values.items()) if most is None else max((v, k) for k, v in values.items())
+        return Aim(what, aim, value, (least is None or value >= least) and (most is None or value <= most), where)
+
+    def worst(what: str, measure: Measure, least: float | None = None, most: float | None = None) -> Aim:
+        return judge(what, measure, least, most, average=False)
+
+    def mean(what: str, measure: Measure, least: float | None = None, most: float | None = None) -> Aim:
+        return judge(what, measure, least, most, average=True)
+
+    def over(peer: str) -> Measure:
+        return lambda c: ratio(c, peer, "pslayers")
+
+    return [
+        worst("best peer's time / ours", to_best, least=1.0),
+        mean("best peer's time / ours", to_best, least=1.9),
+        *(mean(f"{p}'s time / ours", over(p), least=2.4) for p in sorted({p for c in chosen for p in peers(c)})),
+        mean("our time / limit", to_limit, most=1.2),
+        worst("our time / limit", to_limit, most=1.6),
+        worst("our peak memory / (plain + B x P)", memory_ratio, most=1.1),
+        worst("our memory after all steps / after 10", growth, most=1.02),
+        mean("time with recording off / plain", when_off, most=1.02),
+    ]

@@ -1,0 +1,176 @@
+"""The comparison study: any model over engines, batch sizes, devices and dtypes.
+
+    python -m benchmarks.study --quick                                    # a first look, a minute or two
+    python -m benchmarks.study --cells mlp recurrent --batch-sizes 1 16   # some cells; the groups are networks, recurrent, ...
+    python -m benchmarks.study --model my.module:build                    # yours: build(batch_size) -> model, inputs, target, loss
+    python -m benchmarks.study --out benchmarks/results/cpu.json          # all of it, an hour or two
+
+In each cell it first proves that all engines agree (with a loop over samples), then times them in turns, then measures each one's
+peak memory in a process of its own. The JSON is written after every cell, and `--resume` goes on where one ended; a Markdown table
+and plots come beside it. The status is 1 if pslayers was wrong or could not run anywhere.
+"""
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from . import agreement, engines, memory, plots, registry, report, tables, timing
+from .environment import environment
+from .registry import Case
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks.study", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    p.add_argument("--cells", nargs="*", default=None, help='cells or groups of them (default "all"; the plots need "sweeps")')
+    p.add_argument("--model", nargs="*", default=[], help="your own, by import path: module:function")
+    p.add_argument("--engines", nargs="*", default=["all"], help='names, "all", "peers", or your own Engine: module:Class')
+    p.add_argument("--batch-sizes", nargs="*", type=int, default=None, help="(default: each cell's)")
+    p.add_argument("--device", nargs="*", default=["cpu"])
+    p.add_argument("--dtype", nargs="*", default=["float32"], choices=["float32", "float64", "bfloat16"], help="bfloat16: autocast")
+    p.add_argument("--measure", nargs="*", default=["time", "memory"], choices=["time", "memory"])
+    p.add_argument("--out", type=Path, default=Path("study.json"))
+    p.add_argument("--resume", action="store_true", help="keep the cells that are in --out already")
+    p.add_argument("--rounds", type=int, default=11)
+    p.add_argument("--seconds", type=float, default=60.0, help="per cell, for the rounds")
+    p.add_argument("--steps-memory", type=int, default=10, help="1000 shows whether memory stays steady")
+    p.add_argument("--memory-limit", type=float, default=None, help="GiB; larger cells are skipped (default: 70%% of what is free)")
+    p.add_argument("--threads", type=int, default=None)
+    p.add_argument("--tf32", action="store_true", help="let GPUs round float32 products")
+    p.add_argument("--quick", action="store_true", help="first sizes, batches of 2 and 16, few and short rounds")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it."""
+    options = parser().parse_args(argv)
+    options.cells = options.cells if options.cells is not None else [] if options.model else ["all"]
+    cases = registry.find(options.cells, options.model)
+    kinds = engines.find(options.engines)
+    left_out = {k.name: f"{k.package} is not installed: pip install 'pslayers[peers]'" for k in kinds if not k.installed()}
+    kinds = [k for k in kinds if k.installed()]
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
+    torch.set_num_threads(options.threads or torch.get_num_threads())
+    console = Console(stderr=True)
+    for name, why in left_out.items():
+        console.print(f"[yellow]{name} is left out: {why}")
+
+    document: dict[str, Any] = {"environment": environment(), "left_out": left_out, "cells": []}
+    if options.resume and options.out.exists():
+        document["cells"] = json.loads(options.out.read_text())["cells"]
+    have = {report.key(c) for c in document["cells"]}
+    todo = [c for c in _cells(cases, options) if report.key(c[1]) not in have]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the peers' own, by the hundred
+        bar = progress.add_task("", total=len(todo))
+        for case, cell in todo:
+            try:
+                with memory.limited() if cell["device"] == "cpu" else nullcontext():
+                    cell |= _measure(case, cell, kinds, options, partial(_say, progress, bar, report.label(cell)))
+            except RuntimeError as error:
+                if "memory" not in str(error):
+                    raise
+                cell |= {"skipped": "out of memory"}
+            document["cells"].append(cell)
+            options.out.write_text(json.dumps(document, indent=1) + "\n")
+            progress.console.print(tables.one_line(cell))
+            progress.advance(bar)
+    options.out.with_suffix(".md").write_text(tables.full(document))
+    pictures = plots.all_plots(document["cells"], options.out.with_suffix(""))
+    console.print(*tables.terminal(document))
+    console.print("written:", *(str(p) for p in (options.out, options.out.with_suffix(".md"), *pictures)))
+    bad = [c for c in document["cells"] for e in report.OURS if c["engines"].get(e, {}).get("verdict", "ok") != "ok"]
+    return 1 if bad else 0
+
+
+def _say(progress: Progress, bar: TaskID, label: str, what: str) -> None:
+    progress.update(bar, description=f"{label}: {what}")
+
+
+def _cells(cases: list[Case], options: argparse.Namespace) -> Iterator[tuple[Case, dict[str, Any]]]:
+    for device, dtype, case in product(options.device, options.dtype, cases):
+        for size in case.sizes[:1] if options.quick else case.sizes:
+            for b in options.batch_sizes or ((2, 16) if options.quick else case.batch_sizes):
+                yield case, {
+                    "case": case.name, "group": case.group, "axis": case.axis, "size": size, "batch_size": b,
+                    "device": device, "dtype": dtype, "engines": {},
+                }  # fmt: skip
+
+
+def _measure(
+    case: Case, cell: dict[str, Any], kinds: list[type[engines.Engine]], options: argparse.Namespace, tick: Callable[[str], object]
+) -> dict[str, Any]:
+    device, dtype = torch.device(cell["device"]), getattr(torch, cell["dtype"])
+    autocast = dtype if dtype == torch.bfloat16 else None
+
+    def problem(batch_size: int, dtype: torch.dtype) -> registry.Problem:
+        torch.manual_seed(0)
+        return case.build(batch_size, cell["size"]).to(device, torch.float32 if dtype == torch.bfloat16 else dtype)
+
+    small = problem(min(3, cell["batch_size"]), torch.float64)
+    count = sum(p.numel() for p in small.model.parameters() if p.requires_grad)
+    limit = 2**30 * options.memory_limit if options.memory_limit else 0.7 * _free(device)
+    rows = count * cell["batch_size"] * (8 if dtype == torch.float64 else 4)
+    if 3.5 * rows > limit:  # what a peer needs at its worst: the rows, their copy, and what they were made from
+        return {"parameters": count, "skipped": f"3.5 x {rows / 2**30:.1f} GiB of rows do not fit"}
+
+    tick("reference")
+    full = problem(cell["batch_size"], dtype)
+    exact = small, agreement.Reference.of(small, None)
+    reference = agreement.Reference.of(full, autocast)
+    results: dict[str, dict[str, Any]] = {}
+    for kind in kinds:
+        tick(f"agreement of {kind.name}")
+        results[kind.name] = {"verdict": agreement.verdict(kind, full, reference, exact, dtype)}
+    del reference, exact, small
+    agreed = [k for k in kinds if results[k.name]["verdict"] == "ok"]
+    if "time" in options.measure:
+        effort = timing.Effort(options.rounds, min(5, options.rounds), cell=options.seconds)
+        if options.quick:
+            effort = timing.Effort(3, 3, turn=0.01, cell=5.0)
+        for name, times in timing.interleaved(agreed, full, autocast, effort, tick).items():
+            results[name] |= {
+                "median": median(times),
+                "quartiles": timing.spread(times),
+                "times": [float(f"{t:.4g}") for t in times],
+            }
+    if "memory" in options.measure:
+        del full
+        for kind in agreed:
+            tick(f"memory of {kind.name}")
+            steps = 2 if options.quick else options.steps_memory
+            job = memory.Job(
+                **{k: cell[k] for k in ("case", "size", "batch_size", "device", "dtype")},
+                engine=f"{kind.__module__}:{kind.__qualname__}",
+                steps=steps,
+                threads=torch.get_num_threads(),
+                seconds=20.0 if steps <= 10 else 300.0,
+            )
+            results[kind.name] |= memory.measure(job, repeats=1 if kind.peer or steps != 10 else 3)
+    return {"parameters": count, "engines": results}
+
+
+def _free(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(memory.available() or 8 * 2**30)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

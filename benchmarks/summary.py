@@ -1,0 +1,70 @@
+"""The README's table and pictures, from committed results.
+
+python -m benchmarks.summary                                        # benchmarks/results/study*.json into README.md
+python -m benchmarks.summary mine.json --readme none                # print the table, draw the pictures beside the first file
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from . import plots, tables
+from .report import Document, key
+
+HERE = Path(__file__).parent
+BEGIN, END = "<!-- study: begin -->", "<!-- study: end -->"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it."""
+    p = argparse.ArgumentParser("python -m benchmarks.summary", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("results", nargs="*", type=Path, default=sorted((HERE / "results").glob("study*.json")))
+    p.add_argument(
+        "--readme", default=str(HERE.parent / "README.md"), help='file whose block between the marks is replaced, or "none"'
+    )
+    p.add_argument("--slow", action="store_true", help="list the cells that are slower than a peer, or far from the limit")
+    options = p.parse_args(argv)
+    if not options.results:
+        p.error("there are no results: run python -m benchmarks.study --out benchmarks/results/study.json")
+    document = merged([json.loads(path.read_text()) for path in options.results])
+    console = Console()
+    for table in tables.terminal(document):
+        console.print(table)
+    if options.slow:
+        print("\n".join(tables.slow(document["cells"])))
+    pictures = plots.all_plots(document["cells"], options.results[0].with_name("summary"))
+    text = tables.short(document)
+    if options.readme == "none":
+        print(text)
+    else:
+        readme = Path(options.readme)
+        links = [f"![{x.stem}]({x.resolve().relative_to(readme.resolve().parent).as_posix()})" for x in pictures if _of_readme(x)]
+        readme.write_text(replaced(readme.read_text(), "\n".join([text, *links])))
+    print("written:", *pictures, *([] if options.readme == "none" else [options.readme]))
+    return 0
+
+
+def merged(documents: list[Document]) -> Document:
+    """One document; a cell that is in several files counts as the last one has it."""
+    cells = {key(c): c for d in documents for c in d["cells"]}
+    left_out = {name: why for d in documents for name, why in d["left_out"].items()}
+    return {"environment": documents[0]["environment"], "left_out": left_out, "cells": list(cells.values())}
+
+
+def replaced(text: str, block: str) -> str:
+    """`text` with another block between the marks."""
+    if BEGIN not in text or END not in text.partition(BEGIN)[2]:
+        raise ValueError(f"no place for the summary: the file needs the lines {BEGIN} and {END}.")
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}\n{block.strip()}\n{END}{rest.partition(END)[2]}"
+
+
+def _of_readme(picture: Path) -> bool:
+    return picture.stem.endswith(("overview", "width", "length"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Tables: for the terminal, the Markdown of all cells, the short one for the README."""
+
+import math
+from collections.abc import Iterable
+from statistics import geometric_mean
+
+from rich.table import Table
+
+from .report import Cell, Document, aims, label, memory_ratio, peers, ratio, rows_bytes, sections, to_best, to_limit, when_off
+
+HEADS = ("aim", "", "reached", "")
+RATIOS = (
+    "cell",
+    "best peer's time / ours",
+    "which is",
+    "our time / limit",
+    "our memory / (plain + B x P)",
+    "recording off / plain",
+)
+
+
+def terminal(document: Document) -> list[Table]:
+    """The aims."""
+    tables = []
+    for title, cells in sections(document["cells"]):
+        table = Table(*HEADS, title=title)
+        for aim in aims(cells):
+            table.add_row(*aim.row())
+        tables.append(table)
+    return tables
+
+
+def one_line(cell: Cell) -> str:
+    """The cell's outcome."""
+    if "skipped" in cell:
+        return f"{label(cell)}: skipped, {cell['skipped']}"
+    bad = [f"{k} {e['verdict']}" for k, e in cell["engines"].items() if e["verdict"] != "ok"]
+    best = f"best peer ({peers(cell)[0]}) / ours {number(to_best(cell))}" if peers(cell) else "no peer"
+    ours = f"ours / limit {number(to_limit(cell))}, memory {number(memory_ratio(cell))}"
+    return "; ".join([f"{label(cell)}: {best}, {ours}", *bad])
+
+
+def markdown_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(head)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)) + "\n"
+
+
+def number(value: float | None) -> str:
+    """Two decimals, or a dash."""
+    return "-" if value is None or math.isnan(value) else f"{value:.2f}x"
+
+
+def full(document: Document) -> str:
+    """All cells: aims, ratios, each engine's time and memory, who could not and why, the environment."""
+    parts = ["# The comparison study\n"]
+    for title, cells in sections(document["cells"]):
+        engines = list(dict.fromkeys(k for c in cells for k in c["engines"]))
+        parts += [f"## {title}\n", markdown_table(HEADS, (aim.row() for aim in aims(cells)))]
+        parts += ["### Ratios\n", markdown_table(RATIOS, map(_ratios, cells))]
+        parts += ["### Milliseconds a step: median (quartiles)\n"]
+        parts += [markdown_table(("cell", *engines), ([label(c), *(_time(c, k) for k in engines)] for c in cells))]
+        parts += ["### Peak memory, MiB\n"]
+        peaks = ([label(c), f"{rows_bytes(c) / 2**20:.1f}", *(_peak(c, k) for k in engines)] for c in cells)
+        parts += [markdown_table(("cell", "B x P", *engines), peaks)]
+    parts += ["## Who could not, and why\n", markdown_table(("engine", "why", "cells"), _reasons(document["cells"]))]
+    parts += [f"- {name} was left out: {why}\n" for name, why in document["left_out"].items()]
+    parts += [f"- {label(c)} was skipped: {c['skipped']}\n" for c in document["cells"] if "skipped" in c]
+    parts += ["\n## Environment\n", "\n".join(f"- {k}: {v}" for k, v in document["environment"].items()), ""]
+    return "\n".join(parts)
+
+
+def short(document: Document) -> str:
+    """For the README: the aims, and one row a model over its batch sizes and sizes."""
+    parts = []
+    for title, cells in sections(document["cells"]):
+        cases: dict[str, list[Cell]] = {}
+        for c in cells:
+            if c["group"] != "sweeps":
+                cases.setdefault(c["case"], []).append(c)
+        head = (
+            "model",
+            "cells",
+            "best peer's time / ours: mean (worst)",
+            "our time / limit: mean (worst)",
+            "our memory / (plain + B x P)",
+        )
+        if cases:
+            parts += [f"On {title}:\n", markdown_table(HEADS, (aim.row() for aim in aims(cells)))]
+            parts += [markdown_table(head, (_of_case(name, group) for name, group in cases.items()))]
+    env = document["environment"]
+    versions = ", ".join(f"{k} {v}" for k, v in env["packages"].items() if v)
+    parts += [f"Measured on {env['processor']}, {env['threads']} threads, {versions}; pslayers at {env['commit']}.\n"]
+    return "\n".join(parts)
+
+
+def _of_case(name: str, cells: list[Cell]) -> tuple[str, ...]:
+    best = [v for c in cells if (v := to_best(c)) is not None]
+    limit = [v for c in cells if (v := to_limit(c)) is not None]
+    memory = [v for c in cells if (v := memory_ratio(c)) is not None]
+
+    def both(values: list[float], worst: float) -> str:
+        return f"{number(geometric_mean(values))} ({number(worst)})" if values else "-"
+
+    most = number(max(memory)) if memory else "-"
+    return name, str(len(cells)), both(best, min(best, default=0)), both(limit, max(limit, default=0)), most
+
+
+def _ratios(c: Cell) -> tuple[str, ...]:
+    best = peers(c)[0] if peers(c) else "-"
+    return label(c), number(to_best(c)), best, number(to_limit(c)), number(memory_ratio(c)), number(when_off(c))
+
+
+def _reasons(cells: list[Cell]) -> list[tuple[str, str, str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for c in cells:
+        for name, e in c["engines"].items():
+            why = e["verdict"] if e["verdict"] != "ok" else f"memory: {e['memory_error']}" if "memory_error" in e else None
+            if why:
+                found.setdefault((name, why.replace("|", "/")), []).append(label(c))
+    return [(name, why, "; ".join(where)) for (name, why), where in found.items()]
+
+
+def _time(cell: Cell, engine: str) -> str:
+    e = cell["engines"].get(engine, {})
+    if "median" not in e:
+        return e.get("verdict", "-").split(":")[0].replace("ok", "-")
+    low, high = e["quartiles"]
+    return f"{1e3 * e['median']:.3g} ({1e3 * low:.3g} to {1e3 * high:.3g})"
+
+
+def _peak(cell: Cell, engine: str) -> str:
+    e = cell["engines"].get(engine, {})
+    return f"{e['peak'] / 2**20:.1f}" if "peak" in e else "-"
+
+
+def slow(cells: Iterable[Cell], least: float = 1.0, most: float = 1.6) -> list[str]:
+    """The cells in which a peer is faster, or the limit too far, the farthest first."""
+    found = [(to_best(c), to_limit(c), c) for c in cells if "skipped" not in c]
+    bad = [(b, limit, c) for b, limit, c in found if (b is not None and b < least) or (limit is not None and limit > most)]
+    bad.sort(key=lambda x: (x[0] if x[0] is not None else 9.0, -(x[1] or 0)))
+    lines = []
+    for b, limit, c in bad:
+        best = f"{peers(c)[0]} / ours {number(b)}" if peers(c) else "no peer"
+        lines.append(f"{label(c)}: {best}, ours / limit {number(limit)}, ours / plain {number(ratio(c, 'pslayers', 'plain'))}")
+    return lines

@@ -1,0 +1,95 @@
+"""Time: the engines take turns, round after round, so that whatever else the machine does meets all of them alike."""
+
+import contextlib
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from .engines import Engine
+from .registry import Problem
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure."""
+
+    rounds: int = 11
+    least_rounds: int = 5
+    turn: float = 0.05  # seconds: a turn has as many steps as fit, at least one
+    cell: float = 60.0  # seconds: fewer rounds, but not fewer than the least, where all turns take longer
+    patience: float = 4.0  # after the least rounds a peer so many times slower than the best one has lost
+
+
+def timed(engine: Engine, problem: Problem, steps: int) -> float:
+    """Seconds a step, over some steps after an untimed one."""
+    inputs, target = problem.inputs, problem.target
+    engine.step(inputs, target)
+    if engine.device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(steps):
+            engine.step(inputs, target)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3 / steps
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step(inputs, target)
+    return (time.perf_counter() - start) / steps
+
+
+@contextlib.contextmanager
+def quiet_collector() -> Iterator[None]:
+    """The garbage collector runs between turns only."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def interleaved(
+    kinds: list[type[Engine]], problem: Problem, autocast: torch.dtype | None, effort: Effort, tick: Callable[[str], object]
+) -> dict[str, list[float]]:
+    """{engine: seconds a step, for each round}. An engine's memory is freed at the end of its turn, and warm again when timed."""
+    engines = {k.name: k(copy.deepcopy(problem.model), problem.loss, autocast) for k in kinds}
+    peers = {k.name for k in kinds if k.peer}
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    with quiet_collector():
+        steps, turn_cost = {}, 0.0
+        for name, engine in engines.items():
+            timed(engine, problem, 1)
+            estimate = timed(engine, problem, 1)
+            engine.release()
+            steps[name] = min(max(int(effort.turn / max(estimate, 1e-9)), 1), 200)
+            turn_cost += estimate * (steps[name] + 1)
+        rounds = min(effort.rounds, max(effort.least_rounds, int(effort.cell / turn_cost)))
+        for n in range(rounds):
+            if n >= effort.least_rounds:
+                best = min((median(times[p]) for p in peers), default=0.0)
+                for name in [p for p in peers if p in engines and median(times[p]) > effort.patience * best]:
+                    del engines[name]
+            order = list(engines.items())
+            for name, engine in order[n % len(order) :] + order[: n % len(order)]:  # nobody always follows the same engine
+                tick(f"{name}, round {n + 1} of {rounds}")
+                times[name].append(timed(engine, problem, steps[name]))
+                engine.release()
+                gc.collect()
+    return times
+
+
+def spread(values: list[float]) -> tuple[float, float]:
+    """The quartiles."""
+    t = torch.tensor(values, dtype=torch.float64)
+    quartiles: Tensor = t.quantile(torch.tensor([0.25, 0.75], dtype=torch.float64))
+    return float(quartiles[0]), float(quartiles[1])

@@ -1,0 +1,163 @@
+"""The study's harness on a tiny model: it measures what agrees, and nothing else."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import agreement, engines, memory, plots, registry, report, study, summary, tables, timing
+from benchmarks.agreement import Reference, verdict
+
+from . import examples
+
+HERE = "tests.benchmarks.examples"
+pytestmark = pytest.mark.filterwarnings("ignore")  # peers warn as they like
+
+
+def problem(batch_size: int = 4, dtype: torch.dtype = torch.float32) -> registry.Problem:
+    (case,) = registry.find([], [f"{HERE}:build"])
+    torch.manual_seed(0)
+    return case.build(batch_size, 0).to(torch.device("cpu"), dtype)
+
+
+def judged(kind: type[engines.Engine]) -> str:
+    full, small = problem(), problem(3, torch.float64)
+    return verdict(kind, full, Reference.of(full, None), (small, Reference.of(small, None)), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run from the command line to the files."""
+    out = tmp_path_factory.mktemp("study") / "mine.json"
+    engines_ = ["pslayers", "pslayers-off", "loop", "torch.func", f"{HERE}:Shifted", f"{HERE}:Absent"]
+    options = ["--model", f"{HERE}:build", "--batch-sizes", "2", "4", "--quick", "--threads", "1", "--out", str(out)]
+    assert study.main([*options, "--engines", *engines_]) == 0
+    assert study.main([*options, "--engines", *engines_, "--resume"]) == 0  # nothing left to do
+    for name in ("mine.md", "mine-overview.svg", "mine-time-batch-size.svg", "mine-memory-batch-size.svg"):
+        assert out.with_name(name).stat().st_size > 500, name
+    return json.loads(out.read_text())
+
+
+def test_what_a_run_writes(document: dict[str, Any]) -> None:
+    assert [c["batch_size"] for c in document["cells"]] == [2, 4]
+    assert document["environment"]["packages"]["torch"] == torch.__version__
+    assert list(document["left_out"]) == ["absent"]
+    for cell in document["cells"]:
+        assert cell["parameters"] == 6 * 5 + 5 + 5 * 3 + 3
+        for name in ("plain", "limit", "pslayers", "pslayers-off", "loop", "torch.func"):
+            engine = cell["engines"][name]
+            assert engine["verdict"] == "ok", name
+            assert engine["median"] > 0 and len(engine["times"]) == 3 and "peak" in engine, name
+        assert set(cell["engines"]["shifted"]) == {"verdict"}  # caught, and not timed
+        assert cell["engines"]["shifted"]["verdict"].startswith("wrong: rows of 0.weight")
+        assert report.peers(cell) and set(report.peers(cell)) == {"loop", "torch.func"}
+
+
+def test_wrong_engines_are_caught() -> None:
+    assert judged(engines.PSLayers) == "ok"
+    assert judged(examples.Shifted).startswith("wrong: rows of 0.weight: off by")
+    assert judged(examples.Doubled).startswith("wrong: the summed gradient of 0.weight: off by 1.0e+00")
+
+
+def test_an_engine_that_raises_says_why() -> None:
+    class Broken(engines.PSLayers):
+        def step(self, inputs: Any, target: Any) -> None:
+            raise NotImplementedError("cannot\nat all")
+
+    assert judged(Broken) == "no: NotImplementedError: cannot"
+
+
+@pytest.mark.parametrize("kind", engines.find(["all"]), ids=lambda k: k.name)
+def test_every_engine_agrees_step_after_step_and_frees_its_gradients(kind: type[engines.Engine]) -> None:
+    if not kind.installed():
+        pytest.skip(f"{kind.package} is not installed")
+    given = problem()
+    reference = Reference.of(given, None)
+    engine = kind(copy.deepcopy(given.model), given.loss)
+    for _ in range(3):
+        engine.step(given.inputs, given.target)
+        assert reference.disagreement(engine, agreement.EXACT * 10) is None
+    engine.release()
+    assert all(g is None for g in engine.grads().values())
+    if kind.makes_rows:
+        assert all(g is None for g in engine.rows().values())
+
+
+@pytest.mark.parametrize("case", registry.find(["all", "sweeps"]), ids=lambda c: c.name)
+def test_every_cell_can_be_built(case: registry.Case) -> None:
+    if case.name == "layer_conv":
+        pytest.skip("its one forward pass takes a second")
+    made = case.build(2, case.sizes[0])
+    loss = made.loss(made.model(*made.inputs), made.target)
+    assert loss.ndim == 0 and len(made.target) == len(made.inputs[0]) == 2
+
+
+def test_bfloat16_autocast() -> None:
+    given = problem()
+    engine = engines.PSLayers(copy.deepcopy(given.model), given.loss, torch.bfloat16)
+    engine.step(given.inputs, given.target)
+    assert Reference.of(given, torch.bfloat16).disagreement(engine, agreement.ROUNDED[torch.bfloat16]) is None
+
+
+def test_names_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"no cell 'mpl'; there are: all, fast-dpsgd, layers, .*mlp"):
+        registry.find(["mpl"])
+    with pytest.raises(ValueError, match=r"no engine 'psalyers'; there are: all, peers, plain, limit, pslayers"):
+        engines.find(["psalyers"])
+
+
+def test_a_slow_peer_drops_out_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"plain": 1.0, "loop": 50.0, "torch.func": 5.0, "pslayers": 90.0}
+    monkeypatch.setattr(timing, "timed", lambda engine, problem, steps: seconds[engine.name])
+    kinds = [k for k in engines.find(["all"]) if k.name in seconds]
+    times = timing.interleaved(kinds, problem(), None, timing.Effort(7, 3, cell=1e9), lambda text: None)
+    assert {name: len(t) for name, t in times.items()} == {"plain": 7, "pslayers": 7, "loop": 3, "torch.func": 7}
+
+
+def test_memory_of_a_process_that_fails() -> None:
+    failed = memory.measure(memory.Job("mlp", 0, 1, f"{HERE}:Nobody"))
+    assert "Nobody" in failed["memory_error"]
+
+
+def cell(name: str, ours: float, **options: Any) -> dict[str, Any]:
+    seconds = {"plain": 1.0, "limit": 2.0, "pslayers": ours, "pslayers-off": 1.0, "loop": 9.0, "torch.func": 5.0}
+    made = {
+        k: {"verdict": "ok", "median": s, "quartiles": [s, s], "times": [s] * 3, "peak": 300 * 2**20} for k, s in seconds.items()
+    }
+    common = {"group": "networks", "axis": "", "size": 0, "batch_size": 16, "device": "cpu", "dtype": "float32"}
+    return {"case": name, "parameters": 2**22, "engines": made, **common, **options}
+
+
+def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wide = [cell("wide", 2.0, group="sweeps", axis="D", size=s) for s in (8, 16)]
+    cells = [cell("one", 2.5), cell("two", 4.0), *wide, cell("huge", 1.0, skipped="too large", engines={})]
+    (tmp_path / "a.json").write_text(json.dumps({"environment": {"packages": {}, "processor": "a", "threads": 1, "commit": "c"},
+                                                 "left_out": {"backpack": "not installed"}, "cells": cells}))  # fmt: skip
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
+    assert summary.main([str(tmp_path / "a.json"), "--readme", str(readme), "--slow"]) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| best peer's time / ours, worst cell | at least 1.0x | 1.25x (two, B=16) | met |" in text
+    assert "| our time / limit, worst cell | at most 1.6x | 2.00x (two, B=16) | missed |" in text
+    assert "| one | 1 | 2.00x (2.00x) | 1.25x (1.25x) | 0.54x |" in text
+    assert "](summary-time-width.svg)" in text and (tmp_path / "summary-time-width.svg").exists()
+    assert "two, B=16: torch.func / ours 1.25x, ours / limit 2.00x" in capsys.readouterr().out
+    full = tables.full(json.loads((tmp_path / "a.json").read_text()))
+    assert "huge, B=16 was skipped: too large" in full and "backpack was left out" in full
+    readme.write_text("no place")
+    with pytest.raises(ValueError, match="no place for the summary"):
+        summary.main([str(tmp_path / "a.json"), "--readme", str(readme)])
+
+
+def test_aims_by_hand() -> None:
+    reached = {a.what: a for a in report.aims([cell("one", 2.5), cell("two", 4.0)])}
+    assert reached["best peer's time / ours, geometric mean"].value == pytest.approx((2 * 1.25) ** 0.5)
+    assert reached["loop's time / ours, geometric mean"].met and not reached["torch.func's time / ours, geometric mean"].met
+    memory_aim = reached["our peak memory / (plain + B x P), worst cell"]
+    assert memory_aim.value == pytest.approx(300 / (300 + 256)) and memory_aim.met
+    assert report.aims([])[0].value is None
+    assert plots.all_plots([], Path("nowhere")) == []
