@@ -54,12 +54,26 @@ def test_a_step_for_all_tasks_at_once(suite: LayerSuite, case: Case) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- models
+class Scaled(nn.Module):
+    """A class token and a scale of its own, which no replacement knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.scale = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(4))
+        self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 4)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1)
+        return self.out(torch.tanh(self.fc(x)) * self.scale).mean(1)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "mlp": (zoo.mlp, lambda n: floats(n, 12)),
     "cnn": (lambda: zoo.TutorialCNN(2), lambda n: floats(n, 1, 16, 16)),
     "resnet": (lambda: zoo.ResNet18(2), lambda n: floats(n, 3, 8, 8)),
     "lstm": (zoo.CharLSTM, lambda n: torch.randint(0, 11, (n, 6))),
     "transformer": (zoo.Transformer, lambda n: torch.randint(0, 11, (n, 5))),
+    "general": (Scaled, lambda n: floats(n, 5, 4)),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
 

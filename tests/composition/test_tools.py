@@ -242,12 +242,13 @@ def test_peft_lora(order: str) -> None:
     model, ids = Scores().double(), torch.randint(0, 7, (5, 3))
     if order == "conversion first":
         ps.convert_model(model)
-    config = peft.LoraConfig(r=2, target_modules=["query", "value"], init_lora_weights=False, lora_dropout=0.0)
+    targets = ["query", "value", "tokens"]  # an embedding's adapters are bare parameters
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
     adapted = peft.get_peft_model(model, config).double()
     plain = ps.restore_model(copy.deepcopy(adapted))
-    assert_rows_right(plain, ids, converted=ps.convert_model(adapted))
+    assert_rows_right(plain, ids, converted=ps.convert_model(adapted, on_unsupported="general"))
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
-    assert len(trained) == 4 and all("lora_" in name for name in trained)
+    assert len(trained) == 6 and all("lora_" in name for name in trained)
     merged = ps.restore_model(adapted).merge_and_unload()
     torch.testing.assert_close(merged(ids), plain(ids))
 
@@ -330,3 +331,21 @@ def test_parametrised_before_conversion(name: str) -> None:
     expected = model(x)  # copies share the class that torch makes, and removing takes the weight from that class
     parametrize.remove_parametrizations(ps.restore_model(ours)[0], "weight")
     torch.testing.assert_close(ours(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("name", PARAMETRISATIONS)
+def test_parametrised_after_conversion(name: str, used: bool) -> None:
+    """Converted again, as after any change of the model's modules."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    ours, x = ps.convert_model(copy.deepcopy(model), on_unsupported="general"), torch.randn(5, 4, dtype=torch.float64)
+    if used:
+        squares(ours(x)).mean().backward()
+    for net in (model, ours):
+        torch.manual_seed(1)  # some draw numbers of their own
+        PARAMETRISATIONS[name](net[0])
+        net.zero_grad()
+        net.eval()
+    assert_rows_right(model, x, converted=ps.convert_model(ours, on_unsupported="general"))
+    torch.testing.assert_close(ps.restore_model(ours)(x), model(x))
