@@ -11,10 +11,12 @@ from torch.nn.utils.rnn import PackedSequence
 from .expand import Batch, Settings, clear, local
 from .snapshot import Snapshot
 from .tracking import (
+    MIXED,
     Ambiguous,
     Layout,
     Tracker,
     disagreement,
+    judged,
     past_expansions,
     rows_agree,
     run_tracked,
@@ -28,8 +30,10 @@ class State:
 
     def __init__(self, settings: Settings, path: str, module: nn.Module) -> None:
         self.settings, self.path = settings, path
-        self.proved: set[tuple[bool, tuple[int, ...]]] = set()  # kinds of calls in which rows were proved to be the samples'
+        # kinds of calls (a single sample, training, dims of the inputs) in which rows were proved to be the samples'
+        self.proved: set[tuple[bool, bool, tuple[int, ...]]] = set()
         self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
+        self.single = False  # a single sample's call is run with per-sample parameters whole
         self.tables = False  # callers of layers that take what all samples share are run whole
         self.plans: dict[tuple[int, bool, tuple[int, ...]], Any] = {}  # how: (number of the call, training, dims of the inputs)
         self.ndims = {name: p.ndim for name, p in own_parameters(module)}
@@ -90,20 +94,20 @@ class Converted(_Mixin):
             if known is None:
                 return run(self, *args, **kwargs)
             size = known
-        trackable = trackable and size > 1
         recorded = settings.recording and torch.is_grad_enabled()
         if recorded:
             settings.called(size)
-        random, before = random_state() if trackable else None, None
-        local.batch = batch = Batch(size, settings, trackable)
-        proved, kind = self._ps_state().proved, (self.training, ndims((args, kwargs)))
-        if recorded and trackable and kind not in proved:
-            batch.outputs, before = [], Snapshot(self)
+        single = size <= 1
+        state, kind = self._ps_state(), (single, self.training, ndims((args, kwargs)))
+        unproved = recorded and trackable and kind not in state.proved
+        random, before = random_state() if trackable else None, Snapshot(self) if unproved else None
+        local.batch = batch = Batch(size, settings, trackable and not single)
+        if unproved:
+            batch.outputs = []
         try:
             output = run(self, *args, **kwargs)
-            if batch.outputs is None or (rows_agree(batch.outputs, output, batch) and not self._ps_past_layers(output)):
-                if recorded:
-                    proved.add(kind)
+            if not unproved or self._ps_holds(batch, output):
+                state.proved |= {kind} if unproved else set()
                 return output
         except Ambiguous:
             pass
@@ -112,9 +116,19 @@ class Converted(_Mixin):
         set_random_state(random)
         if before is not None:
             before.restore()
+        if single:  # everything is that sample's, whichever way it is used
+            state.single = True
+            return self._ps_outermost(run, args, kwargs)
         output = self._ps_learn(run, args, kwargs, size)
-        proved.add(kind)
+        state.proved.add(kind)
         return output
+
+    def _ps_holds(self, batch: Batch, output: Any) -> bool:
+        """Whether a first call shows that samples depend on their own rows alone, and that all trainable parameters have rows."""
+        assert batch.outputs is not None
+        if batch.size > 1 and not rows_agree(batch.outputs, judged(output, batch), batch):
+            return False
+        return not self._ps_past_layers(output) or (batch.size <= 1 and self._ps_state().single)
 
     def _ps_past_layers(self, output: Any) -> bool:
         """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that was not converted."""
@@ -178,7 +192,9 @@ class Converted(_Mixin):
         finally:
             local.batch = None
         problem = None if given else disagreement(output, plain)
-        if problem is None and not rows_agree(batch.outputs, output, batch):
+        layouts = [self._ps_state().layouts.get((0, ("out", i), t.ndim)) for i, t in enumerate(tensors_in([output]))]  # type: ignore[union-attr]
+        own = judged(output, batch, layouts)
+        if problem is None and ((MIXED in layouts and not own) or not rows_agree(batch.outputs, own, batch)):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
             raise ValueError(

@@ -70,16 +70,26 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     """A call of a module by its plan."""
     assert local.batch is not None
     weights = _weights(module, given, own=plan.way == "broadcast")
+    if plan.way == "broadcast":
+        _watch(module, weights, {name for name, _ in plan.forms})
     return _run(module, forward, plan, (args, kwargs), weights, local.batch.size)
 
 
-def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
+def _watch(module: Any, weights: dict[str, Tensor], formed: set[str]) -> None:
+    """Parameters that reach but outputs in which samples interact have no rows: an error by name, should they get a gradient."""
+    state = module._ps_state()
+    for name, param in own_parameters(module):
+        if name in weights and isinstance(param, nn.Parameter):
+            recorder_of(param, f"{state.path}.{name}", state.settings).unexpanded = name not in formed
+
+
+def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str], whole: bool) -> Any:
     """A call for one sample, or none: everything is that sample's."""
-    batch, state = local.batch, module._ps_state()
+    batch = local.batch
     assert batch is not None
-    weights = _weights(module, given, own=not state.whole)
+    weights = _weights(module, given, own=not whole)
     alone = {n: w[0] if batch.size else w.new_zeros(w.shape[1:]) + w.sum(0) for n, w in weights.items()}
-    before, local.general = local.general, state.whole
+    before, local.general = local.general, whole
     try:
         with _reparametrize_module(module, alone, tie_weights=True):
             return forward(module, *args, **kwargs)
@@ -120,7 +130,7 @@ def choose(module: Any, forward: Forward, call: Call, layouts: Layouts, size: in
         first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
         with _reparametrize_module(module, first, tie_weights=True):
             return choose(module, forward, call, layouts, size, whole)
-    if any(MIXED in each for each in layouts):
+    if MIXED in (*layouts.inputs, *layouts.written) or set(layouts.outputs) == {MIXED}:
         raise NoWayError("its inputs or outputs cannot be attributed to samples")
     try:
         proof = _Proof(module, forward, call, layouts.outputs, size)
@@ -128,6 +138,8 @@ def choose(module: Any, forward: Forward, call: Call, layouts: Layouts, size: in
         raise NoWayError(f"it cannot be called by itself again ({type(error).__name__}: {error})") from error
     if not whole and (forms := _forms(module, proof, layouts)) is not None:
         return Plan("broadcast", layouts, forms, fast=frozenset(name for name, _ in forms))
+    if MIXED in layouts.outputs:
+        raise NoWayError("samples interact in one of its outputs")
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
         if proof.holds(plan := Plan(way, layouts, fresh=fresh)):
             if way == "loop":
@@ -140,6 +152,8 @@ def _forms(module: nn.Module, proof: "_Proof", layouts: Layouts) -> tuple[tuple[
     """Shapes by which every parameter broadcasts, found one parameter at a time; None where one has none."""
     forms: list[tuple[str, int]] = []
     for name, param in parameters_of(module, own=True).items():
+        if MIXED in layouts.outputs and not proof.matters(name):
+            continue
         for dims in (-1, 0, 1, 2, 3) if param.ndim and param.shape[0] == 1 else (0, 1, 2, 3):
             if proof.holds(Plan("broadcast", layouts, ((name, dims),))):
                 forms.append((name, dims))
@@ -181,6 +195,11 @@ class _Proof:
         self.problem = self.problem if right else f"samples that run by themselves ({plan.way}) give other outputs"
         return right
 
+    def matters(self, name: str) -> bool:
+        """Whether the parameter changes an output in which samples do not interact."""
+        others = zip(self._outputs({name: self.others[name]}), self.plain, self.outputs, strict=True)
+        return any(layout != MIXED and not torch.equal(other, plain) for other, plain, layout in others)
+
     def _differentiable(self, plan: Plan, names: list[str]) -> bool:
         """Whether the rows add up to the plain gradient: a custom backward may know of shared parameters only."""
         size, grads = self.size, []
@@ -214,7 +233,7 @@ class _Proof:
         return True
 
     def _agrees(self, found: Tensor, plain: Tensor, other: Tensor, layout: Layout) -> bool:
-        if not plain.is_floating_point():
+        if not plain.is_floating_point() or layout == MIXED:
             return True
         if layout in (SHARED, TABLE):
             plain, other = (t.expand(self.size, *t.shape[layout == SHARED :]) for t in (plain, other))
@@ -234,7 +253,7 @@ class _Proof:
 
 def _summed(t: Any, layout: Layout, size: int) -> Tensor | float:
     """The sum of an output over all samples, to which one that they share counts for each."""
-    if not isinstance(t, Tensor) or not t.is_floating_point():
+    if not isinstance(t, Tensor) or not t.is_floating_point() or layout == MIXED:
         return 0.0
     alone = layout in (SHARED, TABLE) and not (t.ndim and t.shape[0] == size)
     return torch.where(t.isfinite(), t, 0).sum() * (size if alone else 1)
@@ -303,7 +322,9 @@ def _run(
         return (*(t for t in tensors_in([output]) if isinstance(t, Tensor)), *written)
 
     if plan.way == "vmap":
-        outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
+        with warnings.catch_warnings():  # torch's, of ops that vmap runs sample by sample, of which the user knows nothing
+            warnings.filterwarnings("ignore", "There is a performance drop")
+            outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
     else:
         own = [dict(zip(weights, each, strict=True)) for each in zip(*(w.unbind() for w in weights.values()), strict=True)]
         each = [one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True))) for i in range(size)]

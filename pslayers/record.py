@@ -101,7 +101,8 @@ class Recorder:
         if not whole and grad.numel():
             raise RuntimeError(
                 f"`{self.name}` received a gradient that did not come through its layer (it is also used on its own, as "
-                f"in F.linear(x, layer.weight) or in a penalty on the weights), so its per-sample rows would lack a part: in a "
+                f"in F.linear(x, layer.weight) or in a penalty on the weights, or reaches only an output in which samples "
+                f"interact), so its per-sample rows would lack a part: in a "
                 f"layer of your own write self.expand(name); compute a penalty on weights in a backward pass of its own, without "
                 f"recording: ps.recording(model, False)."
             )

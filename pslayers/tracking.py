@@ -100,6 +100,9 @@ def track(
                         found[key] = found[key] & fits if key in found else fits
             for key, fits in found.items():
                 layouts.setdefault(key, min(fits, key=_PREFERENCE.index) if fits else MIXED)
+        for samples in _groups(batch.size) if len(inputs) > 1 else ():
+            together = _rerun(run, model, args, kwargs, inputs, samples, batch) or {}
+            _note_interactions(layouts, {k: x for k, x in plain.items() if k[0] == id(model)}, together, samples, batch.size)
         changed = _rerun(run, model, args, kwargs, inputs, everyone, batch)
         for key, x in plain.items():
             if changed is not None and (where := _differs(x, changed.get(key))) is None:
@@ -107,6 +110,17 @@ def track(
             elif key not in layouts and changed is not None and not blind and not (where is not None and where.any()):
                 layouts[key] = _of_constant(x, batch.size)
     return layouts, tracker
+
+
+def _note_interactions(
+    layouts: dict[Key, Layout], plain: dict[Key, Tensor], changed: dict[Key, Tensor], samples: Sequence[int], size: int
+) -> None:
+    """Outputs in which one sample's part of one input meets another's of another input (all pairs) are in no one's rows."""
+    for key, x in plain.items():
+        where = _differs(x, changed.get(key))
+        tracked = key[2][0] == "out" and where is not None and layouts.get(key, MIXED) != MIXED
+        if tracked and where is not None and not _explains(layouts[key], where, samples, size):
+            layouts[key] = MIXED
 
 
 def _rerun(
@@ -248,8 +262,8 @@ def _changes(x: Tensor, y: Tensor) -> Tensor:
     """Where two tensors differ by more than rounding."""
     if not x.is_floating_point() or not x.numel():
         return x != y
-    # sums in another order round in another way: that is no change
-    small = torch.finfo(x.dtype).eps ** 0.75 * x.abs().nan_to_num(0, 0, 0).max()
+    # sums in another order round in another way, parts may compute in float32: that is no change
+    small = max(torch.finfo(x.dtype).eps ** 0.75, 1e-6) * x.abs().nan_to_num(0, 0, 0).max()
     return ((x - y).abs() > small) | (x.isfinite() != y.isfinite())
 
 
@@ -299,21 +313,38 @@ def disagreement(ours: Any, plain: Any) -> str | None:
     return None
 
 
-def rows_agree(outputs: Sequence[tuple[Tensor, int, Tensor | None]], output: Any, batch: Batch) -> bool:
-    """Whether groups of samples' outputs depend, in every layer's output, on the rows taken for theirs alone.
+def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = None) -> list[tuple[Tensor, Layout]]:
+    """The tensors of a model's output that hold the samples, and how: as tracked, or by their shape.
+
+    One in which samples interact in the original model (the similarities of all pairs) says nothing about whose rows are whose.
+    """
+    found = []
+    for place, t in enumerate(tensors_in([output])):
+        if not isinstance(t, Tensor) or not t.requires_grad or not t.ndim or not t.numel() or t.is_complex():
+            continue
+        layout, dim = None if layouts is None else layouts[place], _batch_dim(t, batch)
+        if layout is None and t.shape[dim] == batch.size:
+            layout = "dim", dim
+        elif layout is None and t.shape[0] % batch.size == 0 and batch.settings.batch_first:
+            layout = BATCH_MAJOR
+        if layout not in (None, SHARED, TABLE, MIXED):
+            found.append((t, layout))
+    return found
+
+
+def rows_agree(layers: Sequence[tuple[Tensor, int, Tensor | None]], outputs: Sequence[tuple[Tensor, Layout]], batch: Batch) -> bool:
+    """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs alone.
 
     A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a table as long as the
     batch). Costs 2 log2(B) passes of the graph without weight gradients.
     """
-    first = next((t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad and t.ndim), None)
-    dim = 0 if first is None else _batch_dim(first, batch)
-    asked = [each for each in outputs if each[0].requires_grad and each[0].numel()]
-    if first is None or first.shape[dim] != batch.size or not asked or first.is_complex():
+    asked = [each for each in layers if each[0].requires_grad and each[0].numel()]
+    if not outputs or not asked:
         return True  # nothing to be told here
     for samples in _separating_groups(batch.size):
-        theirs = torch.tensor(samples, device=first.device)
-        one = first.index_select(dim, theirs)
-        loss = one.sum() + (one * one).sum()
+        theirs = torch.tensor(samples, device=outputs[0][0].device)
+        own = [_of_samples(t, layout, theirs, batch.size) for t, layout in outputs]
+        loss = sum((t.sum() + (t * t).sum() for t in own), torch.zeros((), device=theirs.device))
         grads = torch.autograd.grad(loss, [t for t, _, _ in asked], retain_graph=True, allow_unused=True)
         for grad, (_, rows, owners) in zip(grads, asked, strict=True):
             if grad is None:
@@ -324,6 +355,14 @@ def rows_agree(outputs: Sequence[tuple[Tensor, int, Tensor | None]], output: Any
             if bool((grad[~torch.isin(owners, theirs)] != 0).any()):
                 return False
     return True
+
+
+def _of_samples(t: Tensor, layout: Layout, samples: Tensor, size: int) -> Tensor:
+    kind, dim = layout
+    if kind == "dim":
+        return t.index_select(dim, samples.to(t.device))
+    split = t.unflatten(0, (size, -1) if layout == BATCH_MAJOR else (-1, size))
+    return split.index_select(0 if layout == BATCH_MAJOR else 1, samples.to(t.device))
 
 
 def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:

@@ -315,3 +315,107 @@ def test_packed_sequences_inside_a_model(own: bool) -> None:
             x[i, length:] = 0
         ours.zero_grad()
         assert_rows_right(model, x, converted=ours)
+
+
+class TwoTowers(nn.Module):
+    """Returns the similarities of all pairs, in which samples interact, beside what belongs to one sample each; as CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(5, 3)
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, b = self.a(x) + self.shift, self.b(y)
+        return self.scale.exp() * a @ b.T, a, b
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 1])
+def test_an_output_in_which_samples_interact_beside_others(size: int) -> None:
+    model = TwoTowers().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    x, y = torch.randn(size, 4, dtype=torch.float64), torch.randn(size, 5, dtype=torch.float64)
+    for _ in range(2):
+        ours.zero_grad()
+        _, a, b = ours(x, y)
+        (a.square().sum(1) + b.square().sum(1)).mean().backward()
+        for i in range(size):
+            _, a, b = model(x[i : i + 1], y[i : i + 1])
+            grads = torch.autograd.grad(a.square().sum() + b.square().sum(), list(model.parameters()), allow_unused=True)
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                if g is None:
+                    assert p.grad_sample is None
+                else:
+                    torch.testing.assert_close(p.grad_sample[i], g)
+    if size > 1:
+        with pytest.raises(RuntimeError, match=r"`TwoTowers\.scale` received a gradient .* in which samples interact"):
+            ours(x, y)[0].sum().backward()
+
+
+def test_only_an_output_in_which_samples_interact() -> None:
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.fc(x)
+            return z @ z.T
+
+    with pytest.raises(ValueError, match="samples interact in it"):
+        ps.convert_model(Pairs())(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize(("size", "time"), [(3, 3), (3, 4), (2, 6)])
+@pytest.mark.parametrize("time_major", [False, True])
+def test_flattened_outputs(size: int, time: int, time_major: bool) -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tok, self.fc = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            z = self.fc(torch.tanh(self.tok(ids)))
+            return (z.transpose(0, 1) if time_major else z).reshape(-1, 3)
+
+    model = Flat().double()
+    ours, ids = ps.convert_model(copy.deepcopy(model)), torch.randint(0, 7, (size, time))
+    out = ours(ids)
+    out = out.view(time, size, 3).transpose(0, 1) if time_major else out.view(size, time, 3)
+    out.square().sum((1, 2)).mean().backward()
+    for i in range(size):
+        grads = torch.autograd.grad(model(ids[i : i + 1]).square().sum(), list(model.parameters()))
+        for p, g in zip(ours.parameters(), grads, strict=True):
+            torch.testing.assert_close(p.grad_sample[i], g)
+
+
+class Routed(nn.Module):
+    """Experts that pick rows; with one sample an expert may get none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 3), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.key = nn.Linear(4, 4)  # used past its layer alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = nn.functional.linear(x, self.key.weight).reshape(-1, 4)
+        chosen, out = self.router(rows).argmax(-1), torch.zeros_like(rows)
+        for i, expert in enumerate(self.experts):
+            out[chosen == i] = expert(rows[chosen == i])
+        return out.view(x.shape)
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize("sizes", [(1, 3), (3, 1), (1, 1)])
+def test_a_first_batch_of_one(sizes: tuple[int, int]) -> None:
+    model = Routed().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for size in sizes:
+        ours.zero_grad()
+        x = torch.randn(size, 2, 4, dtype=torch.float64)
+        ours(x).square().sum((1, 2)).mean().backward()
+        for i in range(size):
+            grads = torch.autograd.grad(model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True)
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                row = torch.zeros_like(p) if p.grad_sample is None else p.grad_sample[i]
+                torch.testing.assert_close(row, torch.zeros_like(p) if g is None else g)

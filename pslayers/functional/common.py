@@ -12,7 +12,7 @@ def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
     if weight is None:
         return
     n, size = x.shape[0], len(weight)
-    if n != size and (size == 0 or n == 0 or n % size):
+    if n != size and (size == 0 or n % size):
         raise ValueError(
             f"ps.functional.{op} got an input of shape {tuple(x.shape)} with per-sample weights of shape {tuple(weight.shape)}: "
             f"expected {size} rows in dim 0, one for each sample's weight, or a multiple of it (k rows a sample, batch-major)."

@@ -236,7 +236,7 @@ class PSLayer(Converted):
         if layout == TABLE:
             return x.expand(size, *x.shape), (_squeeze if size == 1 else None)
         if kind == "dim" and dim:
-            return x.movedim(dim, 0), lambda y: y.movedim(0, dim)
+            return x.movedim(dim, 0), lambda y: y.movedim(0, dim).contiguous()  # as torch's, for views of it
         if layout == TIME_MAJOR:
             return _swap_rows(x, size), lambda y: _swap_rows(y, y.shape[0] // size)
         return x, None
