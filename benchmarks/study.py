@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
                 cell |= {"skipped": "out of memory"}
             document["cells"].append(cell)
             options.out.write_text(json.dumps(document, indent=1) + "\n")
-            progress.console.print(tables.one_line(cell))
+            progress.console.print(tables.one_line(cell), soft_wrap=True)
             progress.advance(bar)
     options.out.with_suffix(".md").write_text(tables.full(document))
     pictures = plots.all_plots(document["cells"], options.out.with_suffix(""))
@@ -123,22 +123,23 @@ def _measure(
         torch.manual_seed(0)
         return case.build(batch_size, cell["size"]).to(device, torch.float32 if dtype == torch.bfloat16 else dtype)
 
-    small = problem(min(3, cell["batch_size"]), torch.float64)
-    count = sum(p.numel() for p in small.model.parameters() if p.requires_grad)
+    full = problem(cell["batch_size"], dtype)
+    count = sum(p.numel() for p in full.model.parameters() if p.requires_grad)
     limit = 2**30 * options.memory_limit if options.memory_limit else 0.7 * _free(device)
-    rows = count * cell["batch_size"] * (8 if dtype == torch.float64 else 4)
+    rows = count * cell["batch_size"] * report.BYTES[cell["dtype"]]
     if 3.5 * rows > limit:  # what a peer needs at its worst: the rows, their copy, and what they were made from
         return {"parameters": count, "skipped": f"3.5 x {rows / 2**30:.1f} GiB of rows do not fit"}
 
     tick("reference")
-    full = problem(cell["batch_size"], dtype)
-    exact = small, agreement.Reference.of(small, None)
+    small = problem(min(3, cell["batch_size"]), torch.float64)
+    truth = agreement.Reference.of(small, None)
     reference = agreement.Reference.of(full, autocast)
     results: dict[str, dict[str, Any]] = {}
     for kind in kinds:
         tick(f"agreement of {kind.name}")
-        results[kind.name] = {"verdict": agreement.verdict(kind, full, reference, exact, dtype)}
-    del reference, exact, small
+        verdict = agreement.verdict(kind, full, reference, dtype)
+        results[kind.name] = {"verdict": agreement.exact_verdict(kind, small, truth) if verdict == "ok" else verdict}
+    del reference, small, truth
     agreed = [k for k in kinds if results[k.name]["verdict"] == "ok"]
     if "time" in options.measure:
         effort = timing.Effort(options.rounds, min(5, options.rounds), cell=options.seconds)

@@ -8,11 +8,12 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from . import plots, tables
-from .report import Document, key
+from .report import Cell, Document, key
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- study: begin -->", "<!-- study: end -->"
@@ -48,8 +49,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def merged(documents: list[Document]) -> Document:
-    """One document; a cell that is in several files counts as the last one has it."""
-    cells = {key(c): c for d in documents for c in d["cells"]}
+    """One document; of what several files measured of an engine in a cell, the last counts."""
+    cells: dict[Any, Cell] = {}
+    for c in (c for d in documents for c in d["cells"]):
+        have = cells.setdefault(key(c), c)
+        engines = have["engines"] | {name: have["engines"].get(name, {}) | e for name, e in c["engines"].items()}
+        cells[key(c)] = have | c | {"engines": engines}
     left_out = {name: why for d in documents for name, why in d["left_out"].items()}
     return {"environment": documents[0]["environment"], "left_out": left_out, "cells": list(cells.values())}
 

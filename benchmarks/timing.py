@@ -23,7 +23,7 @@ class Effort:
     least_rounds: int = 5
     turn: float = 0.05  # seconds: a turn has as many steps as fit, at least one
     cell: float = 60.0  # seconds: fewer rounds, but not fewer than the least, where all turns take longer
-    patience: float = 4.0  # after the least rounds a peer so many times slower than the best one has lost
+    patience: float = 4.0  # after two rounds a peer so many times slower than the best one has lost
 
 
 def timed(engine: Engine, problem: Problem, steps: int) -> float:
@@ -68,14 +68,13 @@ def interleaved(
     with quiet_collector():
         steps, turn_cost = {}, 0.0
         for name, engine in engines.items():
-            timed(engine, problem, 1)
             estimate = timed(engine, problem, 1)
             engine.release()
             steps[name] = min(max(int(effort.turn / max(estimate, 1e-9)), 1), 200)
             turn_cost += estimate * (steps[name] + 1)
         rounds = min(effort.rounds, max(effort.least_rounds, int(effort.cell / turn_cost)))
         for n in range(rounds):
-            if n >= effort.least_rounds:
+            if n >= 2:
                 best = min((median(times[p]) for p in peers), default=0.0)
                 for name in [p for p in peers if p in engines and median(times[p]) > effort.patience * best]:
                     del engines[name]
