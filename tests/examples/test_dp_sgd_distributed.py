@@ -1,0 +1,64 @@
+"""The example gives in two processes what it gives in one, empty parts of batches and all."""
+
+import re
+import subprocess
+import sys
+import warnings
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import pslayers as ps
+
+from .loading import EXAMPLES, load_example
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in ("opacus", "sklearn"):
+            pytest.importorskip(name)
+        return load_example("dp_sgd_distributed")
+
+
+def test_two_processes_are_as_one(example: ModuleType) -> None:
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this build of torch has no gloo")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    options = ["--steps", "25", "--batch", "3"]
+    run = subprocess.run(
+        [*command, str(EXAMPLES / "dp_sgd_distributed.py"), *options], capture_output=True, text=True, check=True, timeout=120
+    )
+    empty = re.search(r"(\d+) of 50 parts of batches were empty", run.stdout)
+    apart = re.search(r"differ from those of one process by (\S+) at most", run.stdout)
+    assert empty is not None and int(empty[1]) > 0, run.stdout
+    assert apart is not None and float(apart[1]) < 1e-12, run.stdout
+
+
+def test_one_process_learns(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert example.main(["--steps", "40"]) == 0
+    accuracy = re.search(r"digits ([\d.]+)%", capsys.readouterr().out)
+    assert accuracy is not None and float(accuracy[1]) > 60
+
+
+def test_clipped_sum_against_a_loop(example: ModuleType) -> None:
+    model = example.network()
+    x, y = torch.rand(5, 1, 8, 8, dtype=torch.float64), torch.arange(5)
+    rows = []
+    for i in range(5):
+        grads = torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters()))
+        row = torch.cat([g.flatten() for g in grads])
+        rows.append(row * min(1, example.CLIP / row.norm()))
+    ps.convert_model(model)
+    torch.testing.assert_close(example.clipped_sum(model, x, y), torch.stack(rows).sum(0))
+    assert not example.clipped_sum(model, x[:0], y[:0]).any()
+
+
+@pytest.mark.parametrize("options", [["--steps", "0"], ["--batch", "0"], ["--noise", "0"]])
+def test_bad_options_are_refused(example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        example.main(options)
+    assert options[0] in capsys.readouterr().err
