@@ -1,0 +1,352 @@
+"""Several backward passes: retained graphs, losses that share a forward, alternating models, passes that break off."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pslayers as ps
+
+from .. import zoo
+from ..layers.suite import floats
+from ..oracle import assert_rows_right, loop, squares
+
+Rows = dict[str, Tensor]
+
+
+class General(nn.Module):
+    """Parameters that no replacement knows, between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(4, 4), nn.Linear(4, 3), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) * self.scale)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "mlp": (zoo.mlp, lambda n: floats(n, 12)),
+    "cnn": (lambda: zoo.TutorialCNN(2), lambda n: floats(n, 1, 16, 16)),
+    "lstm": (zoo.CharLSTM, lambda n: torch.randint(0, 11, (n, 6))),
+    "transformer": (zoo.Transformer, lambda n: torch.randint(0, 11, (n, 5))),
+    "general": (General, lambda n: floats(n, 4)),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def build(name: str, n: int = 3, **options: Any) -> tuple[nn.Module, nn.Module, Tensor]:
+    make, batch = MODELS[name]
+    model = make().double()
+    return model, ps.convert_model(copy.deepcopy(model), on_unsupported="general", **options), batch(n)
+
+
+def cubes(output: Tensor) -> Tensor:
+    """Another loss of each sample, (B,)."""
+    return (output.flatten(1) ** 3).sum(1)
+
+
+def rows_by_loop(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] = squares) -> Rows:
+    return {k: g for k, g in loop(model, lambda out, _: loss(out).sum(), (x,)).items() if g is not None}
+
+
+def rows_of(model: nn.Module) -> Rows:
+    return {k: p.grad_sample for k, p in model.named_parameters() if p.grad_sample is not None}
+
+
+def assert_same(found: Rows, expected: Rows) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------- one graph
+@each_model
+def test_two_losses_on_one_forward(name: str) -> None:
+    """The graph is walked twice; the rows are the second loss's, or those of both added up."""
+    model, ours, x = build(name)
+    first, second = rows_by_loop(model, x), rows_by_loop(model, x, cubes)
+    for _ in range(2):
+        ours.zero_grad()
+        output = ours(x)
+        squares(output).mean().backward(retain_graph=True)
+        assert_same(rows_of(ours), first)
+        cubes(output).mean().backward()
+        assert_same(rows_of(ours), second)
+        for k, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad, (first[k] + second[k]).mean(0))
+    ours.zero_grad()
+    output = ours(x)
+    with ps.accumulating(ours, "add"):
+        squares(output).mean().backward(retain_graph=True)
+        cubes(output).mean().backward()
+    assert_same(rows_of(ours), {k: first[k] + second[k] for k in first})
+
+
+@each_model
+def test_a_graph_walked_again_after_a_step_is_torchs_error(name: str) -> None:
+    model, ours, x = build(name)
+    output = ours(x)
+    squares(output).mean().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        cubes(output).mean().backward()
+    ours.zero_grad()
+    assert_rows_right(model, x, converted=ours)
+
+
+# ------------------------------------------------------------------------------------------------ several graphs
+@each_model
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_forwards_that_wait(name: str, order: tuple[int, ...]) -> None:
+    """Three forwards of different batch sizes, then their backward passes in any order."""
+    model, ours, _ = build(name)
+    batches = [MODELS[name][1](n) for n in (2, 4, 3)]
+    losses = [squares(ours(x)).mean() for x in batches]
+    for i in order:
+        losses[i].backward()
+        assert_same(rows_of(ours), rows_by_loop(model, batches[i]))
+
+
+@each_model
+def test_micro_batches_train_as_the_whole_batch(name: str) -> None:
+    """Clipped per sample, two models take the same steps: one by its batch, one by uneven parts of it."""
+    _, whole, _ = build(name, loss_reduction="sum")
+    parts, x = copy.deepcopy(whole), MODELS[name][1](6)
+    for net, sizes in ((whole, [6]), (parts, [3, 1, 2])):
+        optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with ps.accumulating(net, "append"):
+                for part in x.split(sizes):
+                    squares(net(part)).sum().backward()
+            norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows_of(net).values()]).norm(dim=0)
+            assert len(norms) == 6
+            for p in net.parameters():
+                torch.testing.assert_close(p.grad, p.grad_sample.sum(0))
+                p.grad = torch.einsum("n, n ... -> ...", (1 / norms).clamp(max=1), p.grad_sample)
+            optimizer.step()
+    for p, q in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@each_model
+@pytest.mark.parametrize("when", ["before", "between", "in a hook", "between parts", "to zero", "by hand"])
+def test_zero_grad_anywhere(name: str, when: str) -> None:
+    model, ours, x = build(name)
+    expected = rows_by_loop(model, x)
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    squares(ours(MODELS[name][1](3))).mean().backward()  # something to clear
+    handle = ours.register_forward_hook(lambda *_: optimizer.zero_grad()) if when == "in a hook" else None
+    if when == "before":
+        optimizer.zero_grad()
+    elif when == "to zero":
+        optimizer.zero_grad(set_to_none=False)
+        assert not rows_of(ours)
+    elif when == "by hand":
+        for p in ours.parameters():
+            p.grad = None
+    loss = squares(ours(x)).mean()
+    if when == "between":
+        optimizer.zero_grad()
+        assert not rows_of(ours)
+    if when == "between parts":
+        with ps.accumulating(ours, "append"):
+            loss.backward(retain_graph=True)
+            ours.zero_grad()
+            loss.backward()
+    else:
+        loss.backward()
+    assert_same(rows_of(ours), expected)
+    for k, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad, expected[k].mean(0))
+    if handle is not None:
+        handle.remove()
+
+
+def test_zero_grad_of_an_optimizer_of_some_parameters_clears_those() -> None:
+    _, ours, x = build("mlp")
+    optimizer = torch.optim.SGD(ours[1].parameters(), lr=0.1)
+    squares(ours(x)).mean().backward()
+    optimizer.zero_grad()
+    assert set(rows_of(ours)) == {"3.weight", "3.bias", "5.weight", "5.bias"}
+
+
+# ---------------------------------------------------------------------------------------------------- two models
+def gan() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(3)
+    generator = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+    critic = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 1))
+    return generator.double(), critic.double()
+
+
+@pytest.mark.parametrize("critic_is", ["recorded", "not recorded", "frozen"])
+def test_alternating_models(critic_is: str) -> None:
+    """A GAN: the generator's loss runs through the critic. Rows of both, and the steps of plain training."""
+    (g_plain, d_plain), (g, d) = gan(), gan()
+    ps.convert_model(g)
+    ps.convert_model(d)
+    optimizers = [[torch.optim.SGD(net.parameters(), lr=0.05) for net in pair] for pair in ((g_plain, d_plain), (g, d))]
+
+    def critic_losses(generator: nn.Module, critic: nn.Module, real: Tensor, z: Tensor) -> Tensor:
+        return (F.softplus(-critic(real)) + F.softplus(critic(generator(z).detach()))).squeeze(1)
+
+    def generator_losses(generator: nn.Module, critic: nn.Module, z: Tensor) -> Tensor:
+        return F.softplus(-critic(generator(z))).squeeze(1)
+
+    def loop_rows(losses: Callable[..., Tensor], of: nn.Module, *data: Tensor) -> Rows:
+        each = [
+            torch.autograd.grad(losses(g_plain, d_plain, *(t[i : i + 1] for t in data)).sum(), list(of.parameters()))
+            for i in range(5)
+        ]
+        return {k: torch.stack(rows) for (k, _), *rows in zip(of.named_parameters(), *each, strict=True)}
+
+    for _ in range(3):
+        real, z = floats(5, 4), floats(5, 3)
+        for o in optimizers:
+            o[1].zero_grad()
+        expected = loop_rows(critic_losses, d_plain, real, z)
+        critic_losses(g, d, real, z).mean().backward()
+        assert_same(rows_of(d), expected)
+        critic_losses(g_plain, d_plain, real, z).mean().backward()
+        for o in optimizers:
+            o[1].step()
+            o[0].zero_grad()
+        expected = loop_rows(generator_losses, g_plain, z)
+        of_critic = loop_rows(generator_losses, d_plain, z)
+        kept = rows_of(d)
+        before = {k: v.clone() for k, v in kept.items()}
+        if critic_is == "frozen":
+            d.requires_grad_(False)
+        with ps.recording(d, critic_is == "recorded"):
+            generator_losses(g, d, z).mean().backward()
+        d.requires_grad_(True)
+        assert_same(rows_of(g), expected)
+        assert_same(kept, before)  # what the user holds is not written to
+        assert_same(rows_of(d), of_critic if critic_is == "recorded" else before)
+        generator_losses(g_plain, d_plain, z).mean().backward()
+        for o in optimizers:
+            o[0].step()
+    for plain, ours in ((g_plain, g), (d_plain, d)):
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+
+def test_a_model_inside_another_converted_apart() -> None:
+    """A part with settings of its own: its rows are scaled and accumulated as it was told, the others' as they were."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.body(x)))
+
+    model, x = Both().double(), floats(5, 4)
+    ours = copy.deepcopy(model)
+    ps.convert_model(ours.head)
+    ps.convert_model(ours)
+    assert_rows_right(model, x, converted=ours)
+
+
+# ------------------------------------------------------------------------------------------- torch.autograd.grad
+@each_model
+def test_autograd_grad_has_no_side_effects(name: str) -> None:
+    """Of all, of some parameters and of an output in between, before and after a backward pass on the same graph."""
+    model, ours, x = build(name)
+    params, expected = list(ours.parameters()), rows_by_loop(model, x)
+    output = ours(x)
+    loss = squares(output).mean()
+    for wanted in (params, params[1:2], [output]):
+        torch.autograd.grad(2 * loss, wanted, retain_graph=True)
+    assert not rows_of(ours) and all(p.grad is None for p in params)
+    loss.backward(retain_graph=True)
+    held = rows_of(ours)
+    found = torch.autograd.grad(cubes(output).mean(), params)
+    assert_same(held, expected)
+    assert_same(rows_of(ours), expected)
+    for g, p, (k, rows) in zip(found, params, rows_by_loop(model, x, cubes).items(), strict=True):
+        torch.testing.assert_close(g, rows.mean(0), msg=lambda m, k=k: f"{k}: {m}")
+        torch.testing.assert_close(p.grad, expected[k].mean(0))
+
+
+# ----------------------------------------------------------------------------------------- passes that break off
+class Stop(BaseException):
+    """As hard to catch as an interrupt from the keyboard."""
+
+
+def stop(*_: object) -> None:
+    raise Stop
+
+
+def leaves(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if not list(m.children())]
+
+
+@each_model
+@pytest.mark.parametrize("first", [False, True])
+def test_exceptions_in_the_forward(name: str, first: bool) -> None:
+    """After each module in turn, in the model's first call or in a later one."""
+    model, _, x = build(name)
+    for place in range(len(leaves(model))):
+        _, ours, _ = build(name)
+        ours.load_state_dict(model.state_dict())
+        if not first:
+            squares(ours(x)).mean().backward()
+        handle = leaves(ours)[place].register_forward_hook(stop)
+        with contextlib.suppress(Stop):  # not every module is called
+            ours(x)
+        handle.remove()
+        for batch in (MODELS[name][1](2), x):
+            ours.zero_grad()
+            assert_rows_right(model, batch, converted=ours)
+
+
+@each_model
+def test_exceptions_in_the_backward(name: str) -> None:
+    """At the output of each module in turn; the graph that broke off is thrown away, or walked once more."""
+    model, ours, x = build(name)
+    expected = rows_by_loop(model, x)
+    assert_rows_right(model, x, converted=ours)
+    for place in range(len(leaves(ours))):
+        stops: list[Any] = []
+
+        def watch(_: nn.Module, __: Any, output: Any, stops: list[Any] = stops) -> None:
+            first = output if isinstance(output, Tensor) else output[0]
+            if first.requires_grad:
+                stops.append(first.register_hook(stop))
+
+        handle = leaves(ours)[place].register_forward_hook(watch)
+        loss = squares(ours(x)).mean()
+        handle.remove()
+        if not stops:
+            continue
+        ours.zero_grad()
+        with pytest.raises(Stop):
+            loss.backward(retain_graph=True)
+        for each in stops:
+            each.remove()
+        ours.zero_grad()
+        loss.backward()
+        assert_same(rows_of(ours), expected)
+        ours.zero_grad()
+        assert_rows_right(model, MODELS[name][1](2), converted=ours)
+
+
+@each_model
+def test_exceptions_while_rows_are_asked_for(name: str) -> None:
+    model, ours, x = build(name)
+
+    def fails(_: Tensor) -> Tensor:
+        raise Stop
+
+    for net in (model, ours):
+        with pytest.raises(Stop):
+            ps.per_sample_grads(net, fails, x) if net is ours or name != "general" else fails(x)
+    assert type(next(iter(model.children()))) is type(next(iter(MODELS[name][0]().children())))
+    with pytest.raises(Stop), ps.recording(ours, False), ps.accumulating(ours, "append"), ps.batch_size(7):
+        raise Stop
+    assert_rows_right(model, x, converted=ours)
