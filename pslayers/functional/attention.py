@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from ..expand import Expansion, per_sample, shared, wanted
 from .common import SUM_FROM_ROWS, by_sample, check_rows, owned
-from .linear import linear
+from .linear import linear, product
+from .products import affine, outer, outer_each
 
 Weight = Tensor | Expansion
 
@@ -121,7 +122,7 @@ class _Parts(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(weight, rows, *(xs if any(ctx.needs_input_grad[:2]) else ()))
         ctx.w, ctx.sizes, ctx.turned, ctx.dtypes = w, sizes, turned, [x.dtype for x in xs]
-        return tuple(owned(x @ p if turned else F.linear(x, p)) for x, p in zip(xs, weight.split(sizes), strict=True))
+        return tuple(owned(affine(x, p.t() if turned else p)) for x, p in zip(xs, weight.split(sizes), strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -135,7 +136,7 @@ class _Parts(torch.autograd.Function):
                 gxs = _Parts.apply(weight, rows, w.rebind(weight, rows), sizes, not turned, *gys)
             else:
                 parts = zip(gys, weight.split(sizes), need_xs, strict=True)
-                gxs = [(gy @ (p.t() if turned else p) if need else None) for gy, p, need in parts]
+                gxs = [(affine(gy, p if turned else p.t()) if need else None) for gy, p, need in parts]
             gxs = [None if gx is None else gx.to(dtype) for gx, dtype in zip(gxs, ctx.dtypes, strict=True)]
         g_weight = g_rows = None
         if need_weight or need_rows:
@@ -159,12 +160,12 @@ def _weight_grads(
         else:
             g_rows = w.buffer()
             for (gy, x), out in zip(factors, g_rows.split(sizes, 1), strict=True):
-                out.baddbmm_(gy.transpose(1, 2), x, beta=0, alpha=w.scale.rows)
+                outer_each(gy, x, w.scale.rows, out)
     if need_weight:
         if g_rows is not None and not graph and 0 < len(g_rows) * SUM_FROM_ROWS < min(x.shape[:-1].numel() for _, x in pairs):
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
         else:
-            g_weight = torch.cat([gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1]) for gy, x in pairs])
+            g_weight = torch.cat([(product if graph else outer)(gy, x) for gy, x in pairs])
             if not graph and w.scale.weight != 1:
                 g_weight = g_weight * w.scale.weight
     if graph:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from einops import einsum
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..expand import Expansion, per_sample, shared, wanted
 from .common import SUM_FROM_ROWS, by_sample, check_rows, owned
+from .products import affine, outer, outer_each
 
 
 def linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None, *, transposed: bool = False) -> Tensor:
@@ -69,8 +69,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, weight, rows)
         ctx.w, ctx.b, ctx.turned, ctx.dtype = w, b, turned, x.dtype
-        y = x @ weight if turned else F.linear(x, weight, bias)
-        return owned(y + bias if turned and bias is not None else y)
+        return owned(affine(x, weight.t() if turned else weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -83,7 +82,7 @@ class _Linear(torch.autograd.Function):
             if torch.is_grad_enabled():
                 gx = _Linear.apply(gy.to(weight.dtype), weight, rows, None, None, w.rebind(weight, rows), None, not turned)
             else:
-                gx = gy @ (weight.t() if turned else weight).to(gy.dtype)
+                gx = affine(gy, (weight if turned else weight.t()).to(gy.dtype))
             gx = gx.to(ctx.dtype)
         if need_rows or need_weight:
             into, outof = (gy, x) if turned else (x, gy)
@@ -105,32 +104,27 @@ def _weight_grads(
     if torch.is_grad_enabled():
         if need_rows and rows is not None:
             left, right = _factors(gy, x, len(rows))
-            return w.out(_product(gy, x) if need_weight else None, left @ right)
-        return w.out(_product(gy, x), None)
+            return w.out(product(gy, x) if need_weight else None, left @ right)
+        return w.out(product(gy, x), None)
     g_weight = g_rows = None
     if need_rows:
         assert rows is not None
-        g_rows = _write_rows(gy, x, w.scale.rows, w.buffer())
+        size = len(rows)
+        g_rows = outer_each(by_sample(gy, size, gy.shape[-1]), by_sample(x, size, x.shape[-1]), w.scale.rows, w.buffer())
     if need_weight:
         if g_rows is not None and 0 < len(g_rows) * SUM_FROM_ROWS < x.shape[:-1].numel():
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
         else:
-            g_weight = _product(gy, x)
+            g_weight = outer(gy, x)
             g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
         w.send(g_weight)
     return g_weight, g_rows
 
 
-def _product(gy: Tensor, x: Tensor) -> Tensor:
+def product(gy: Tensor, x: Tensor) -> Tensor:
+    """``gy.T @ x`` over all rows, in ops that can be differentiated."""
     return gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])  # (O, I)
 
 
 def _factors(gy: Tensor, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return by_sample(gy, size, gy.shape[-1]).transpose(1, 2), by_sample(x, size, x.shape[-1])  # (B, O, t), (B, t, I)
-
-
-def _write_rows(gy: Tensor, x: Tensor, scale: float, out: Tensor) -> Tensor:
-    left, right = _factors(gy, x, len(out))
-    if right.shape[1] == 1:  # an outer product: written, not summed
-        return torch.mul(left if scale == 1 else left * scale, right, out=out)
-    return out.baddbmm_(left, right, beta=0, alpha=scale)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..expand import Expansion, composite_backward, wanted
-from .cells import Cell, Pass, affine
+from .cells import Cell, Pass
 from .common import SUM_FROM_ROWS
+from .products import affine, outer, outer_each
 from .sequences import Steps
 
 
@@ -182,13 +183,12 @@ def _weight_grads(g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_ro
     g_weight = g_rows = None
     if need_rows:
         assert w.rows is not None
-        g3, x3 = _by_weight(g, len(w.rows)), _by_weight(x, len(w.rows))  # (B, T * k, ...)
-        g_rows = w.buffer().baddbmm_(g3.transpose(1, 2), x3, beta=0, alpha=w.scale.rows)
+        g_rows = outer_each(_by_weight(g, len(w.rows)), _by_weight(x, len(w.rows)), w.scale.rows, w.buffer())
     if need_weight:
         if g_rows is not None and len(g_rows) and g.shape[0] * g.shape[1] > SUM_FROM_ROWS * len(g_rows):
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
         else:
-            g_weight = g.view(-1, g.shape[-1]).t() @ x.view(-1, x.shape[-1])
+            g_weight = outer(g, x)
             if w.scale.weight != 1:
                 g_weight = g_weight * w.scale.weight
         g_weight = w.send(g_weight)
