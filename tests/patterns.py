@@ -1,6 +1,6 @@
 """The patterns that public architectures are made of, one small model each, named after its pattern.
 
-Each takes the keyword arguments that `INPUTS` gives it, the batch in dim 0; most take an image-like or text-like `x` (B, T, 4).
+Each takes the keyword arguments that `PATTERNS` gives it, the batch in dim 0; most take `x` (B, T, 4), some `ids` (B, T).
 """
 
 from collections.abc import Callable
@@ -412,6 +412,85 @@ class UnusedAndFrozenParameters(nn.Module):
         return self.skipped(x) if deep else x
 
 
+class CalledForEachSample(nn.Module):
+    """A layer that is called sample by sample, with a batch of one and without a batch dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.conv, self.out = nn.Linear(DIMS, DIMS), nn.Conv1d(DIMS, 4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.cat([self.conv(one[None].transpose(1, 2)) for one in self.fc(x).tanh()])
+        return torch.stack([self.out(one.T) for one in each])
+
+
+class SamplesInAnotherOrder(nn.Module):
+    """Samples are sorted by their data, and put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(DIMS, DIMS), nn.Linear(DIMS, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0, 0].argsort()
+        return self.out(self.fc(x[order]).tanh())[order.argsort()]
+
+
+class WithoutPadding(nn.Module):
+    """All tokens that are no padding in one list of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(DIMS, DIMS), nn.Linear(DIMS, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x[..., 0] > -0.5
+        padded = torch.zeros_like(x)
+        padded[kept] = self.fc(x[kept]).tanh()
+        return self.out(padded)
+
+
+class TwoBatchesInOne(nn.Module):
+    """Both inputs go through the layers in one batch of twice the size, with learned "null" samples beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out, self.null = nn.Linear(DIMS, DIMS), nn.Linear(DIMS, 3), nn.Parameter(torch.randn(1, TIME, DIMS))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second, null = self.fc(torch.cat([x, y, self.null.expand(len(x), -1, -1)])).tanh().chunk(3)
+        return self.out(first * second - null)
+
+
+class WeightsThatTheSampleMakes(nn.Module):
+    """A hypernetwork, and a convolution with a mixture of kernels for each sample, as groups of one convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.mix = nn.Linear(DIMS, DIMS * 4), nn.Linear(DIMS, 2)
+        self.kernels, self.out = nn.Parameter(torch.randn(2, 4 * 4 * 3)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        x = torch.bmm(x, self.make(x[:, 0]).view(batch, DIMS, 4))
+        kernels = (self.mix(x.mean(1)).softmax(-1) @ self.kernels).view(batch * 4, 4, 3)
+        x = F.conv1d(x.transpose(1, 2).reshape(1, batch * 4, time), kernels, groups=batch, padding=1)
+        return self.out(x.view(batch, 4, time).transpose(1, 2))
+
+
+class VectorQuantiser(nn.Module):
+    """The nearest of a few codes, with a straight-through gradient and a loss that pulls the codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.codes, self.out = nn.Linear(DIMS, DIMS), nn.Embedding(5, DIMS), nn.Linear(DIMS, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.fc(x)
+        code = self.codes(torch.cdist(x.detach(), self.codes.weight.detach()).argmin(-1))
+        return self.out(x + (code - x).detach()), (code - x.detach()).square().mean((1, 2))
+
+
 class CustomFunction(nn.Module):
     """A torch.autograd.Function whose backward knows of shared weights only, as vmap refuses it."""
 
@@ -538,7 +617,10 @@ def _nested(n: int) -> dict[str, Any]:
 
 TEXT = (SubclassOfALayer, WeightUsedPastItsModule, OneParameterTwoNames, UnusedAndFrozenParameters)
 PATTERNS: dict[str, tuple[type[nn.Module], Callable[[int], dict[str, Any]]]] = {
-    cls.__name__: (cls, _ids if cls in TEXT else {OneModuleInTwoPlaces: _two, NestedInputsAndOutputs: _nested}.get(cls, _x))
+    cls.__name__: (
+        cls,
+        _ids if cls in TEXT else {OneModuleInTwoPlaces: _two, TwoBatchesInOne: _two, NestedInputsAndOutputs: _nested}.get(cls, _x),
+    )
     for cls in list(vars().values())
     if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == __name__
 }
