@@ -206,8 +206,8 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     with tqdm(total=steps, unit="step", desc="Gauss-Newton") as bar:
         curves = {"Gauss-Newton": gauss_newton(models["Gauss-Newton"], steps, bar.update)}
     seconds = curves["Gauss-Newton"][-1][0]
-    with tqdm(total=round(seconds, 1), unit="s", desc="Adam", bar_format="{l_bar}{bar}| {n:.1f}/{total:.1f} s") as bar:
-        curves["Adam"] = adam(models["Adam"], seconds, options.lr, bar.update)
+    with tqdm(total=seconds, desc="Adam", bar_format="{l_bar}{bar}| {n:.1f}/{total:.1f} s") as bar:
+        curves["Adam"] = adam(models["Adam"], seconds, options.lr, lambda passed: bar.update(min(passed, seconds - bar.n)))
 
     table = Table("method", "relative L2 error", "seconds", title="Poisson problem on the unit square, from the same first weights")
     found = {}
