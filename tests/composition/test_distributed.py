@@ -110,6 +110,32 @@ def ddp_checkpoint(rank: int, world: int) -> None:
         assert_own_rows(model, expected, mine)
 
 
+class Scaled(nn.Module):
+    """Parameters that no replacement knows, one of them frozen, and a layer that the loss does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused = nn.Linear(12, 4), nn.Linear(4, 4)
+        self.scale, self.shift = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x)) * self.scale + self.shift
+
+
+def ddp_bare_parameters(rank: int, world: int) -> None:
+    model, x, mine = Scaled().double(), vectors(EACH * world), own(rank, [EACH] * world)
+    expected = loop(model, square, (x,))
+    net = DistributedDataParallel(ps.convert_model(model, on_unsupported="general"), find_unused_parameters=True)
+    for _ in range(2):
+        net.zero_grad()
+        squares(net(x[mine])).mean().backward()
+        for name in ("first.weight", "first.bias", "scale"):
+            p = model.get_parameter(name)
+            torch.testing.assert_close(p.grad_sample, expected[name][mine])
+            torch.testing.assert_close(p.grad, expected[name].mean(0))
+        assert model.unused.weight.grad_sample is None and model.shift.grad is None
+
+
 def ddp_private_training(rank: int, world: int) -> None:
     """Gradients clipped per sample and summed over all ranks train as they do in one process."""
     x = vectors(EACH * world)
@@ -144,6 +170,7 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "ddp-uneven-and-empty-batches": ddp_uneven,
     "ddp-micro-batches": ddp_micro_batches,
     "ddp-checkpoint": ddp_checkpoint,
+    "ddp-bare-parameters": ddp_bare_parameters,
     "ddp-private-training": ddp_private_training,
 }
 
