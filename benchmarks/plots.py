@@ -119,6 +119,7 @@ def overview(cells: list[Cell], path: Path) -> Path:
     ax.axvline(1, color="tab:red")
     ax.set(xscale="log", xlabel="time over that of pslayers (right of the line: slower)", ylim=(len(cells) - 0.5, -0.5))
     ax.set_yticks(range(len(cells)), [label(c) for c in cells], fontsize=6)
+    ax.xaxis.set_major_formatter("{x:g}")
     ax.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside upper center", ncols=5)
     figure.savefig(path, metadata={"Date": None})

@@ -6,7 +6,21 @@ from statistics import geometric_mean
 
 from rich.table import Table
 
-from .report import Cell, Document, aims, label, memory_ratio, peers, ratio, rows_bytes, sections, to_best, to_limit, when_off
+from .report import (
+    Cell,
+    Document,
+    aims,
+    label,
+    later_memory_ratio,
+    memory_ratio,
+    peers,
+    ratio,
+    rows_bytes,
+    sections,
+    to_best,
+    to_limit,
+    when_off,
+)
 
 HEADS = ("aim", "", "reached", "")
 RATIOS = (
@@ -108,7 +122,15 @@ def _of_case(name: str, cells: list[Cell]) -> tuple[str, ...]:
 
 def _ratios(c: Cell) -> tuple[str, ...]:
     best = peers(c)[0] if peers(c) else "-"
-    return label(c), number(to_best(c)), best, number(to_limit(c)), number(memory_ratio(c)), number(when_off(c))
+    return (
+        label(c),
+        number(to_best(c)),
+        best,
+        number(to_limit(c)),
+        number(memory_ratio(c)),
+        number(later_memory_ratio(c)),
+        number(when_off(c)),
+    )
 
 
 def _reasons(cells: list[Cell]) -> list[tuple[str, str, str]]:
