@@ -4,7 +4,7 @@ from . import functional
 from .check import Check, check_layer, check_model
 from .convert import ConversionError, convert_model, restore_model
 from .expand import batch_size
-from .gradients import accumulating, clear_grad_samples, expand_params, per_sample_grads, recording
+from .gradients import accumulating, clear_grad_samples, expand_params, per_sample_grads, recording, streaming
 from .layers import (
     PSGRU,
     PSLSTM,
@@ -54,6 +54,7 @@ __all__ = [
     "expand_params",
     "recording",
     "accumulating",
+    "streaming",
     "batch_size",
     "clear_grad_samples",
     # checking them

@@ -39,16 +39,15 @@ class PSContainer(Converted):
         state, batch, original = self._ps_state(), local.batch, self._ps_original.forward
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
-        whole = state.whole or (batch is not None and batch.size <= 1 and state.single)
-        if batch is None or not (state.general or whole):
+        if batch is None or not state.general:
             return original(self, *args, **kwargs)
         recording = state.settings.recording and torch.is_grad_enabled() and not transforming()
-        given = self._ps_given(own=not whole)
-        if not given and not (recording and fallback.parameters_of(self, own=not whole)):
+        given = self._ps_given(own=not state.whole)
+        if not given and not (recording and fallback.parameters_of(self, own=not state.whole)):
             return original(self, *args, **kwargs)
         call = batch.calls[id(self)] = batch.calls.get(id(self), -1) + 1
         if batch.size <= 1:
-            return fallback.run_single(self, original, args, kwargs, given, whole)
+            return fallback.run_single(self, original, args, kwargs, given)
         plan = state.plans.get((call, self.training, ndims((args, kwargs))))
         if plan is None or not fallback.fits(plan, (args, kwargs), batch.size):
             if batch.trackable:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .expand import Batch, Settings, clear, local
+from .expand import Batch, Settings, clear, local, transforming
+from .single import run_alone
 from .snapshot import Snapshot
 from .tracking import (
     MIXED,
@@ -30,10 +31,9 @@ class State:
 
     def __init__(self, settings: Settings, path: str, module: nn.Module) -> None:
         self.settings, self.path = settings, path
-        # kinds of calls (a single sample, training, dims of the inputs) in which rows were proved to be the samples'
-        self.proved: set[tuple[bool, bool, tuple[int, ...]]] = set()
+        # kinds of calls (training, dims of the inputs) in which rows were proved to be the samples'
+        self.proved: set[tuple[bool, tuple[int, ...]]] = set()
         self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
-        self.single = False  # a single sample's call is run with per-sample parameters whole
         self.tables = False  # callers of layers that take what all samples share are run whole
         self.plans: dict[tuple[int, bool, tuple[int, ...]], Any] = {}  # how: (number of the call, training, dims of the inputs)
         self.ndims = {name: p.ndim for name, p in own_parameters(module)}
@@ -97,11 +97,13 @@ class Converted(_Mixin):
         recorded = settings.recording and torch.is_grad_enabled()
         if recorded:
             settings.called(size)
-        single = size <= 1
-        state, kind = self._ps_state(), (single, self.training, ndims((args, kwargs)))
+        if size == 1 and recorded and not transforming() and not self._ps_given():
+            return run_alone(self, args, kwargs)
+        trackable = trackable and size > 1
+        state, kind = self._ps_state(), (self.training, ndims((args, kwargs)))
         unproved = recorded and trackable and kind not in state.proved
         random, before = random_state() if trackable else None, Snapshot(self) if unproved else None
-        local.batch = batch = Batch(size, settings, trackable and not single)
+        local.batch = batch = Batch(size, settings, trackable)
         if unproved:
             batch.outputs = []
         try:
@@ -116,9 +118,6 @@ class Converted(_Mixin):
         set_random_state(random)
         if before is not None:
             before.restore()
-        if single:  # everything is that sample's, whichever way it is used
-            state.single = True
-            return self._ps_outermost(run, args, kwargs)
         output = self._ps_learn(run, args, kwargs, size)
         state.proved.add(kind)
         return output
@@ -126,9 +125,7 @@ class Converted(_Mixin):
     def _ps_holds(self, batch: Batch, output: Any) -> bool:
         """Whether a first call shows that samples depend on their own rows alone, and that all trainable parameters have rows."""
         assert batch.outputs is not None
-        if batch.size > 1 and not rows_agree(batch.outputs, judged(output, batch), batch):
-            return False
-        return not self._ps_past_layers(output) or (batch.size <= 1 and self._ps_state().single)
+        return rows_agree(batch.outputs, judged(output, batch), batch) and not self._ps_past_layers(output)
 
     def _ps_past_layers(self, output: Any) -> bool:
         """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that was not converted."""

@@ -30,6 +30,10 @@ class Settings:
     batch_first: bool = True
     recording: bool = True
     accumulation: str = "replace"
+    stream: Callable[[str, Tensor], object] | None = field(
+        default=None, compare=False, repr=False
+    )  # takes rows, instead of keeping
+    workspace: torch.UntypedStorage | None = field(default=None, compare=False, repr=False)  # memory of streamed rows, in turn
     partial: bool = False  # some trainable parameters are left without rows, as was asked for
     pass_id: int = field(default=-1, compare=False)
     sizes: set[int] = field(default_factory=set, compare=False, repr=False)  # of the calls that wait for their backward pass
@@ -38,7 +42,7 @@ class Settings:
     recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:  # a copy agrees on the same things, and has recorded nothing yet
-        return {**self.__dict__, "pass_id": -1, "recorded": {}, "sizes": set(), "waiting": False}
+        return {**self.__dict__, "pass_id": -1, "recorded": {}, "sizes": set(), "waiting": False, "stream": None, "workspace": None}
 
     def called(self, size: int) -> None:
         """Note the batch size of an outermost call: a checkpoint recomputes parts of it during the backward pass."""

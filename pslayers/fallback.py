@@ -83,9 +83,9 @@ def _watch(module: Any, weights: dict[str, Tensor], formed: set[str]) -> None:
             recorder_of(param, f"{state.path}.{name}", state.settings).unexpanded = name not in formed
 
 
-def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str], whole: bool) -> Any:
-    """A call for one sample, or none: everything is that sample's."""
-    batch = local.batch
+def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
+    """A call for one sample with weights of its own, or for none: everything is that sample's."""
+    batch, whole = local.batch, module._ps_state().whole
     assert batch is not None
     weights = _weights(module, given, own=not whole)
     alone = {n: w[0] if batch.size else w.new_zeros(w.shape[1:]) + w.sum(0) for n, w in weights.items()}

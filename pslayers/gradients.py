@@ -72,6 +72,41 @@ def accumulating(model: nn.Module, how: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterator[None]:
+    """Hand each parameter's rows to `take` as soon as the backward pass has them, and keep none, inside a ``with`` block.
+
+    So norms, clipped sums or projections of all per-sample gradients cost the memory of the largest layer's, not of all: the
+    rows lie in memory that the next parameter's are written to, unless `take` keeps them. ``.grad`` is filled as always,
+    ``.grad_sample`` stays None. Runs of ``per_sample_grads`` are not streamed.
+
+    Args:
+        model: a converted model.
+        take: ``take(name, rows)``, called once a parameter that the loss reaches; rows (B, *shape).
+
+    Raises:
+        ValueError: the model is not converted.
+        TypeError: `take` cannot be called.
+        RuntimeError: in the backward pass, a reentrant checkpoint gives a parameter's rows in parts.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> model, squares = ps.convert_model(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))), torch.zeros(5)
+        >>> with ps.streaming(model, lambda name, rows: squares.add_(rows.flatten(1).square().sum(1))):
+        ...     model(torch.randn(5, 3)).sum(1).mean().backward()
+        >>> squares.sqrt().shape                               # the norm of each sample's gradient
+        torch.Size([5])
+    """
+    if not callable(take):
+        raise TypeError(f"`take` must be a function of a name and a tensor; got {type(take).__name__}.")
+    with _changed(model, "stream", take):
+        try:
+            yield
+        finally:
+            for settings in settings_of(model):
+                settings.workspace = None
+
+
 def clear_grad_samples(model: nn.Module) -> None:
     """Set every `grad_sample` to None and let go of the memory kept for the next ones; `.grad` stays."""
     for param in model.parameters():
@@ -111,6 +146,7 @@ def per_sample_grads(
     inputs: Any,
     *targets: Any,
     chunk_size: int | None = None,
+    memory_budget: int | None = None,
     create_graph: bool = False,
     progress: bool = False,
 ) -> dict[str, Tensor]:
@@ -127,12 +163,15 @@ def per_sample_grads(
         targets: what else the loss takes.
         chunk_size: samples a pass, which bounds the memory of activations; None takes all at once. Tensors whose batch dim has
             the size of the batch are split, others go to each chunk whole.
+        memory_budget: bytes that a pass may take beside the result: what its graph saves, and its rows. The chunk size is chosen
+            for it, at least one sample, by what the first two samples take.
         create_graph: keep the graph, so that the result can be differentiated again.
         progress: show a bar over the chunks (needs tqdm).
 
     Raises:
         ConversionError: the model cannot be converted.
-        ValueError: the loss is neither one number nor one a sample, or `chunk_size` is not positive.
+        ValueError: the loss is neither one number nor one a sample; `chunk_size` or `memory_budget` is not positive, or both
+            are given.
 
     Example:
         >>> import torch, pslayers as ps
@@ -141,14 +180,16 @@ def per_sample_grads(
         >>> grads["weight"].shape
         torch.Size([6, 2, 3])
     """
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, or None; got {chunk_size}.")
+    for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
+        if value is not None and value < 1:
+            raise ValueError(f"`{name}` must be at least 1, or None; got {value}.")
+    if chunk_size is not None and memory_budget is not None:
+        raise ValueError("`chunk_size` and `memory_budget` both say how many samples go into a pass: give one of them.")
+    options: dict[str, Any] = {"chunk_size": chunk_size, "memory_budget": memory_budget}
     if not any(isinstance(m, Converted) for m in model.modules()):
         convert_model(model)
         try:
-            return per_sample_grads(
-                model, loss_fn, inputs, *targets, chunk_size=chunk_size, create_graph=create_graph, progress=progress
-            )
+            return per_sample_grads(model, loss_fn, inputs, *targets, **options, create_graph=create_graph, progress=progress)
         finally:
             restore_model(model)
     if not isinstance(model, Converted):
@@ -160,6 +201,8 @@ def per_sample_grads(
     dim = 0 if model._ps_state().settings.batch_first else 1
     result: dict[str, Tensor] = {}
     step = chunk_size or max(size, 1)
+    if memory_budget is not None and size > 1:
+        step = max(memory_budget // _bytes_of_a_sample(model, loss_fn, _narrow((args, kwargs, targets), dim, size, 0, 2)), 1)
     for start in _bar(range(0, max(size, 1), step), progress):
         stop = min(start + step, size)
         whole = stop - start == size
@@ -212,10 +255,31 @@ def _one_pass(
     grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
     settings.waiting = False
     found = dict(zip(leaves, grads, strict=False))
+    if size == 1:  # the sum is the one row
+        found = {name: g if g is None else g.unsqueeze(0) for (name, _), g in zip(params, grads[len(leaves) :], strict=True)}
     for (name, _), total in zip(params, grads[len(leaves) :], strict=True):
         if total is not None and found.get(name) is None:
             raise ValueError(f"`{name}` has a gradient, but none per sample: its module is not converted (see ps.report(model)).")
     return {name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(size, *p.shape) for name, p in params}
+
+
+def _bytes_of_a_sample(model: Converted, loss_fn: Callable[..., Tensor], two: Any) -> int:
+    """What a pass takes for each sample: tensors saved for the backward pass, and rows; measured on two."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def see(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    args, kwargs, targets = two
+    with torch.random.fork_rng(), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t), torch.enable_grad():
+        graph = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
+    rows = sum(p.numel() * p.element_size() for _, p in converted_parameters(model))  # type: ignore[arg-type]
+    del graph
+    return max(sum(saved.values()) // 2 + rows, 1)
 
 
 def _narrow(value: Any, dim: int, size: int, start: int, stop: int) -> Any:

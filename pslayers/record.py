@@ -52,21 +52,34 @@ class Recorder:
             leaf = param.detach().expand(size, *param.shape).requires_grad_()
             leaf.register_post_accumulate_grad_hook(_WeakHook(self, Recorder.receive))
             self.leaf = leaf
+        self.use()
+        return leaf
+
+    def use(self) -> None:
+        """Count an expansion of the parameter."""
         self.uses, self.checked = (1, False) if self.checked else (self.uses + 1, False)
         # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own: count the outer one
         self.outer_pass = torch._C._current_graph_task_id()
-        return leaf
 
     def current_pass(self) -> int:
         """The id of the backward pass that is running."""
         return self.outer_pass if self.outer_pass != -1 else torch._C._current_graph_task_id()
 
     def buffer(self, rows: Tensor) -> Tensor:
-        """Memory for the gradient of `rows`: the last one's again, unless somebody holds it."""
+        """Memory for a gradient like `rows`: the last one's again, unless somebody holds it."""
         param = self.param()
+        if self.settings.stream is not None:
+            return self._workspace(rows)
         if param is not None and self.storage is not None and self._may_reuse(param, self.storage, rows):
             return rows.new_empty(0).set_(self.storage, 0, rows.shape)  # type: ignore[call-overload]
         return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+
+    def _workspace(self, rows: Tensor) -> Tensor:
+        """Memory that all parameters of the model share, one after the other."""
+        size, held = rows.numel() * rows.element_size(), self.settings.workspace
+        if held is None or held.nbytes() < size or held.device != rows.device or torch._C._storage_Use_Count(held._cdata) > 1:
+            held = self.settings.workspace = torch.empty(size, dtype=torch.uint8, device=rows.device).untyped_storage()
+        return rows.new_empty(0).set_(held, 0, rows.shape)  # type: ignore[call-overload]
 
     def _may_reuse(self, param: Tensor, storage: torch.UntypedStorage, rows: Tensor) -> bool:
         if self.settings.accumulation != "replace" or self.pass_id == self.current_pass():
@@ -110,11 +123,25 @@ class Recorder:
     def receive(self, leaf: Tensor) -> None:
         """Hook on the rows leaf: take the gradient over, without a copy, and put it on the parameter."""
         rows, leaf.grad = leaf.grad, None
+        if rows is not None:
+            self.take(rows)
+
+    def take(self, rows: Tensor) -> None:
+        """Put the gradient of the expansion on the parameter, by the rules of accumulation."""
         param = self.param()
-        if param is None or rows is None:
+        if param is None:
             return
         pass_id, adding = self.current_pass(), self.settings.accumulation == "add"
         self.settings.begin_pass(pass_id)
+        if self.settings.stream is not None:
+            if self.pass_id == pass_id:
+                raise RuntimeError(
+                    f"`{self.name}` got its per-sample gradient in parts (a reentrant checkpoint), which cannot be streamed: use "
+                    f"torch.utils.checkpoint with use_reentrant=False."
+                )
+            self.pass_id, self.storage = pass_id, None
+            self.settings.stream(self.name, rows)
+            return
         now: Tensor | None = getattr(param, "grad_sample", None)
         first = self.pass_id != pass_id
         if first:

@@ -261,3 +261,77 @@ def test_two_threads_in_one_model() -> None:
     with ThreadPoolExecutor(4) as pool:
         for out in pool.map(forward, range(12)):
             torch.testing.assert_close(out, nn.Linear.forward(layer, x))
+
+
+def _streamed() -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).double()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    return model, x, loop(model, square, (x,))  # type: ignore[return-value]
+
+
+def test_streaming_hands_over_each_parameters_rows_and_keeps_none() -> None:
+    model, x, expected = _streamed()
+    plain = torch.autograd.grad(squares(model(x)).mean(), list(model.parameters()))
+    ps.convert_model(model)
+    kept: list[tuple[str, Tensor]] = []
+    for take in (lambda n, rows: kept.append((n, rows.clone())), lambda n, rows: kept.append((n, rows))):
+        model.zero_grad()
+        kept.clear()
+        with ps.streaming(model, take):
+            squares(model(x)).mean().backward()
+        assert sorted(n for n, _ in kept) == sorted(expected)
+        for name, rows in kept:
+            torch.testing.assert_close(rows, expected[name])
+        for p, g in zip(model.parameters(), plain, strict=True):
+            assert p.grad_sample is None
+            torch.testing.assert_close(p.grad, g)
+    model.zero_grad()
+    with ps.streaming(model, lambda n, rows: kept.append((n, rows))):
+        squares(model(x[:1])).mean().backward()
+    torch.testing.assert_close(kept[-1][1], expected[kept[-1][0]][:1])
+    squares(model(x)).mean().backward()
+    torch.testing.assert_close(model[0].weight.grad_sample, expected["0.weight"])
+
+
+def test_streamed_rows_lie_in_the_same_memory() -> None:
+    model, x, _ = _streamed()
+    ps.convert_model(model)
+    places: dict[str, int] = {}
+    for _ in range(2):  # the first pass may still find that it needs more
+        with ps.streaming(model, lambda n, rows: places.__setitem__(n, rows.data_ptr())):
+            for _ in range(2):
+                squares(model(x)).mean().backward()
+    assert places["0.weight"] == places["2.weight"] == places["4.weight"]
+
+
+def test_streaming_refuses_what_it_cannot_do() -> None:
+    model, x, _ = _streamed()
+    ps.convert_model(model)
+    with pytest.raises(TypeError, match="`take` must be a function of a name and a tensor; got int"), ps.streaming(model, 3):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(ValueError, match="no converted module"), ps.streaming(nn.Linear(2, 2), print):
+        pass
+
+    def failing(name: str, rows: Tensor) -> None:
+        raise KeyError(name)
+
+    with pytest.raises(KeyError), ps.streaming(model, failing):
+        squares(model(x)).mean().backward()
+    model.zero_grad()
+    squares(model(x)).mean().backward()
+    assert model[0].weight.grad_sample is not None
+
+
+@pytest.mark.parametrize("budget", [1, 20_000, 10**9])
+def test_memory_budget(budget: int) -> None:
+    model, x, expected = _streamed()
+    sizes: list[int] = []
+    model.register_forward_hook(lambda _, args, out: sizes.append(len(args[0])))
+    found = ps.per_sample_grads(model, squares, x, memory_budget=budget)
+    for name, rows in expected.items():
+        torch.testing.assert_close(found[name], rows)
+    assert max(sizes[-1:]) == {1: 1, 10**9: 5}.get(budget, sizes[-1]) and sizes[-1] <= 5
+    with pytest.raises(ValueError, match="give one of them"):
+        ps.per_sample_grads(model, squares, x, memory_budget=budget, chunk_size=2)
+    with pytest.raises(ValueError, match="`memory_budget` must be at least 1"):
+        ps.per_sample_grads(model, squares, x, memory_budget=0)

@@ -1,0 +1,76 @@
+"""A batch of one: everything is that sample's, so the model runs as it is, and each gradient is its one row too."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .expand import local
+from .record import Recorder, recorder_of
+
+
+class _Alias(torch.autograd.Function):
+    """A parameter, whose gradient is noted on its way, and recorded as the row of the one sample."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, recorder: Recorder) -> Tensor:
+        ctx.recorder = recorder
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), recorder = grads, ctx.recorder
+        if accumulates(ctx.next_functions[0][0]):
+            row = grad.unsqueeze(0)
+            recorder.note(grad)
+            recorder.take(row if torch.is_grad_enabled() else recorder.buffer(row).copy_(row))
+        return grad, None
+
+
+def accumulates(node: Any) -> bool:
+    """Whether the pass that is running accumulates into this leaf; torch.autograd.grad has no side effects."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that torch.autograd.grad has been asked for
+        return False
+
+
+def run_alone(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A recorded call for one sample, by the original layers."""
+    settings, aliases = model._ps_state().settings, dict[int, Tensor]()
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            recorder = recorder_of(param, name, settings)
+            recorder.use()
+            aliases[id(param)] = _Alias.apply(param, recorder)
+    before, local.general = local.general, True
+    try:
+        with _replaced(model, aliases):
+            return model.forward(*args, **kwargs)
+    finally:
+        local.general = before
+
+
+@contextmanager
+def _replaced(model: nn.Module, aliases: dict[int, Tensor]) -> Iterator[None]:
+    """Every parameter by its alias, wherever it is."""
+    undo: list[tuple[Any, Any, Any]] = []
+    for module in model.modules():
+        own = module._parameters
+        for name, param in own.items():
+            if param is not None and id(param) in aliases:
+                undo.append((own, name, param))
+                own[name] = aliases[id(param)]  # type: ignore[assignment]
+        if isinstance(module, nn.RNNBase):  # keeps them once more
+            flat: list[Any] = module._flat_weights
+            for i, param in enumerate(flat):
+                if id(param) in aliases:
+                    undo.append((flat, i, param))
+                    flat[i] = aliases[id(param)]
+    try:
+        yield
+    finally:
+        for held, key, param in undo:
+            held[key] = param
