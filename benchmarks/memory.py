@@ -43,7 +43,7 @@ class Job:
     dtype: str = "float32"
     steps: int = 10
     threads: int = 1
-    seconds: float = 20.0  # fewer steps, but at least four, where these take longer
+    seconds: float = 20.0  # fewer steps, but at least three, where these take longer
 
 
 def measure(job: Job, repeats: int = 1) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _run(job: Job) -> dict[str, Any]:
     reset_peak(device)
     start, early, first = time.perf_counter(), before, 0
     done = 0
-    while done < job.steps and (done < 4 or time.perf_counter() - start < job.seconds):
+    while done < job.steps and (done < 3 or time.perf_counter() - start < job.seconds):
         engine.step(problem.inputs, problem.target)
         done += 1
         if done == min(2, job.steps):

@@ -3,7 +3,7 @@
     python -m benchmarks.study --quick                                    # a first look, a minute or two
     python -m benchmarks.study --cells mlp recurrent --batch-sizes 1 16   # some cells; the groups are networks, recurrent, ...
     python -m benchmarks.study --model my.module:build                    # yours: build(batch_size) -> model, inputs, target, loss
-    python -m benchmarks.study --out benchmarks/results/cpu.json          # all of it, an hour or two
+    python -m benchmarks.study --cells all sweeps --out benchmarks/results/study.json    # all of it, some hours
 
 In each cell it first proves that all engines agree (with a loop over samples), then times them in turns, then measures each one's
 peak memory in a process of its own. The JSON is written after every cell, and `--resume` goes on where one ended; a Markdown table

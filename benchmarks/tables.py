@@ -104,7 +104,8 @@ def short(document: Document) -> str:
             parts += [markdown_table(head, (_of_case(name, group) for name, group in cases.items()))]
     env = document["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in env["packages"].items() if v)
-    parts += [f"Measured on {env['processor']}, {env['threads']} threads, {versions}; pslayers at {env['commit']}.\n"]
+    where = f"{env['processor']}, {env['threads']} threads, load {env['load_at_start']} at the start"
+    parts += [f"Measured on {where}, {versions}; pslayers at {env['commit']}.\n"]
     return "\n".join(parts)
 
 

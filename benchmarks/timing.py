@@ -23,7 +23,7 @@ class Effort:
     least_rounds: int = 5
     turn: float = 0.05  # seconds: a turn has as many steps as fit, at least one
     cell: float = 60.0  # seconds: fewer rounds, but not fewer than the least, where all turns take longer
-    patience: float = 4.0  # after two rounds a peer so many times slower than the best one has lost
+    patience: float = 4.0  # after two rounds a peer so many times slower than the best has lost; after one: three times so many
 
 
 def timed(engine: Engine, problem: Problem, steps: int) -> float:
@@ -74,9 +74,10 @@ def interleaved(
             turn_cost += estimate * (steps[name] + 1)
         rounds = min(effort.rounds, max(effort.least_rounds, int(effort.cell / turn_cost)))
         for n in range(rounds):
-            if n >= 2:
+            if n:
                 best = min((median(times[p]) for p in peers), default=0.0)
-                for name in [p for p in peers if p in engines and median(times[p]) > effort.patience * best]:
+                patience = effort.patience * (3 if n == 1 else 1)
+                for name in [p for p in peers if p in engines and median(times[p]) > patience * best]:
                     del engines[name]
             order = list(engines.items())
             for name, engine in order[n % len(order) :] + order[: n % len(order)]:  # nobody always follows the same engine

@@ -116,11 +116,11 @@ def test_names_that_do_not_exist() -> None:
 
 
 def test_a_slow_peer_drops_out_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"plain": 1.0, "loop": 50.0, "torch.func": 5.0, "pslayers": 90.0}
+    seconds = {"plain": 1.0, "loop": 50.0, "torch.func": 5.0, "expanded": 70.0, "pslayers": 90.0}
     monkeypatch.setattr(timing, "timed", lambda engine, problem, steps: seconds[engine.name])
     kinds = [k for k in engines.find(["all"]) if k.name in seconds]
     times = timing.interleaved(kinds, problem(), None, timing.Effort(7, 3, cell=1e9), lambda text: None)
-    assert {name: len(t) for name, t in times.items()} == {"plain": 7, "pslayers": 7, "loop": 2, "torch.func": 7}
+    assert {name: len(t) for name, t in times.items()} == {"plain": 7, "pslayers": 7, "loop": 2, "torch.func": 7, "expanded": 1}
 
 
 def test_memory_of_a_process_that_fails() -> None:
@@ -140,8 +140,9 @@ def cell(name: str, ours: float, **options: Any) -> dict[str, Any]:
 def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wide = [cell("wide", 2.0, group="sweeps", axis="D", size=s) for s in (8, 16)]
     cells = [cell("one", 2.5), cell("two", 4.0), *wide, cell("huge", 1.0, skipped="too large", engines={})]
-    (tmp_path / "a.json").write_text(json.dumps({"environment": {"packages": {}, "processor": "a", "threads": 1, "commit": "c"},
-                                                 "left_out": {"backpack": "not installed"}, "cells": cells}))  # fmt: skip
+    environment = {"packages": {}, "processor": "a", "threads": 1, "load_at_start": 0.0, "commit": "c"}
+    written = {"environment": environment, "left_out": {"backpack": "not installed"}, "cells": cells}
+    (tmp_path / "a.json").write_text(json.dumps(written))
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
     assert summary.main([str(tmp_path / "a.json"), "--readme", str(readme), "--slow"]) == 0
