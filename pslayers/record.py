@@ -77,8 +77,10 @@ class Recorder:
     def _workspace(self, rows: Tensor) -> Tensor:
         """Memory that all parameters of the model share, one after the other."""
         size, held = rows.numel() * rows.element_size(), self.settings.workspace
-        if held is None or held.nbytes() < size or held.device != rows.device or torch._C._storage_Use_Count(held._cdata) > 1:
+        if held is None or held.nbytes() < size or held.device != rows.device:
             held = self.settings.workspace = torch.empty(size, dtype=torch.uint8, device=rows.device).untyped_storage()
+        elif torch._C._storage_Use_Count(held._cdata) > 1:  # by another parameter of the layer, or kept
+            return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         return rows.new_empty(0).set_(held, 0, rows.shape)  # type: ignore[call-overload]
 
     def _may_reuse(self, param: Tensor, storage: torch.UntypedStorage, rows: Tensor) -> bool:
