@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from . import sharding
 from .expand import Batch, Settings, clear, local
 from .snapshot import Snapshot
 from .tracking import (
@@ -100,6 +101,10 @@ class Converted(_Mixin):
         single = size <= 1
         state, kind = self._ps_state(), (single, self.training, ndims((args, kwargs)))
         unproved = recorded and trackable and kind not in state.proved
+        if (apart := trackable and sharding.apart(self)) and unproved:
+            if not single:
+                raise self._ps_apart()
+            unproved = False
         random, before = random_state() if trackable else None, Snapshot(self) if unproved else None
         local.batch = batch = Batch(size, settings, trackable and not single)
         if unproved:
@@ -110,7 +115,8 @@ class Converted(_Mixin):
                 state.proved |= {kind} if unproved else set()
                 return output
         except Ambiguous:
-            pass
+            if apart:
+                raise self._ps_apart() from None
         finally:
             local.batch = None
         set_random_state(random)
@@ -122,6 +128,14 @@ class Converted(_Mixin):
         output = self._ps_learn(run, args, kwargs, size)
         state.proved.add(kind)
         return output
+
+    def _ps_apart(self) -> ValueError:
+        return ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) has parts that are sharded by themselves, so it cannot be run on "
+            f"trial, to find out and prove which rows are whose: each run gathers parameters, and other ranks may not take part. "
+            f"Convert it before it is sharded, with an example batch and in the mode (training or not) that it is used in: "
+            f"ps.convert_model(model, example=x)."
+        )
 
     def _ps_holds(self, batch: Batch, output: Any) -> bool:
         """Whether a first call shows that samples depend on their own rows alone, and that all trainable parameters have rows."""
