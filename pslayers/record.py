@@ -1,5 +1,6 @@
 """Recording: the gradient of a parameter's expansion becomes its `grad_sample`, without a copy, into memory that is reused."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +58,7 @@ class Recorder:
             self.leaf = leaf
         self.uses, self.checked = (1, False) if self.checked else (self.uses + 1, False)
         # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own: count the outer one
-        self.outer_pass = torch._C._current_graph_task_id()
+        self.outer_pass = _outer_pass()
         return leaf
 
     def holder(self) -> Tensor | None:
@@ -165,6 +166,28 @@ class Recorder:
         else:
             result = now + rows
         param.grad_sample = result  # type: ignore[attr-defined]
+
+
+class _Outer(threading.local):
+    task = -1
+
+
+_outer = _Outer()
+
+
+def _outer_pass() -> int:
+    """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their own in it."""
+    task = torch._C._current_graph_task_id()
+    if task == -1:
+        _outer.task = -1  # also after a pass that broke off, and called nobody back
+    elif _outer.task == -1:
+        _outer.task = task
+        torch.autograd.Variable._execution_engine.queue_callback(_end_of_outer_pass)
+    return _outer.task
+
+
+def _end_of_outer_pass() -> None:
+    _outer.task = -1
 
 
 def _no_recorder() -> None:
