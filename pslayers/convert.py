@@ -11,13 +11,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
+from . import sharding
 from .container import PSContainer, container_class
 from .converted import Converted, State
 from .expand import Settings, clear
 from .layers.base import REGISTRY, PSLayer
 from .record import forget
 from .reports import Row, original_class
-from .trees import callable_module, own_parameters
+from .trees import callable_module, ndims, own_parameters
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -120,11 +121,12 @@ def _swap(row: Row, settings: Settings, path: str) -> None:
 
 def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     size = model._ps_batch_size(args, kwargs)
-    if size is None or not isinstance(model, PSContainer):
+    if size is None or size < 2 or not isinstance(model, PSContainer):  # one sample tells nothing
         return
     with torch.random.fork_rng():
         try:
             model._ps_learn(PSContainer._ps_run, args, kwargs, size)
+            model._ps_state().proved.add((model.training, ndims((args, kwargs))))
         except ValueError as error:
             raise ConversionError(f"{type(model).__name__} cannot be converted, and has not been changed: {error}") from error
 
@@ -239,6 +241,12 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
 
 def _refusal(module: nn.Module) -> str | None:
     """Why this module cannot be part of a converted model at all, and the way out."""
+    if (
+        sharding.is_sharded(type(module))
+        and not isinstance(module, PSLayer)
+        and (type(module).__bases__[1] in REGISTRY or any(p.requires_grad for p in module.parameters(False)))
+    ):
+        return "is sharded already (fully_shard): convert the model before its layers are sharded by themselves"
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by TorchScript, so its layers cannot be replaced: convert the model before scripting it"
     if any(

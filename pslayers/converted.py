@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence
 
+from . import sharding
 from .expand import Batch, Settings, clear, local, transforming
 from .single import run_alone
 from .snapshot import Snapshot
@@ -16,6 +18,7 @@ from .tracking import (
     Ambiguous,
     Layout,
     Tracker,
+    Unprovable,
     disagreement,
     judged,
     past_expansions,
@@ -87,7 +90,8 @@ class Converted(_Mixin):
     def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an outermost call, its batch size known to every layer below."""
         settings, trackable = self._ps_state().settings, not self._ps_layer
-        if torch._C._current_graph_task_id() != -1 and settings.sizes:  # a checkpoint recomputes a part of an earlier call
+        recomputed = torch._C._current_graph_task_id() != -1 and bool(settings.sizes)
+        if recomputed:  # a checkpoint computes a part of an earlier call again
             size, trackable = self._ps_recomputed_size(settings), False
         else:
             known = local.explicit if local.explicit is not None else self._ps_batch_size(args, kwargs)
@@ -95,14 +99,22 @@ class Converted(_Mixin):
                 return run(self, *args, **kwargs)
             size = known
         recorded = settings.recording and torch.is_grad_enabled()
-        if recorded:
+        if recorded and not recomputed:
             settings.called(size)
-        if size == 1 and recorded and not transforming() and not self._ps_given():
+        trackable, apart = trackable and size > 1, sharding.apart(self)
+        if size == 1 and recorded and not apart and not transforming() and not self._ps_given():
             return run_alone(self, args, kwargs)
-        trackable = trackable and size > 1
         state, kind = self._ps_state(), (self.training, ndims((args, kwargs)))
         unproved = recorded and trackable and kind not in state.proved
+        if apart and unproved:
+            raise self._ps_apart()
         random, before = random_state() if trackable else None, Snapshot(self) if unproved else None
+        if before is not None and _packed():  # a checkpoint around this call, say, counts what is saved: prove on a run beside
+            with saved_tensors_hooks(_keep, _keep):
+                self._ps_outermost(run, args, kwargs)
+            set_random_state(random)
+            before.restore()
+            return self._ps_outermost(run, args, kwargs)
         local.batch = batch = Batch(size, settings, trackable)
         if unproved:
             batch.outputs = []
@@ -112,7 +124,8 @@ class Converted(_Mixin):
                 state.proved |= {kind} if unproved else set()
                 return output
         except Ambiguous:
-            pass
+            if apart:
+                raise self._ps_apart() from None
         finally:
             local.batch = None
         set_random_state(random)
@@ -122,10 +135,22 @@ class Converted(_Mixin):
         state.proved.add(kind)
         return output
 
+    def _ps_apart(self) -> ValueError:
+        return ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) has parts that are sharded by themselves, so it cannot be run on "
+            f"trial, to find out and prove which rows are whose: each run gathers parameters, and other ranks may not take part. "
+            f"Convert it before it is sharded, with an example batch and in the mode (training or not) that it is used in: "
+            f"ps.convert_model(model, example=x)."
+        )
+
     def _ps_holds(self, batch: Batch, output: Any) -> bool:
         """Whether a first call shows that samples depend on their own rows alone, and that all trainable parameters have rows."""
         assert batch.outputs is not None
-        return rows_agree(batch.outputs, judged(output, batch), batch) and not self._ps_past_layers(output)
+        try:
+            agree = rows_agree(batch.outputs, judged(output, batch), batch)
+        except Unprovable:  # then the samples are changed, and what depends on them is seen
+            return False
+        return agree and not self._ps_past_layers(output)
 
     def _ps_past_layers(self, output: Any) -> bool:
         """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that was not converted."""
@@ -191,7 +216,11 @@ class Converted(_Mixin):
         problem = None if given else disagreement(output, plain)
         layouts = [self._ps_state().layouts.get((0, ("out", i), t.ndim)) for i, t in enumerate(tensors_in([output]))]  # type: ignore[union-attr]
         own = judged(output, batch, layouts)
-        if problem is None and ((MIXED in layouts and not own) or not rows_agree(batch.outputs, own, batch)):
+        try:
+            agree = rows_agree(batch.outputs, own, batch)
+        except Unprovable:  # tracking has seen it, by changed samples
+            agree = True
+        if problem is None and ((MIXED in layouts and not own) or not agree):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
             raise ValueError(
@@ -220,3 +249,13 @@ def set_random_state(state: list[Tensor] | None) -> None:
         torch.set_rng_state(state[0])
         if len(state) > 1:
             torch.cuda.set_rng_state_all(state[1:])
+
+
+def _keep(t: Tensor) -> Tensor:
+    return t
+
+
+def _packed() -> bool:
+    """Whether somebody packs the tensors that are saved for the backward pass."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0] is not _keep

@@ -111,7 +111,9 @@ def _weights(module: Any, given: set[str], own: bool) -> dict[str, Tensor]:
                 )
             weights[name] = param
         elif param.requires_grad and isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
-            rows = (recorder := recorder_of(param, f"{state.path}.{name}", state.settings)).rows(batch.size)
+            holder = module.get_submodule(name.rpartition(".")[0])
+            recorder = recorder_of(param, f"{state.path}.{name}", state.settings, holder)
+            rows = recorder.rows(batch.size)
             weights[name] = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
     return weights
 

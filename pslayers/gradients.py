@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .convert import ConversionError, arguments, convert_model, converted_parameters, restore_model, settings_of
 from .converted import Converted
 from .expand import Settings, clear
+from .sharding import is_shard
 from .trees import map_tensors, tensors_in
 
 ACCUMULATION = ("replace", "append", "add")
@@ -233,6 +234,8 @@ def _one_pass(
     params = list(converted_parameters(model))  # type: ignore[arg-type]
     if not params:
         return {}
+    if any(is_shard(p) for _, p in params):
+        raise ValueError("parameters are sharded (fully_shard): call loss.backward(), and read `grad_sample` after it.")
     settings: Settings = model._ps_state().settings
     with torch.enable_grad(), recording(model, True):
         loss = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]

@@ -1,12 +1,14 @@
 """Recording: the gradient of a parameter's expansion becomes its `grad_sample`, without a copy, into memory that is reused."""
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from . import sharding
 from .expand import Settings, clear
 
 
@@ -19,6 +21,8 @@ class Recorder:
     def __init__(self, param: Tensor, name: str, settings: Settings) -> None:
         self.param = weakref.ref(param)
         self.name, self.settings = name, settings
+        self.slot: tuple[weakref.ref[nn.Module], str] | None = None  # the module that holds the parameter, and its name there
+        self.home = self.param  # the tensor whose `grad_sample` is written: the shard, where the parameter is a gathered one
         self.leaf: Tensor | None = None
         self.storage: torch.UntypedStorage | None = None
         self.pass_id = self.outer_pass = self.notes_pass = -1
@@ -59,7 +63,23 @@ class Recorder:
         """Count an expansion of the parameter."""
         self.uses, self.checked = (1, False) if self.checked else (self.uses + 1, False)
         # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own: count the outer one
-        self.outer_pass = torch._C._current_graph_task_id()
+        self.outer_pass = _outer_pass()
+
+    def holder(self) -> Tensor | None:
+        """The tensor whose `grad_sample` is written."""
+        home = self.home()
+        return self.param() if home is None else home
+
+    def deliver(self) -> None:
+        """After a backward pass: rows go to what the module holds now, the shard of a parameter that was gathered for the pass."""
+        module, holder = self.slot[0]() if self.slot else None, self.holder()
+        now = module._parameters.get(self.slot[1]) if module is not None and self.slot else None
+        if now is None or holder is None or now is holder:
+            return
+        now.grad_sample, now._ps_recorder = holder.grad_sample, self  # type: ignore[attr-defined]
+        holder.__dict__.pop("grad_sample", None)
+        self.settings.recorded.pop(id(holder), None)
+        self.home = self.settings.recorded[id(now)] = weakref.ref(now)
 
     def current_pass(self) -> int:
         """The id of the backward pass that is running."""
@@ -67,10 +87,10 @@ class Recorder:
 
     def buffer(self, rows: Tensor) -> Tensor:
         """Memory for a gradient like `rows`: the last one's again, unless somebody holds it."""
-        param = self.param()
+        holder = self.holder()
         if self.settings.stream is not None:
             return self._workspace(rows)
-        if param is not None and self.storage is not None and self._may_reuse(param, self.storage, rows):
+        if holder is not None and self.storage is not None and self._may_reuse(holder, self.storage, rows):
             return rows.new_empty(0).set_(self.storage, 0, rows.shape)  # type: ignore[call-overload]
         return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
 
@@ -130,7 +150,7 @@ class Recorder:
 
     def take(self, rows: Tensor) -> None:
         """Put the gradient of the expansion on the parameter, by the rules of accumulation."""
-        param = self.param()
+        param = self.holder()
         if param is None:
             return
         pass_id, adding = self.current_pass(), self.settings.accumulation == "add"
@@ -149,7 +169,9 @@ class Recorder:
         if first:
             now = None if self.settings.accumulation == "replace" else now
             self.pass_id, self.offset = pass_id, 0 if now is None or adding else len(now)
-            self.settings.recorded[id(param)] = self.param
+            self.settings.recorded[id(param)] = weakref.ref(param)
+            if sharding.in_use() and self.slot is not None:
+                torch.autograd.Variable._execution_engine.queue_callback(self.deliver)
         self.storage = rows.untyped_storage()
         if self.settings.rows not in (-1, len(rows)):
             raise RuntimeError(
@@ -175,6 +197,28 @@ class Recorder:
         param.grad_sample = result  # type: ignore[attr-defined]
 
 
+class _Outer(threading.local):
+    task = -1
+
+
+_outer = _Outer()
+
+
+def _outer_pass() -> int:
+    """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their own in it."""
+    task = torch._C._current_graph_task_id()
+    if task == -1:
+        _outer.task = -1  # also after a pass that broke off, and called nobody back
+    elif _outer.task == -1:
+        _outer.task = task
+        torch.autograd.Variable._execution_engine.queue_callback(_end_of_outer_pass)
+    return _outer.task
+
+
+def _end_of_outer_pass() -> None:
+    _outer.task = -1
+
+
 def _no_recorder() -> None:
     return None
 
@@ -192,13 +236,15 @@ class _WeakHook:
             self.method(owner, tensor)
 
 
-def recorder_of(param: Tensor, name: str, settings: Settings) -> Recorder:
-    """The parameter's recorder, made when it is first asked for."""
+def recorder_of(param: Tensor, name: str, settings: Settings, module: nn.Module | None = None) -> Recorder:
+    """The parameter's recorder, made when it is first asked for; `module` holds the parameter by the last part of `name`."""
     recorder: Recorder | None = param.__dict__.get("_ps_recorder")
     if recorder is None or recorder.param() is not param:
         recorder = param._ps_recorder = Recorder(param, name, settings)  # type: ignore[attr-defined]
     elif recorder.settings is not settings:
         recorder.name, recorder.settings = name, settings
+    if recorder.slot is None and module is not None:
+        recorder.slot = (weakref.ref(module), name.rpartition(".")[2])
     return recorder
 
 
@@ -207,4 +253,6 @@ def forget(param: Tensor) -> None:
     recorder: Recorder | None = param.__dict__.pop("_ps_recorder", None)
     if recorder is not None:
         recorder.hook.remove()
+        if (gathered := recorder.param()) is not None:
+            gathered.__dict__.pop("_ps_recorder", None)
     param.__dict__.pop("grad_sample", None)

@@ -9,12 +9,17 @@ from .container import PSContainer
 from .converted import Converted
 from .fallback import parameters_of
 from .layers.base import PSLayer
+from .sharding import is_sharded
 from .trees import callable_module, own_parameters
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class that a module had before conversion."""
     base = cls.__bases__[0]
+    if is_sharded(cls):
+        before = original_class(cls.__bases__[1])
+        same = before is cls.__bases__[1]
+        return cls if same else type(f"FSDP{before.__name__}", (base, before), {"__deepcopy__": vars(cls)["__deepcopy__"]})
     if cls.__name__ == f"Parametrized{base.__name__}" and issubclass(base, Converted):  # parametrised after conversion
         original = original_class(base)
         return type(f"Parametrized{original.__name__}", (original,), {k: v for k, v in vars(cls).items() if k != "__dict__"})

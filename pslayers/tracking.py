@@ -29,6 +29,10 @@ FIRST = ("in", 0)
 _PREFERENCE = [*(("dim", d) for d in range(16)), BATCH_MAJOR, TIME_MAJOR]
 
 
+class Unprovable(Exception):  # noqa: N818
+    """The graph of a call cannot be walked: it holds a reentrant checkpoint, which torch.autograd.grad does not go through."""
+
+
 class Ambiguous(BaseException):
     """Raised by a layer whose input cannot be attributed by its shape; the outermost module tracks the batch and calls again."""
 
@@ -345,7 +349,12 @@ def rows_agree(layers: Sequence[tuple[Tensor, int, Tensor | None]], outputs: Seq
         theirs = torch.tensor(samples, device=outputs[0][0].device)
         own = [_of_samples(t, layout, theirs, batch.size) for t, layout in outputs]
         loss = sum((t.sum() + (t * t).sum() for t in own), torch.zeros((), device=theirs.device))
-        grads = torch.autograd.grad(loss, [t for t, _, _ in asked], retain_graph=True, allow_unused=True)
+        try:
+            grads = torch.autograd.grad(loss, [t for t, _, _ in asked], retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant=True" in str(error):
+                raise Unprovable from error
+            raise
         for grad, (_, rows, owners) in zip(grads, asked, strict=True):
             if grad is None:
                 continue

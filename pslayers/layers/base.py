@@ -319,7 +319,7 @@ class PSLayer(Converted):
         ):
             return Expansion(weight, None)
         call.expanded.add(name)
-        recorder = recorder_of(weight, f"{state.path}.{name}", settings)
+        recorder = recorder_of(weight, f"{state.path}.{name}", settings, self)
         return Expansion(weight, recorder.rows(batch.size), call.scale, recorder)
 
     def expand(self, name: str) -> Tensor | None:

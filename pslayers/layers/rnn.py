@@ -147,6 +147,13 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
                 self._attributable(MIXED, x, 1, size)
         return packed
 
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """Complex weights: the walk over time takes no conjugates."""
+        if any(p.is_complex() for p in module.parameters(recurse=False)):
+            return "holds complex weights, whose gradients its walk over time does not know: call the cell of its kind step by step"
+        return None
+
     def _weights(self) -> list[Tensor | Expansion]:
         found = (self.expansion(name) for name in self._flat_weights_names)
         return [w for w in found if w is not None]
