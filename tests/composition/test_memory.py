@@ -16,6 +16,9 @@ from .. import zoo
 from ..layers.suite import floats
 from ..oracle import assert_rows_right, loop, square, squares
 
+# torch's own, of a reentrant checkpoint in a run without gradients: the trial runs of a first call are such
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+
 
 class Checkpointed(nn.Module):
     """A model whose parts are computed again in the backward pass."""
@@ -95,14 +98,14 @@ def assert_checkpointed(name: str, reentrant: bool, n: int) -> None:
     model: Any = make(reentrant).double()
     ours = ps.convert_model(copy.deepcopy(model))
     model.reentrant = None
-    for size in (n, n):  # the second pass reuses memory
+    for size in (n, n, n + 1):  # the second pass reuses memory, the third cannot
         x = batch(size).requires_grad_()  # reentrant checkpoints need an input that does
         ours.zero_grad()
         assert_rows_right(model, x, converted=ours)
 
 
 @pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("reentrant", [False])
+@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoint(name: str, reentrant: bool, n: int) -> None:
     if name == "nested" and reentrant:
@@ -110,7 +113,7 @@ def test_checkpoint(name: str, reentrant: bool, n: int) -> None:
     assert_checkpointed(name, reentrant, n)
 
 
-@pytest.mark.parametrize("reentrant", [False])
+@pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_keeps_what_dropout_drops(reentrant: bool) -> None:
     make, batch = MODELS["images"]
     model: Any = make(reentrant).double()
@@ -145,6 +148,15 @@ def test_checkpoint_sequential(reentrant: bool) -> None:
     for _ in range(2):
         squares(ours(x)).mean().backward()
         for name, p in ours.layers.named_parameters():
+            torch.testing.assert_close(p.grad_sample, expected[name])
+
+
+def test_checkpoint_around_the_whole_model() -> None:
+    model, x = zoo.mlp().double(), floats(4, 12).requires_grad_()
+    ours, expected = ps.convert_model(copy.deepcopy(model)), loop(model, square, (x,))
+    for reentrant in (False, True):
+        squares(checkpoint(ours, x, use_reentrant=reentrant)).mean().backward()
+        for name, p in ours.named_parameters():
             torch.testing.assert_close(p.grad_sample, expected[name])
 
 
