@@ -189,6 +189,10 @@ def sharded(parts: type[nn.Module] | None, order: str = "before") -> Callable[[i
             assert all(getattr(p, "grad_sample", None) is None for p in net.parameters())
             squares(net(ids[mine])).mean().backward()
             assert_own_rows(net, expected, mine)
+        optimizer.zero_grad()
+        squares(net(ids[mine][:1])).mean().backward()  # a batch of one is a way of its own
+        for name, p in net.named_parameters():
+            torch.testing.assert_close(p.grad_sample, expected[name][mine][:1])
 
     return scenario
 
@@ -199,7 +203,7 @@ def sharded_layers(rank: int, world: int) -> None:
     x = torch.randn(6 * world, 1, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     plain = copy.deepcopy(model)
     net = shard(ps.convert_model(model, example=x[:3]), world, (nn.Conv2d, nn.Linear))
-    for n in (3, 2, 3):
+    for n in (3, 2, 1, 3):
         mine = own(rank, [n] * world)
         net.zero_grad()
         squares(net(x[mine])).mean().backward()
