@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -349,3 +349,20 @@ def test_parametrised_after_conversion(name: str, used: bool) -> None:
         net.eval()
     assert_rows_right(model, x, converted=ps.convert_model(ours, on_unsupported="general"))
     torch.testing.assert_close(ps.restore_model(ours)(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", ["pruning", "weight_norm of old"])
+def test_weights_made_by_hooks(name: str, order: str) -> None:
+    """Layers whose weight a hook computes before each call, put there before or after conversion."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    ours, x = copy.deepcopy(model), torch.randn(5, 4, dtype=torch.float64)
+    if order == "after":
+        ps.convert_model(ours, on_unsupported="general")
+    for net in (model, ours):
+        prune.l1_unstructured(net[0], "weight", 0.3) if name == "pruning" else nn.utils.weight_norm(net[0])
+    if order == "before":
+        ps.convert_model(ours, on_unsupported="general")
+    assert_rows_right(model, x, converted=ours)
