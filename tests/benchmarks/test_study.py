@@ -51,7 +51,7 @@ def test_what_a_run_writes(document: dict[str, Any]) -> None:
         for name in ("plain", "limit", "pslayers", "pslayers-off", "loop", "torch.func"):
             engine = cell["engines"][name]
             assert engine["verdict"] == "ok", name
-            assert engine["median"] > 0 and len(engine["times"]) == 3 and "peak" in engine, name
+            assert engine["median"] > 0 and 1 <= len(engine["times"]) <= 3 and "peak" in engine, name
         assert set(cell["engines"]["shifted"]) == {"verdict"}  # caught, and not timed
         assert cell["engines"]["shifted"]["verdict"].startswith("wrong: rows of 0.weight")
         assert report.peers(cell) and set(report.peers(cell)) == {"loop", "torch.func"}
