@@ -143,6 +143,25 @@ class Off(PSLayers):
             super().step(inputs, target)
 
 
+class Streamed(PSLayers):
+    """pslayers for the samples' norms alone: each parameter's rows are read and let go during the backward pass."""
+
+    name = "pslayers-norms"
+    makes_rows = False
+
+    def step(self, inputs: tuple[Tensor, ...], target: Tensor) -> None:
+        """The step; the squared norms add up."""
+        self.clear()
+        loss = self.forward(inputs, target)
+        self.squares = torch.zeros(len(target), device=self.device)
+        with ps.streaming(self.model, self.take):
+            loss.backward()
+
+    def take(self, name: str, rows: Tensor) -> None:
+        """One parameter's rows."""
+        self.squares += torch.linalg.vector_norm(rows.flatten(1), dim=1) ** 2
+
+
 def find(names: Iterable[str]) -> list[type[Engine]]:
     """The engines with these names ("all", "peers"), and users' own at import paths (``module:Class``); plain and limit always."""
     from . import peers  # noqa: F401 -- they register themselves

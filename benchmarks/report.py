@@ -87,6 +87,15 @@ def later_memory_ratio(cell: Cell) -> float | None:
     return memory_ratio(cell, "peak_later")
 
 
+def norms_memory_ratio(cell: Cell) -> float | None:
+    """Peak memory of the samples' norms alone over plain training's and the rows of the largest layer."""
+    peak, plain = (cell["engines"].get(k, {}).get("peak") for k in ("pslayers-norms", "plain"))
+    if peak is None or plain is None or "largest_layer" not in cell:
+        return None
+    expected = plain + cell["batch_size"] * cell["largest_layer"] * BYTES[cell["dtype"]]
+    return peak / expected if expected >= NOTICEABLE else None
+
+
 def growth(cell: Cell) -> float | None:
     """Memory after all steps over that after ten, where there were a hundred or more: 1 is steady."""
     measured = cell["engines"].get("pslayers", {})

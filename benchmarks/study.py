@@ -139,6 +139,7 @@ def _measure(
         tick(f"agreement of {kind.name}")
         verdict = agreement.verdict(kind, full, reference, dtype)
         results[kind.name] = {"verdict": agreement.exact_verdict(kind, small, truth) if verdict == "ok" else verdict}
+    largest = max(sum(p.numel() for p in m.parameters(recurse=False) if p.requires_grad) for m in full.model.modules())
     del reference, small, truth
     agreed = [k for k in kinds if results[k.name]["verdict"] == "ok"]
     if "time" in options.measure:
@@ -164,7 +165,7 @@ def _measure(
                 seconds=20.0 if steps <= 10 else 300.0,
             )
             results[kind.name] |= memory.measure(job, repeats=1 if kind.peer or steps != 10 else 3)
-    return {"parameters": count, "engines": results}
+    return {"parameters": count, "largest_layer": largest, "engines": results}
 
 
 def _free(device: torch.device) -> float:

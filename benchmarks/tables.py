@@ -13,6 +13,7 @@ from .report import (
     label,
     later_memory_ratio,
     memory_ratio,
+    norms_memory_ratio,
     peers,
     ratio,
     rows_bytes,
@@ -130,6 +131,7 @@ def _ratios(c: Cell) -> tuple[str, ...]:
         number(to_limit(c)),
         number(memory_ratio(c)),
         number(later_memory_ratio(c)),
+        number(norms_memory_ratio(c)),
         number(when_off(c)),
     )
 

@@ -108,6 +108,15 @@ def test_bfloat16_autocast() -> None:
     assert Reference.of(given, torch.bfloat16).disagreement(engine, agreement.ROUNDED[torch.bfloat16]) is None
 
 
+def test_streamed_norms() -> None:
+    given = problem()
+    engine = engines.Streamed(copy.deepcopy(given.model), given.loss)
+    for _ in range(2):
+        engine.step(given.inputs, given.target)
+    rows = Reference.of(given, None).rows
+    torch.testing.assert_close(engine.squares, sum(g.flatten(1).square().sum(1) for g in rows.values()))
+
+
 def test_names_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match=r"no cell 'mpl'; there are: all, fast-dpsgd, layers, .*mlp"):
         registry.find(["mpl"])
