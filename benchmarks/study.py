@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
                 if "memory" not in str(error):
                     raise
                 cell |= {"skipped": "out of memory"}
-            document["cells"].append(cell)
+            document["cells"].append(cell | {"commit": document["environment"]["commit"]})  # those resumed may have another
             options.out.write_text(json.dumps(document, indent=1) + "\n")
             progress.console.print(tables.one_line(cell), soft_wrap=True)
             progress.advance(bar)

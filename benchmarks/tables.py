@@ -106,7 +106,10 @@ def short(document: Document) -> str:
     env = document["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in env["packages"].items() if v)
     where = f"{env['processor']}, {env['threads']} threads, load {env['load_at_start']} at the start"
-    parts += [f"Measured on {where}, {versions}; pslayers at {env['commit']}.\n"]
+    commits = ", ".join(dict.fromkeys(str(c.get("commit", env["commit"])) for c in document["cells"]))
+    parts += [
+        f"Measured on {where}, {versions}; pslayers at {commits}." + (f" Note: {env['note']}." if "note" in env else "") + "\n"
+    ]
     return "\n".join(parts)
 
 
