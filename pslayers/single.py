@@ -42,7 +42,7 @@ def run_alone(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     settings, aliases = model._ps_state().settings, dict[int, Tensor]()
     for name, param in model.named_parameters():
         if param.requires_grad:
-            recorder = recorder_of(param, name, settings)
+            recorder = recorder_of(param, name, settings, model.get_submodule(name.rpartition(".")[0]))
             recorder.use()
             aliases[id(param)] = _Alias.apply(param, recorder)
     before, local.general = local.general, True

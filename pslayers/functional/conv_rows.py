@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .products import onednn_is_faster, product
+
 # what one chunk of samples may take on the side: on a CPU it should stay in the cache, elsewhere a chunk should fill the device
 CHUNK_BYTES = {"cpu": 4 << 20}
 CHUNK_BYTES_ELSEWHERE = 64 << 20
@@ -106,6 +108,16 @@ def _im2col_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None
         torch.bmm(outs[some], columns.transpose(1, 2), out=into[some])
 
 
+def _product_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+    """Output gradients times patches too, sample by sample in oneDNN: faster than a batched product in MKL, where that is slow."""
+    patches, outs = _factors(x, gy, out.shape, geometry)
+    groups, width = geometry.groups, out[0, 0].numel()
+    into = out.view(len(outs), -1, width)
+    for i in range(len(outs)):
+        patch = patches[i // groups, i % groups].reshape(width, outs.shape[2])
+        into[i].copy_(product(outs[i], patch))
+
+
 def _turned_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
     """A convolution of the input with the output gradient as its kernel, stride and dilation exchanged.
 
@@ -127,6 +139,7 @@ ROWS: dict[str, Callable[[Tensor, Tensor, Tensor, Geometry], None]] = {
     "fused": _fused_rows,
     "each": _each_rows,
     "im2col": _im2col_rows,
+    "product": _product_rows,
     "turned": _turned_rows,
 }
 
@@ -157,11 +170,13 @@ def _factors(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> tu
 
 
 # Nanoseconds on two cores, measured; what decides is their ratios. The fused kernel multiplies fastest, but pays for every value
-# of the result (another memory layout inside), and for blocks of channels; a product with patches pays for copying those, run
-# by run.
-FUSED_MULTIPLY, FUSED_RESULT = 0.0045, 0.4
+# of the result (another memory layout inside), for what it reads, and for blocks of channels; where it moves far beyond the edge it
+# has slow kernels only. A product with patches pays for copying those, run by run (there is nothing to copy for a kernel of
+# one), and is slow for few columns.
+FUSED_MULTIPLY, FUSED_RESULT, FUSED_INPUT, FUSED_FAR, FAR = 0.0045, 0.4, 0.2, 4.5, 32
 EACH_MULTIPLY, EACH_CALL = 0.007, 30e3
 IM2COL_MULTIPLY, IM2COL_RESULT, IM2COL_PATCH, IM2COL_RUN = 0.0115, 0.15, 0.05, 1.5
+PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_CALL = 0.0053, 0.15, 8e3
 
 
 def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str:
@@ -172,12 +187,18 @@ def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str
     o, i, kernel = shape[1] // groups, shape[2], shape[3:].numel()
     if o == i == 1:  # depthwise
         return "turned"
-    values, patches = groups * o * i * kernel, groups * i * kernel * positions
+    values, inputs = groups * o * i * kernel, (x.numel() + gy.numel()) / shape[0]
     blocked = groups * kernel * math.prod(c if c % 8 == 0 else math.ceil(c / 16) * 16 for c in (o, i))
+    wide = groups * math.prod(math.ceil(n / 32) * 32 for n in (o, i * kernel))
+    copied = kernel > 1 or any(s > 1 for s in geometry.stride)
+    patches = groups * i * kernel * positions * (IM2COL_PATCH + IM2COL_RUN / gy.shape[-1]) if copied else 0.0
+    far = FUSED_FAR if max(*geometry.dilation, *geometry.padding) >= FAR else 1.0
     costs = {
-        "fused": blocked * (FUSED_RESULT + FUSED_MULTIPLY * positions),
-        "im2col": values * (IM2COL_RESULT + IM2COL_MULTIPLY * positions) + patches * (IM2COL_PATCH + IM2COL_RUN / gy.shape[-1]),
+        "fused": blocked * (FUSED_RESULT + FUSED_MULTIPLY * far * positions) + inputs * FUSED_INPUT,
+        "im2col": values * IM2COL_RESULT + wide * IM2COL_MULTIPLY * positions + patches,
     }
+    if onednn_is_faster():
+        costs["product"] = values * (PRODUCT_RESULT + PRODUCT_MULTIPLY * positions) + groups * PRODUCT_CALL + patches
     if groups == 1 and i < 8 and gy.ndim == 4:
         costs["each"] = values * (FUSED_RESULT + EACH_MULTIPLY * positions) + EACH_CALL
     return min(costs, key=costs.__getitem__)

@@ -57,6 +57,11 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right.T`` in oneDNN, whatever the sizes: left (O, t), right (I, t), result (O, I). Not differentiable."""
+    return _onednn(left, right, None)
+
+
 def outer(left: Tensor, right: Tensor) -> Tensor:
     """``left.T @ right`` over all rows: left (..., O), right (..., I), result (O, I). Not differentiable."""
     left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
