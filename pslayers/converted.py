@@ -80,7 +80,7 @@ class Converted(_Mixin):
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no tensor."""
         settings = self._ps_state().settings
-        for value in tensors_in([args, kwargs]):
+        for value in args[:1] if args and isinstance(args[0], Tensor) and args[0].ndim else tensors_in([args, kwargs]):
             if isinstance(value, PackedSequence):
                 return int(value.batch_sizes[0]) if len(value.batch_sizes) else 0
             if value.ndim:
@@ -104,7 +104,7 @@ class Converted(_Mixin):
         trackable, apart = trackable and size > 1, sharding.apart(self)
         if size == 1 and recorded and not apart and not transforming() and not self._ps_given():
             return run_alone(self, args, kwargs)
-        state, kind = self._ps_state(), (self.training, ndims((args, kwargs)))
+        state, kind = self._ps_state(), (self.training, ndims((args, kwargs)) if trackable else ())
         unproved = recorded and trackable and kind not in state.proved
         if apart and unproved:
             raise self._ps_apart()
@@ -232,8 +232,11 @@ class Converted(_Mixin):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and `grad_sample` of every parameter below becomes None."""
-        super().zero_grad(set_to_none)
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
         for param in self.parameters():
+            if set_to_none:
+                param.grad = None
             if "grad_sample" in param.__dict__:
                 clear(param)
 

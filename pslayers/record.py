@@ -173,20 +173,21 @@ class Recorder:
             if sharding.in_use() and self.slot is not None:
                 torch.autograd.Variable._execution_engine.queue_callback(self.deliver)
         self.storage = rows.untyped_storage()
-        if self.settings.rows not in (-1, len(rows)):
+        size = rows.shape[0]
+        if self.settings.rows not in (-1, size):
             raise RuntimeError(
-                f"`{self.name}` was reached by {len(rows)} samples in a backward pass that reached other parameters by "
+                f"`{self.name}` was reached by {size} samples in a backward pass that reached other parameters by "
                 f"{self.settings.rows}: layers were called outside of the model's own forward, each with a batch size of its own. "
                 f"Call the model itself, or put the calls inside `with ps.batch_size(n):`."
             )
-        self.settings.rows = len(rows)
+        self.settings.rows = size
         if now is None:
             result = rows
         elif first and not adding:
             result = torch.cat([now, rows])
-        elif len(now) - self.offset != len(rows):
+        elif len(now) - self.offset != size:
             raise RuntimeError(
-                f"`{self.name}` was reached by batches of {len(now) - self.offset} and of {len(rows)} samples, whose rows "
+                f"`{self.name}` was reached by batches of {len(now) - self.offset} and of {size} samples, whose rows "
                 f"cannot be added up: use one batch size in a backward pass, or append them, one pass for each batch, under "
                 f"ps.accumulating(model, 'append')."
             )

@@ -99,8 +99,11 @@ def _sums(each: Tensor, e: Expansion, need_weight: bool, need_rows: bool) -> tup
         total, _ = e.out(each.sum(0).to(e.weight.dtype), None)
     if need_rows:
         assert e.rows is not None
-        rows = e.buffer()
-        torch.sum(each.reshape(len(rows), len(each) // max(len(rows), 1), *each.shape[1:]), 1, out=rows).mul_(e.scale.rows)
+        rows, size, n = e.buffer(), e.rows.shape[0], each.shape[0]
+        if n == size:
+            torch.mul(each, e.scale.rows, out=rows)
+        else:
+            torch.sum(each.reshape(size, n // max(size, 1), *each.shape[1:]), 1, out=rows).mul_(e.scale.rows)
     return total, rows
 
 

@@ -11,7 +11,7 @@ def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
     """The rows of `x` must be k for each of the weight's samples, batch-major."""
     if weight is None:
         return
-    n, size = x.shape[0], len(weight)
+    n, size = x.shape[0], weight.shape[0]
     if n != size and (size == 0 or n % size):
         raise ValueError(
             f"ps.functional.{op} got an input of shape {tuple(x.shape)} with per-sample weights of shape {tuple(weight.shape)}: "
@@ -21,6 +21,8 @@ def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
 
 def by_sample(t: Tensor, size: int, width: int) -> Tensor:
     """(N, ..., width) as (size, t, width), where t counts every row of a sample; also where something is empty."""
+    if t.ndim == 2 and t.shape[0] == size:
+        return t.unsqueeze(1)
     return t.reshape(size, t.numel() // max(size * width, 1), width)
 
 

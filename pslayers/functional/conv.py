@@ -258,12 +258,13 @@ def _weight_grads(
     g_weight = g_rows = None
     if need_rows:
         g_rows, factor = w.buffer(), w.scale.rows
-        scaled_x, scaled_gy = x, gy
-        if factor != 1 and gy.numel() <= x.numel():
-            scaled_gy = gy * factor
-        elif factor != 1:
-            scaled_x = x * factor
-        write_rows(scaled_x, scaled_gy, g_rows, geometry)
+        if factor == 1 or g_rows.numel() <= min(x.numel(), gy.numel()):  # the factor goes to what is smallest
+            write_rows(x, gy, g_rows, geometry)
+            g_rows = g_rows if factor == 1 else g_rows.mul_(factor)
+        elif gy.numel() <= x.numel():
+            write_rows(x, gy * factor, g_rows, geometry)
+        else:
+            write_rows(x * factor, gy, g_rows, geometry)
     if need_weight:
         if g_rows is not None and 0 < SUM_FROM_POSITIONS * len(g_rows) < gy[:, 0].numel():
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)

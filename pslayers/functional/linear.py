@@ -87,13 +87,24 @@ class _Linear(torch.autograd.Function):
         if need_rows or need_weight:
             into, outof = (gy, x) if turned else (x, gy)
             g_weight, g_rows = _weight_grads(into, outof, rows, w, need_weight, need_rows)
-        if need_bias:
-            g_bias = gy.reshape(-1, gy.shape[-1]).sum(0).to(b.weight.dtype)
-        if need_bias_rows:
-            g_bias_rows = by_sample(gy, len(b.rows), gy.shape[-1]).sum(1).to(b.rows.dtype)
-        if b is not None:
-            g_bias, g_bias_rows = b.out(g_bias, g_bias_rows)
+        if b is not None and (need_bias or need_bias_rows):
+            g_bias, g_bias_rows = _bias_grads(gy, b, need_bias, need_bias_rows)
         return gx, g_weight, g_rows, g_bias, g_bias_rows, None, None, None
+
+
+def _bias_grads(gy: Tensor, b: Expansion, need_bias: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of (bias, rows): ``gy`` summed over all rows, and over each sample's t rows."""
+    g_bias = g_rows = None
+    flat = gy if gy.ndim == 2 else gy.reshape(-1, gy.shape[-1])
+    if need_bias:
+        g_bias = flat.sum(0).to(b.weight.dtype)
+    if need_rows:
+        assert b.rows is not None
+        size = b.rows.shape[0]
+        if flat.shape[0] == size and not torch.is_grad_enabled():  # nothing to sum; memory of its own, not gy's
+            return b.out(g_bias, None)[0], torch.mul(flat.to(b.rows.dtype), b.scale.rows)
+        g_rows = by_sample(gy, size, gy.shape[-1]).sum(1).to(b.rows.dtype)
+    return b.out(g_bias, g_rows)
 
 
 def _weight_grads(
@@ -109,10 +120,10 @@ def _weight_grads(
     g_weight = g_rows = None
     if need_rows:
         assert rows is not None
-        size = len(rows)
+        size = rows.shape[0]
         g_rows = outer_each(by_sample(gy, size, gy.shape[-1]), by_sample(x, size, x.shape[-1]), w.scale.rows, w.buffer())
     if need_weight:
-        if g_rows is not None and 0 < len(g_rows) * SUM_FROM_ROWS < x.shape[:-1].numel():
+        if g_rows is not None and 0 < g_rows.shape[0] * SUM_FROM_ROWS < x.shape[:-1].numel():
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
         else:
             g_weight = outer(gy, x)

@@ -122,7 +122,9 @@ class _RMSNorm:
 
 
 def _sum_between(gy: Tensor, shape: tuple[int, ...]) -> Tensor:
-    n = len(gy)
+    n = gy.shape[0]
+    if gy.ndim == 1 + len(shape):
+        return gy
     return gy.reshape(n, gy.numel() // max(n * math.prod(shape), 1), *shape).sum(1)  # (N, *S)
 
 

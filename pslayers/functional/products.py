@@ -58,8 +58,8 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right.T`` in oneDNN, whatever the sizes: left (O, t), right (I, t), result (O, I). Not differentiable."""
-    return _onednn(left, right, None)
+    """``left @ right.T``, in oneDNN whatever the sizes: left (O, t), right (I, t), result (O, I). Not differentiable."""
+    return _onednn(left, right, None) if _by_onednn(left, 0, 0) else left @ right.t()
 
 
 def outer(left: Tensor, right: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
 def outer_each(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor:
     """``scale * left[n].T @ right[n]``, written to `out`: left (B, t, O), right (B, t, I), out (B, O, I). Not differentiable."""
     if left.shape[1] == 1:  # written, not summed
-        return torch.mul((left if scale == 1 else left * scale).transpose(1, 2), right, out=out)
-    if len(left) and _by_onednn(left, left[0].numel() * right.shape[2], WORTH_IT_EACH):
+        return torch.mul((left if scale == 1 else left * scale).mT, right, out=out)
+    if left.shape[0] and _by_onednn(left, left.shape[1] * left.shape[2] * right.shape[2], WORTH_IT_EACH):
         scaled = left if scale == 1 else left * scale
         for one, other, into in zip(scaled.unbind(), right.unbind(), out.unbind(), strict=True):
             into.copy_(_onednn(one.contiguous().t(), other.contiguous().t(), None))

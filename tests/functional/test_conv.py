@@ -150,9 +150,14 @@ def test_methods_in_float32(method: str) -> None:
         check(x, weight, None, size, tol, stride=2, padding=0, groups=groups)
 
 
-def test_the_rule_takes_every_method() -> None:
+SHAPES = (1, 8, 1, 20), (32, 32, 1, 20), (32, 32, 32, 20), (256, 256, 1, 4), (3, 64, 1, 80)
+
+
+def test_the_rule_takes_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = set()
-    for channels, out, groups, space in ((1, 8, 1, 20), (32, 32, 1, 20), (32, 32, 32, 20), (256, 256, 1, 4), (3, 64, 1, 80)):
+    for onednn, shape in itertools.product((False, True), SHAPES):
+        monkeypatch.setattr(conv_rows, "onednn_is_faster", lambda onednn=onednn: onednn)
+        channels, out, groups, space = shape
         x, weight, bias = data(2, 4, 1, channels, out, groups, space, dtype=torch.float32)
         chosen.add(
             conv_rows.fastest(
