@@ -68,11 +68,27 @@ def parameters_of(module: nn.Module, own: bool) -> dict[str, nn.Parameter]:
 
 def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
     """A call of a module by its plan."""
-    assert local.batch is not None
+    batch = local.batch
+    assert batch is not None
     weights = _weights(module, given, own=plan.way == "broadcast")
     if plan.way == "broadcast":
         _watch(module, weights, {name for name, _ in plan.forms})
-    return _run(module, forward, plan, (args, kwargs), weights, local.batch.size)
+    taken = {id(t) for t in tensors_in((args, kwargs))}
+    output = _run(module, forward, plan, (args, kwargs), weights, batch.size)
+    if batch.outputs is not None and plan.way == "broadcast":  # the caller may index what now has a row for each sample
+        batch.outputs += [(w, 0, None) for w in weights.values()]
+    elif batch.outputs is not None:  # inside, the way itself keeps samples apart
+        made = (*tensors_in([output]), *written_to((args, kwargs), taken))
+        batch.outputs += [
+            _owned(t, lay, batch.size) for t, lay in zip(made, (*plan.layouts.outputs, *plan.layouts.written), strict=True)
+        ]
+    return output
+
+
+def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | None]:
+    """A tensor that was put together from the samples', the dim of its rows, and whose they are; None: k a sample, in order."""
+    owners = torch.arange(size, device=t.device).repeat(t.shape[0] // size) if layout == TIME_MAJOR else None
+    return t, layout[1], owners
 
 
 def _watch(module: Any, weights: dict[str, Tensor], formed: set[str]) -> None:

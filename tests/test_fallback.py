@@ -374,3 +374,32 @@ def test_sum_losses_checks_chunks_and_copies(pattern: str) -> None:
     ps.restore_model(ours)
     torch.testing.assert_close(ours(x), model(x))
     assert not any(p.__dict__ for p in ours.parameters())
+
+
+@pytest.mark.parametrize("way", ["broadcast", "vmap"])
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_table_for_each_layer_that_its_caller_indexes(size: int, tables: int, way: str) -> None:
+    """With a batch dim in the place of a leading one, the first table's row would be the first sample's (YOLOS)."""
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(tables, 1, 5, 4))
+            self.mix = nn.Parameter(torch.randn(4, 4)) if way == "vmap" else None  # does not broadcast in F.linear
+
+        def forward(self) -> Tensor:
+            return self.table * 1.0 if self.mix is None else F.linear(self.table, self.mix)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables, self.layers = Tables(), nn.ModuleList(nn.Linear(4, 4) for _ in range(tables))
+
+        def forward(self, x: Tensor) -> Tensor:
+            each = self.tables()
+            for i, layer in enumerate(self.layers):
+                x = torch.tanh(layer(x)) + each[i]
+            return x
+
+    assert_rows_right(Model(), torch.randn(size, 5, 4, dtype=torch.float64))
