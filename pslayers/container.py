@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import fallback
 from .converted import Converted, random_state, set_random_state
@@ -12,7 +12,7 @@ from .expand import Batch, local, transforming
 from .layers.base import PSLayer
 from .snapshot import Snapshot
 from .tracking import TABLE, Ambiguous, Tracker, parameters_used
-from .trees import ndims
+from .trees import ndims, tensors_in
 
 
 class PSContainer(Converted):
@@ -78,9 +78,11 @@ class PSContainer(Converted):
     def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
         """Choose how each module below is run: modules that cannot be by themselves go with the module that calls them."""
         modules: dict[int, Any] = {id(m): m for m in self.modules()}
-        used = {} if self._ps_given() else parameters_used(run, self, args, kwargs)
-        for user, params in used.items():  # past their layers
-            _escalate(modules, tracker, user, params)
+        if not self._ps_given():
+            used, recorded = parameters_used(run, self, args, kwargs)
+            for user, params in used.items():  # past their layers
+                _escalate(modules, tracker, user, params)
+            _take_gradients(tracker, recorded)
         why: ValueError | None = None
         for (key, call, _, _), x in tracker.seen.items():
             module: Any = modules[key]
@@ -108,6 +110,16 @@ class PSContainer(Converted):
                 if why is not None and module is self:
                     raise why from error
                 _whole(modules, tracker.callers.get((id(module), call)), module, str(error))
+
+
+def _take_gradients(tracker: Tracker, recorded: Tracker) -> None:
+    """Let inputs of calls need gradients where they do in a recorded run: torch's kernels may go by that (and may crash)."""
+    like = {(id(module), call): (taken, named) for module, call, taken, named, *_ in recorded.made}
+    for module, call, taken, named, *_ in tracker.made:
+        pairs = zip(tensors_in((taken, named)), tensors_in(like.get((id(module), call), ())), strict=False)
+        for kept, t in pairs:
+            if isinstance(kept, Tensor) and isinstance(t, Tensor):
+                kept.requires_grad_(t.requires_grad)
 
 
 def _whole(modules: dict[int, Any], caller: int | None, module: Any, why: str = "its rows are picked by data") -> None:

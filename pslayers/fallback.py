@@ -223,6 +223,8 @@ class _Proof:
         size, grads = self.size, []
         shared = {n: self.values[n].clone().requires_grad_() for n in names}
         each = {n: self.values[n].expand(size, *self.values[n].shape).requires_grad_() for n in names}
+        # asked for too where a real run needs them: torch's group_norm crashes on channels_last images that need none
+        taken = [t for t in tensors_in(self.call) if isinstance(t, Tensor) and t.requires_grad]
         redirect = Redirect(size if plan.fresh else None)
         before, local.general = local.general, True  # what lies below is not recorded
         with torch.enable_grad():
@@ -235,7 +237,8 @@ class _Proof:
                     loss = sum(_summed(t, layout, size) for t, layout in zip(tensors_in([output]), self.outputs, strict=True))
                     if not isinstance(loss, Tensor) or not loss.requires_grad:
                         return True
-                    grads.append(torch.autograd.grad(loss, list(inputs.values()), allow_unused=True))
+                    found = torch.autograd.grad(loss, [*inputs.values(), *taken], allow_unused=True)
+                    grads.append(found[: len(inputs)])
             except Exception as error:
                 self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
                 return False

@@ -66,7 +66,7 @@ class Tracker:
     def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the container `module`, and note all of its inputs and outputs."""
         # what it takes may be changed in place later on
-        kept_args, kept_kwargs = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
+        kept_args, kept_kwargs = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
         given = {id(t) for t in tensors_in((args, kwargs))}
         with self.inside(module) as call:
             output = forward(module, *args, **kwargs)
@@ -190,13 +190,13 @@ class _Uses(TorchFunctionMode):
 
 def parameters_used(
     run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[int, set[int]]:
-    """{id of a module: ids of the parameters that it uses though they are another's}."""
+) -> tuple[dict[int, set[int]], Tracker]:
+    """{id of a module: ids of the parameters that it uses though they are another's}, and the run, with gradients, that tells."""
     tracker = Tracker()
     uses = _Uses(tracker, {id(m): m for m in model.modules()})
     with torch.enable_grad(), uses:
         run_tracked(run, model, args, kwargs, tracker)
-    return uses.found
+    return uses.found, tracker
 
 
 def run_tracked(

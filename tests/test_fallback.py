@@ -403,3 +403,14 @@ def test_a_table_for_each_layer_that_its_caller_indexes(size: int, tables: int, 
             return x
 
     assert_rows_right(Model(), torch.randn(size, 5, 4, dtype=torch.float64))
+
+
+def test_channels_last_images_through_a_norm_of_ones_own() -> None:
+    """Torch 2.13 crashes, the whole process, in the backward of a group_norm whose channels_last input needs no gradient."""
+
+    class Norm(nn.GroupNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+    model = nn.Sequential(nn.Conv2d(3, 96, 1), Norm(1, 96), nn.Conv2d(96, 4, 1)).to(memory_format=torch.channels_last)
+    assert_rows_right(model, torch.randn(3, 3, 4, 4, dtype=torch.float64).contiguous(memory_format=torch.channels_last))
