@@ -25,7 +25,7 @@ from .expand import Expansion, Scale, local
 from .record import recorder_of
 from .redirect import Redirect
 from .snapshot import trial, unchanged
-from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout
+from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout, noise
 from .trees import assign, map_tensors, own_parameters, tensors_in, written_to
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -191,7 +191,7 @@ class _Proof:
         self.problem = ""
         self.redirected: set[str] = set()
         self.values = {name: p.detach() for name, p in parameters_of(module, own=False).items()}
-        self.others = {name: p * 1.1 + 0.1 * (p.abs().mean() + 0.1) * _noise(p) for name, p in self.values.items()}
+        self.others = {name: p * 1.1 + 0.1 * (p.abs().mean() + 0.1) * noise(p) for name, p in self.values.items()}
         self.plain = self._outputs({})
 
     def holds(self, plan: Plan) -> bool:
@@ -278,11 +278,6 @@ def _summed(t: Any, layout: Layout, size: int) -> Tensor | float:
         return 0.0
     alone = layout in (SHARED, TABLE) and not (t.ndim and t.shape[0] == size)
     return torch.where(t.isfinite(), t, 0).sum() * (size if alone else 1)
-
-
-def _noise(p: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(p.numel())
-    return torch.rand(p.shape, generator=generator).to(p)
 
 
 def _copy(call: Call) -> Call:

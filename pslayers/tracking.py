@@ -246,7 +246,8 @@ def _changed(
             own = t.narrow(dim, sample * k, k)
             others = (t.narrow(dim, (sample + i) % batch.size * k, k) for i in range(1, batch.size))
             if t.is_floating_point() or t.is_complex():
-                value = own * 1.5 + 0.25
+                some = noise(own)  # one factor and shift for all of a sample would be gone once it is standardised
+                value = own * (1 + some) + some / 4
             else:
                 nearby = torch.where(own > 0, own - 1, own + 1)  # all samples have the same ids
                 value = next((other for other in others if not torch.equal(other, own)), nearby)
@@ -255,6 +256,11 @@ def _changed(
 
     changed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(change, (args, kwargs))
     return changed if places else None
+
+
+def noise(t: Tensor) -> Tensor:
+    """Numbers from 0 to 1 in the shape of `t`, the same every time."""
+    return torch.rand(t.shape, generator=torch.Generator().manual_seed(t.numel())).to(t)
 
 
 def _differs(x: Tensor, y: Tensor | None) -> Tensor | None:

@@ -419,3 +419,21 @@ def test_a_first_batch_of_one(sizes: tuple[int, int]) -> None:
             for p, g in zip(ours.parameters(), grads, strict=True):
                 row = torch.zeros_like(p) if p.grad_sample is None else p.grad_sample[i]
                 torch.testing.assert_close(row, torch.zeros_like(p) if g is None else g)
+
+
+@pytest.mark.parametrize("channels", [2, 3])
+@pytest.mark.parametrize("size", [2, 3])
+def test_samples_that_are_standardised_first(size: int, channels: int) -> None:
+    """Time series whose channels go into the batch, as PatchTST: what tracking changes in a sample must outlive that."""
+
+    class Standardises(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb, self.fc, self.out, self.tok = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2), nn.Parameter(torch.randn(6))
+
+        def forward(self, x: Tensor) -> Tensor:  # (B, 8, C)
+            x = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+            h = self.emb(x.transpose(1, 2).unflatten(-1, (2, 4))) + self.tok
+            return self.out(torch.tanh(self.fc(h.flatten(0, 1)))).unflatten(0, (len(x), -1))
+
+    assert_rows_right(Standardises(), torch.randn(size, 8, channels, dtype=torch.float64))
