@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_KEPT = frozenset(nn.Module().__dict__) - {"_buffers"} | {"_ps"}  # of every module, and not a forward's to change
+_HOOKS = frozenset(name for name in nn.Module().__dict__ if "_hooks" in name)
+_KEPT = frozenset(nn.Module().__dict__) - {"_buffers"} - _HOOKS | {"_ps"}  # of every module, and not a forward's to change
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 _NUMBERS = (bool, int, float, str)
 
 
 class Snapshot:
-    """Buffers and attributes of a model's modules, with what is in their dicts, lists and sets.
+    """Buffers, hooks and attributes of a model's modules, with what is in their dicts, lists and sets.
 
     A forward may keep what it has computed (a cache of masks, of position biases), and must not find there what a run on other
     inputs, or with other weights, has left.
@@ -23,6 +24,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = {id(m.__dict__) for m in model.modules()}
+        self.hooks = {id(m.__dict__[name]) for m in model.modules() for name in _HOOKS & m.__dict__.keys()}
         self.tensors: list[tuple[Tensor, Tensor]] = []
         self.containers: dict[int, tuple[Any, Any]] = {}
         todo: list[Any] = [m.__dict__ for m in model.modules()]
@@ -41,8 +43,13 @@ class Snapshot:
                     self.tensors.append((value, value.detach().clone()))
 
     def restore(self, numbers: bool = True) -> None:
-        """Put everything back; without `numbers`, attributes that are numbers or strings (counters) keep their new values."""
+        """Put everything back; without `numbers`, attributes that are numbers or strings (counters) keep their new values.
+
+        So do hooks then: a model that installs some in its first forward notes in a flag that it has.
+        """
         for key, (held, values) in self.containers.items():
+            if key in self.hooks and not numbers:
+                continue
             if isinstance(held, list):
                 held[:] = values
             elif isinstance(held, set):

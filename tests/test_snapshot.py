@@ -1,10 +1,12 @@
 """Runs that were only trials leave nothing behind."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pslayers as ps
 from pslayers.snapshot import unchanged
@@ -111,3 +113,46 @@ def test_table_of_all_samples_read_by_the_first(size: int) -> None:
             return torch.tanh(self.fc(x))[:, :3].unsqueeze(-1) * bias
 
     assert_rows_right(Reads(), torch.randn(size, 4, dtype=torch.float64))
+
+
+class Captures(nn.Module):
+    """Hooks its layers in its first forward, to return what they return, as transformers does for `output_hidden_states`."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.scale = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.scale * F.linear(x, self.fc.weight))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.installed, self.found = nn.ModuleList(self.Layer() for _ in range(2)), False, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.installed:
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, output: self.found.append(output))
+            self.installed = True
+        self.found = []
+        for layer in self.layers:
+            x = layer(x)
+        return torch.stack(self.found, 1)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_hooks_that_a_forward_installs(size: int) -> None:
+    model = Captures().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in (size, 2):
+        ours.zero_grad()
+        x = torch.randn(n, 5, 4, dtype=torch.float64)
+        out = ours(x)
+        torch.testing.assert_close(out, model(x))
+        assert [len(layer._forward_hooks) for layer in ours.layers] == [1, 1]
+        out.square().sum((1, 2, 3)).mean().backward()
+        for i in range(n):
+            grads = torch.autograd.grad(model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True)
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                assert (p.grad_sample is None) if g is None else torch.allclose(p.grad_sample[i], g, 1e-8, 1e-9)
