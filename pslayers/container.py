@@ -34,9 +34,14 @@ class PSContainer(Converted):
             return (_rebuild, (self._ps_original, reduced[0], reduced[1][1:]), *reduced[2:])
         return reduced
 
+    def _ps_forward(self) -> Any:
+        """The original's forward, as a function of the module and what it is called with."""
+        own = self._ps.forward if self._ps is not None else None
+        return self._ps_original.forward if own is None else own.__func__
+
     def _ps_run(self, *args: Any, **kwargs: Any) -> Any:
         """A call inside a batch."""
-        state, batch, original = self._ps_state(), local.batch, self._ps_original.forward
+        state, batch, original = self._ps_state(), local.batch, self._ps_forward()
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
         if batch is None or not state.general:
@@ -104,7 +109,7 @@ class PSContainer(Converted):
             layouts = fallback.Layouts(*(fallback.places(state, call, slot, value) for slot, value in slots.items()))
             how = (call, module.training, ndims((taken, named)))
             try:
-                forward = module._ps_original.forward
+                forward = module._ps_forward()
                 state.plans[how] = fallback.choose(module, forward, (taken, named), layouts, batch.size, state.whole)
             except fallback.NoWayError as error:
                 if why is not None and module is self:
@@ -158,7 +163,7 @@ def container_class(original: Any) -> type[PSContainer]:
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._ps is None or local.general:
-            return original.forward(self, *args, **kwargs)
+            return self._ps_forward()(self, *args, **kwargs)
         if local.batch is None and local.tracker is None:
             return self._ps_outermost(PSContainer._ps_run, args, kwargs)
         return self._ps_run(*args, **kwargs)

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -77,7 +78,7 @@ def convert_model(
     _one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     rows = _plan(model, on_unsupported)
     settings = Settings(loss_reduction=loss_reduction, batch_first=bool(batch_first), partial=on_unsupported == "skip")
-    before = [(row.module, type(row.module), row.module.__dict__.get("_ps")) for row in rows]
+    before = [(row.module, type(row.module), {k: row.module.__dict__.get(k) for k in ("_ps", "forward")}) for row in rows]
     fresh = [p for p in model.parameters() if "grad_sample" not in p.__dict__]
     frozen: list[nn.Parameter] = []
     try:
@@ -94,11 +95,12 @@ def convert_model(
         if example is not None:
             _try_example(model, *arguments(example))
     except BaseException:
-        for module, cls, state in before:
+        for module, cls, held in before:
             module.__class__ = cls
-            module.__dict__.pop("_ps", None)
-            if state is not None:
-                module.__dict__["_ps"] = state
+            for name, value in held.items():
+                module.__dict__.pop(name, None)
+                if value is not None:
+                    module.__dict__[name] = value
         for param in frozen:
             param.requires_grad_(True)
         for param in fresh:
@@ -114,7 +116,12 @@ def _swap(row: Row, settings: Settings, path: str) -> None:
     except TypeError as error:  # a class with an object layout of its own
         raise ConversionError(f"`{path}` ({row.original.__name__}) cannot change its class: {error}.") from error
     assert isinstance(row.module, Converted)
+    earlier = row.module.__dict__.get("_ps")
     row.module._ps = state = State(settings, path, row.module)
+    state.forward = earlier.forward if earlier is not None else None
+    if (own := _own_method(row.module)) is not None:  # it would hide that of the class
+        state.forward = own
+        del row.module.__dict__["forward"]
     state.general = row.general
     state.whole = row.general and is_parametrized(row.module)
 
@@ -162,7 +169,9 @@ def restore_model(model: M) -> M:
     for module in model.modules():
         if isinstance(module, Converted):
             original = original_class(type(module))
-            module.__dict__.pop("_ps", None)
+            state = module.__dict__.pop("_ps", None)
+            if state is not None and state.forward is not None:
+                module.__dict__["forward"] = state.forward
             if original is not type(module):
                 module.__class__ = original  # type: ignore[assignment]
     for param in model.parameters():
@@ -253,8 +262,11 @@ def _refusal(module: nn.Module) -> str | None:
         isinstance(t, (UninitializedParameter, UninitializedBuffer)) for t in (*module.parameters(False), *module.buffers(False))
     ):
         return "is lazy and has not seen an input yet: run one batch through the model first"
-    if "forward" in module.__dict__ and any(True for _ in module.parameters()):
-        return "has a forward of its own set on the instance, which would bypass the replacement: move it into the class"
+    if "forward" in module.__dict__ and _own_method(module) is None and any(True for _ in module.parameters()):
+        return (
+            "has a forward of its own set on the instance, which would bypass the replacement: move it into the class (a method "
+            "of that very module, self.forward = self.forward_other, is fine)"
+        )
     if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
         return (
             "mixes samples in training mode, so per-sample gradients are undefined: call .eval() on it, or turn it into a "
@@ -268,8 +280,16 @@ def _refusal(module: nn.Module) -> str | None:
     return None
 
 
+def _own_method(module: nn.Module) -> MethodType | None:
+    """What was set as `forward` on a module, where it is a method of that very module."""
+    own = module.__dict__.get("forward")
+    return own if isinstance(own, MethodType) and own.__self__ is module and not isinstance(module, PSLayer) else None
+
+
 def _unlike(module: nn.Module) -> str | None:
     """Why a module of a known class is not like that class; None where it is."""
+    if "forward" in module.__dict__:
+        return "has a forward of its own set on the instance"
     if any(isinstance(value, torch.Tensor) for value in module.__dict__.values()):
         return "holds a weight that is computed from other parameters (weight_norm, spectral_norm, pruning)"
     return None

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -40,6 +41,7 @@ class State:
         self.tables = False  # callers of layers that take what all samples share are run whole
         self.plans: dict[tuple[int, bool, tuple[int, ...]], Any] = {}  # how: (number of the call, training, dims of the inputs)
         self.ndims = {name: p.ndim for name, p in own_parameters(module)}
+        self.forward: MethodType | None = None  # that was set on the instance, where it was one of its own methods
         # tracked: (number of the call, place of the tensor, its dims): layout
         self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
 

@@ -116,4 +116,4 @@ def callable_module(module: nn.Module) -> bool:
     """Whether the module has a forward: lists and dicts of modules or parameters have none."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__

@@ -301,3 +301,47 @@ def test_a_failing_example_leaves_everything_as_it_was(how: str) -> None:
         assert [(type(m), m.__dict__.get("_ps")) for m in model.modules()] == before
         assert all(p.requires_grad for p in model.parameters())
         assert converted or untouched(model)
+
+
+class Chooses(nn.Module):
+    """Has no forward but the one of its methods that it was asked for, as FasterNet's partial convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(2, 2), nn.Parameter(torch.randn(2))
+        self.forward = self.forward_split  # type: ignore[method-assign]
+
+    def forward_split(self, x: Tensor) -> Tensor:
+        first, rest = x.split([2, x.shape[1] - 2], 1)
+        return torch.cat([self.fc(first) * self.scale, rest], 1)
+
+
+def test_a_forward_that_is_one_of_the_modules_own_methods() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Chooses(), nn.Linear(4, 3)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    ours = ps.convert_model(ps.convert_model(copy.deepcopy(model)))
+    for twin in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert assert_rows_right(model, x, converted=twin) is twin
+        assert ps.report(twin).fast == 1
+        back = ps.restore_model(twin)[1]
+        assert type(back) is Chooses and back.forward.__self__ is back and back.forward.__func__ is Chooses.forward_split
+        torch.testing.assert_close(twin(x), model(x))
+
+
+def test_a_forward_of_ones_own_comes_back_after_an_error() -> None:
+    model = nn.Sequential(Chooses(), nn.Flatten())
+    with pytest.raises(RuntimeError, match="split"):
+        ps.convert_model(model, example=torch.randn(3, 1))
+    assert untouched(model) and model[0].forward.__self__ is model[0]
+
+
+def test_a_layer_with_another_of_its_methods_as_its_forward() -> None:
+    class Doubles(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.forward = self.twice  # type: ignore[method-assign]
+
+        def twice(self, x: Tensor) -> Tensor:
+            return 2 * nn.functional.linear(x, self.weight, self.bias)
+
+    assert_rows_right(nn.Sequential(Doubles(), nn.Linear(4, 3)), torch.randn(3, 4, dtype=torch.float64))
