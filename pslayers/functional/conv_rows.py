@@ -175,8 +175,8 @@ def _factors(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> tu
 # one), and is slow for few columns.
 FUSED_MULTIPLY, FUSED_RESULT, FUSED_INPUT, FUSED_FAR, FAR = 0.0045, 0.4, 0.2, 4.5, 32
 EACH_MULTIPLY, EACH_CALL = 0.007, 30e3
-IM2COL_MULTIPLY, IM2COL_RESULT, IM2COL_PATCH, IM2COL_RUN = 0.0115, 0.15, 0.05, 1.5
-PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_CALL = 0.0053, 0.15, 8e3
+IM2COL_MULTIPLY, IM2COL_RESULT, IM2COL_PATCH, IM2COL_RUN = 0.009, 0.15, 0.05, 1.5
+PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_CALL = 0.0053, 0.15, 16e3
 
 
 def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str:

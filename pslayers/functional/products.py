@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 WORTH_IT = 1 << 20  # multiplications, from which oneDNN's dearer call has paid
-WORTH_IT_EACH = 1 << 22  # the same for each of a batch, where MKL's batched product has one call for all
+WORTH_IT_EACH = 1 << 23  # the same for each of a batch, where MKL's batched product has one call for all
 
 
 @functools.cache
