@@ -11,6 +11,9 @@ from .expand import local
 from .record import Recorder, recorder_of
 
 
+_RNN_LISTS = ("_flat_weights", "_flat_weight_refs")
+
+
 class _Alias(torch.autograd.Function):
     """A parameter, whose gradient is noted on its way, and recorded as the row of the one sample."""
 
@@ -63,12 +66,8 @@ def _replaced(model: nn.Module, aliases: dict[int, Tensor]) -> Iterator[None]:
             if param is not None and id(param) in aliases:
                 undo.append((own, name, param))
                 own[name] = aliases[id(param)]  # type: ignore[assignment]
-        if isinstance(module, nn.RNNBase):  # keeps them once more
-            flat: list[Any] = module._flat_weights
-            for i, param in enumerate(flat):
-                if id(param) in aliases:
-                    undo.append((flat, i, param))
-                    flat[i] = aliases[id(param)]
+        if isinstance(module, nn.RNNBase):  # its forward sees that they are others, and keeps them in a list
+            undo += [(module.__dict__, name, module.__dict__[name]) for name in _RNN_LISTS if name in module.__dict__]
     try:
         yield
     finally:

@@ -1,0 +1,75 @@
+"""Products by either library: the same numbers, for every size and stride."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from pslayers.functional import products
+
+SIZES = [(3, 5, 4), (64, 96, 32), (256, 300, 128), (512, 130, 260)]
+
+
+@pytest.fixture(params=[False, True])
+def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if request.param and not products.HAS_ONEDNN:
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: request.param)
+    monkeypatch.setattr(products, "WORTH_IT_EACH", 1 << 12)
+    return request.param
+
+
+def forms(t: Tensor) -> list[Tensor]:
+    """The same values with other strides."""
+    wide = torch.randn(*t.shape[:-1], 2 * t.shape[-1], dtype=t.dtype)
+    wide[..., ::2] = t
+    return [t, t.mT.contiguous().mT, wide[..., ::2], t[:1].expand_as(t)]
+
+
+@pytest.mark.parametrize(("n", "i", "o"), SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_affine_and_outer(n: int, i: int, o: int, dtype: torch.dtype, onednn: bool) -> None:
+    tol = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {}
+    for x in forms(torch.randn(n, i, dtype=dtype)):
+        for w in forms(torch.randn(o, i, dtype=dtype)):
+            b = torch.randn(o, dtype=dtype)
+            expected = (x.double() @ w.double().t() + b.double()).to(dtype)
+            torch.testing.assert_close(products.affine(x, w, b), expected, **tol)
+            torch.testing.assert_close(products.product(x, w) + b, expected, **tol)
+        for g in forms(torch.randn(n, o, dtype=dtype)):
+            torch.testing.assert_close(products.outer(g, x), (g.double().t() @ x.double()).to(dtype), **tol)
+    x3 = torch.randn(4, n, i, dtype=dtype)
+    torch.testing.assert_close(products.affine(x3, w), (x3.double() @ w.double().t()).to(dtype), **tol)
+
+
+@pytest.mark.parametrize(("b", "t", "o", "i"), [(3, 1, 5, 4), (3, 7, 5, 4), (0, 7, 5, 4), (3, 0, 5, 4), (2, 64, 48, 32)])
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_outer_each(b: int, t: int, o: int, i: int, scale: float, onednn: bool) -> None:
+    for left in forms(torch.randn(b, t, o)):
+        for right in forms(torch.randn(b, t, i)):
+            out = torch.full((b, o, i), torch.nan)
+            found = products.outer_each(left, right, scale, out)
+            assert found.data_ptr() == out.data_ptr()
+            torch.testing.assert_close(out, scale * left.mT @ right, rtol=1e-4, atol=1e-3)
+
+
+def test_autocast_is_torchs() -> None:
+    x, w = torch.randn(256, 300), torch.randn(128, 300)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = products.affine(x, w)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, w))
+
+
+def test_the_rule_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {}
+    for vendor in ("GenuineIntel", "AuthenticAMD"):
+        monkeypatch.setattr(products.Path, "read_text", lambda self, vendor=vendor: f"vendor_id : {vendor}")
+        answers[vendor] = products.onednn_is_faster.__wrapped__()
+    assert answers["GenuineIntel"] is False
+    assert answers["AuthenticAMD"] is (products.HAS_ONEDNN and torch.backends.mkl.is_available())
+
+    def missing(self: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(products.Path, "read_text", missing)
+    assert products.onednn_is_faster.__wrapped__() is False
