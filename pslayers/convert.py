@@ -19,7 +19,7 @@ from .expand import Settings, clear
 from .layers.base import REGISTRY, PSLayer
 from .record import forget
 from .reports import Row, original_class
-from .trees import callable_module, ndims, own_parameters
+from .trees import callable_module, own_parameters
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -133,7 +133,6 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     with torch.random.fork_rng():
         try:
             model._ps_learn(PSContainer._ps_run, args, kwargs, size)
-            model._ps_state().proved.add((model.training, ndims((args, kwargs))))
         except ValueError as error:
             raise ConversionError(f"{type(model).__name__} cannot be converted, and has not been changed: {error}") from error
 

@@ -122,8 +122,10 @@ class Converted(_Mixin):
             batch.outputs = []
         try:
             output = run(self, *args, **kwargs)
-            if not unproved or self._ps_holds(batch, output):
-                state.proved |= {kind} if unproved else set()
+            holds = self._ps_holds(batch, output) if unproved else None
+            if holds:
+                state.proved.add(kind)
+            if holds is not False:
                 return output
         except Ambiguous:
             if apart:
@@ -133,9 +135,7 @@ class Converted(_Mixin):
         set_random_state(random)
         if before is not None:
             before.restore()
-        output = self._ps_learn(run, args, kwargs, size)
-        state.proved.add(kind)
-        return output
+        return self._ps_learn(run, args, kwargs, size)
 
     def _ps_apart(self) -> ValueError:
         return ValueError(
@@ -145,14 +145,17 @@ class Converted(_Mixin):
             f"ps.convert_model(model, example=x)."
         )
 
-    def _ps_holds(self, batch: Batch, output: Any) -> bool:
-        """Whether a first call shows that samples depend on their own rows alone, and that all trainable parameters have rows."""
+    def _ps_holds(self, batch: Batch, output: Any) -> bool | None:
+        """Whether a first call shows that samples depend on their own rows alone, and that all trainable parameters have rows.
+
+        None where nothing speaks against it, but a NaN leaves it open: then a later call is to show it.
+        """
         assert batch.outputs is not None
         try:
             agree = rows_agree(batch.outputs, judged(output, batch), batch)
         except Unprovable:  # then the samples are changed, and what depends on them is seen
             return False
-        return agree and not self._ps_past_layers(output)
+        return False if self._ps_past_layers(output) else agree
 
     def _ps_past_layers(self, output: Any) -> bool:
         """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that was not converted."""
@@ -204,7 +207,7 @@ class Converted(_Mixin):
 
     def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""
-        given = self._ps_given()
+        given, kind = self._ps_given(), (self.training, ndims((args, kwargs)))
         plain = None
         if not given:  # per-sample weights have no plain counterpart
             with torch.no_grad():
@@ -222,7 +225,7 @@ class Converted(_Mixin):
             agree = rows_agree(batch.outputs, own, batch)
         except Unprovable:  # tracking has seen it, by changed samples
             agree = True
-        if problem is None and ((MIXED in layouts and not own) or not agree):
+        if problem is None and ((MIXED in layouts and not own) or agree is False):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
             raise ValueError(
@@ -230,6 +233,8 @@ class Converted(_Mixin):
                 f"all {size} samples share was given a batch dim and did not broadcast as without one. Give it one in the model, "
                 f"as in ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer)."
             )
+        if agree:
+            self._ps_state().proved.add(kind)
         return output
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -245,9 +245,9 @@ class _Proof:
             finally:
                 local.general = before
         # some gradients are nothing but rounding (a bias before a softmax): judge by the largest
-        largest = max((g.abs().max().item() for g in grads[0] if g is not None and g.numel()), default=0.0)
+        largest = max((g.nan_to_num(0, 0, 0).abs().max().item() for g in grads[0] if g is not None and g.numel()), default=0.0)
         for plain, rows in zip(*grads, strict=True):
-            if plain is not None and (rows is None or not torch.allclose(rows.sum(0), plain, 1e-3, 1e-4 * largest)):
+            if plain is not None and (rows is None or not torch.allclose(rows.sum(0), plain, 1e-3, 1e-4 * largest, True)):
                 self.problem = f"the rows do not add up to the gradient ({plan.way})"
                 return False
         self.redirected = {name for name, w in each.items() if w.data_ptr() in redirect.weights and plan.way == "vmap"}
@@ -262,8 +262,9 @@ class _Proof:
         if found.shape != plain.shape or not plain.numel():
             return found.shape == plain.shape
         expected = torch.where(_mask(self.changed.to(plain.device), plain, layout), other, plain)
-        scale = (other - plain).abs().max()
-        error = torch.where(found == expected, 0, (found - expected).abs())  # infinities, as in masks
+        scale = (other - plain).nan_to_num(0, 0, 0).abs().max()
+        same = (found == expected) | (found.isnan() & expected.isnan())  # infinities, as in masks
+        error = torch.where(same, 0, (found - expected).abs())
         return bool(error.max() <= 1e-3 * scale + 1e-5 * plain.abs().nan_to_num(0, 0, 0).max())
 
     def _outputs(self, weights: dict[str, Tensor]) -> list[Tensor]:

@@ -199,10 +199,16 @@ def _prelu(input: Tensor, weight: Tensor) -> Any:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    if attn_mask is None or not attn_mask.is_floating_point():
+    if attn_mask is None or not _needs_gradient(attn_mask):
         return NotImplemented
-    with sdpa_kernel(SDPBackend.MATH):  # under vmap the fused kernels refuse a mask that needs a gradient
+    with sdpa_kernel(SDPBackend.MATH):  # as torch chooses by itself, but not under vmap, where it does not see that need
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+
+
+def _needs_gradient(t: Tensor) -> bool:
+    while torch._C._functorch.is_batchedtensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t.requires_grad
 
 
 _MAKERS = {

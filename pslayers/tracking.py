@@ -317,7 +317,10 @@ def disagreement(ours: Any, plain: Any) -> str | None:
     for a, b in zip(*pairs, strict=True):
         if b.is_floating_point() and b.numel():
             tolerance = {torch.float64: 1e-4, torch.float32: 1e-3}.get(b.dtype, 3e-2)  # models may compute in less than they return
-            a, b = a.detach().double().nan_to_num(), b.detach().double().nan_to_num()
+            finite = b.isfinite()
+            if not torch.equal(a.isfinite(), finite):
+                return "other values than the original layers"
+            a, b = (torch.where(finite, t.detach().double(), 0) for t in (a, b))
             if (a - b).abs().max() > tolerance * (b.abs().max() + 1e-4):
                 return "other values than the original layers"
     return None
@@ -342,8 +345,12 @@ def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = 
     return found
 
 
-def rows_agree(layers: Sequence[tuple[Tensor, int, Tensor | None]], outputs: Sequence[tuple[Tensor, Layout]], batch: Batch) -> bool:
+def rows_agree(
+    layers: Sequence[tuple[Tensor, int, Tensor | None]], outputs: Sequence[tuple[Tensor, Layout]], batch: Batch
+) -> bool | None:
     """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs alone.
+
+    None where they seem to, but a NaN leaves it open: no gradient at all times NaN is NaN.
 
     A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a table as long as the
     batch). Costs 2 log2(B) passes of the graph without weight gradients.
@@ -351,6 +358,7 @@ def rows_agree(layers: Sequence[tuple[Tensor, int, Tensor | None]], outputs: Seq
     asked = [each for each in layers if each[0].requires_grad and each[0].numel()]
     if not outputs or not asked:
         return True  # nothing to be told here
+    agree: bool | None = True
     for samples in _separating_groups(batch.size):
         theirs = torch.tensor(samples, device=outputs[0][0].device)
         own = [_of_samples(t, layout, theirs, batch.size) for t, layout in outputs]
@@ -367,9 +375,12 @@ def rows_agree(layers: Sequence[tuple[Tensor, int, Tensor | None]], outputs: Seq
             grad = grad.movedim(rows, 0)
             if owners is None:
                 owners = torch.arange(batch.size, device=grad.device).repeat_interleave(grad.shape[0] // batch.size)
-            if bool((grad[~torch.isin(owners, theirs)] != 0).any()):
+            of_others = grad[~torch.isin(owners, theirs)]
+            touched, unknown = of_others != 0, of_others.isnan()
+            if bool((touched & ~unknown).any()):
                 return False
-    return True
+            agree = None if bool(unknown.any()) else agree
+    return agree
 
 
 def _of_samples(t: Tensor, layout: Layout, samples: Tensor, size: int) -> Tensor:

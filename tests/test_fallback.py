@@ -414,3 +414,33 @@ def test_channels_last_images_through_a_norm_of_ones_own() -> None:
 
     model = nn.Sequential(nn.Conv2d(3, 96, 1), Norm(1, 96), nn.Conv2d(96, 4, 1)).to(memory_format=torch.channels_last)
     assert_rows_right(model, torch.randn(3, 3, 4, 4, dtype=torch.float64).contiguous(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("way", ["vmap", "loop"])
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+def test_outputs_that_are_infinite(way: str) -> None:
+    """Logits of classes that a sample does not have (Grounding DINO)."""
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if way == "loop" and x.sum().item() == 0.5:
+                return x
+            return F.linear(x, self.mix.weight).masked_fill(x > 1, -torch.inf)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.logits = nn.Linear(4, 4), Logits()
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits = self.logits(x)
+            return self.fc(x) + torch.where(logits.isfinite(), logits, 0)
+
+    x = torch.randn(3, 4, dtype=torch.float64)
+    x[0, 0] = 2
+    ours = assert_rows_right(Model(), x)
+    assert ours._ps_state().plans == {}  # it did not have to be run whole

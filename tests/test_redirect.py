@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pslayers as ps
+from pslayers.redirect import _attention
 
 from .oracle import assert_rows_right, loop, square, squares
 
@@ -175,3 +176,17 @@ def test_sum_loss_and_chunks() -> None:
         found = ps.per_sample_grads(model, squares, x, chunk_size=chunk)
         for name, rows in found.items():
             torch.testing.assert_close(rows, expected[name], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_attention_leaves_its_kernel_only_where_the_mask_needs_a_gradient(needed: bool) -> None:
+    """Else the outputs would be another kernel's than the plain model's."""
+    q, mask, ways = torch.randn(3, 2, 5, 4), torch.randn(3, 5, 5, requires_grad=needed), list[bool]()
+
+    def attend(q: Tensor, mask: Tensor) -> Tensor:
+        ways.append(_attention(q, q, q, mask) is NotImplemented)
+        return q
+
+    torch.func.vmap(attend)(q, mask)
+    attend(q[0], mask[0])
+    assert ways == [not needed] * 2

@@ -437,3 +437,49 @@ def test_samples_that_are_standardised_first(size: int, channels: int) -> None:
             return self.out(torch.tanh(self.fc(h.flatten(0, 1)))).unflatten(0, (len(x), -1))
 
     assert_rows_right(Standardises(), torch.randn(size, 8, channels, dtype=torch.float64))
+
+
+class Masked(nn.Module):
+    """Forbids values by -inf; a sample whose first input is positive has none left, so it is NaN (padding on the left)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        forbidden = x[:, :1] > 0
+        h = torch.softmax(self.fc(x).masked_fill(forbidden, -torch.inf), -1)
+        return self.scale * nn.functional.linear(h, self.out.weight)
+
+
+@pytest.mark.parametrize("nans", [0, 1, 2, 3])
+def test_a_sample_that_is_not_a_number_says_nothing_of_the_others(nans: int) -> None:
+    model = Masked().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for count in (nans, 0):
+        ours.zero_grad()
+        x = -torch.rand(3, 4, dtype=torch.float64)
+        x[:count, 0] = 1
+        ours(x).square().sum(1).mean().backward()
+        for i in range(3):
+            grads = torch.autograd.grad(model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True)
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                if g is not None:
+                    torch.testing.assert_close(p.grad_sample[i], g, equal_nan=True)
+
+
+def test_a_batch_that_is_not_a_number_proves_nothing() -> None:
+    class Interacts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc(x)
+            return h * h.mean(0)
+
+    ours = ps.convert_model(Interacts())
+    ours(torch.full((3, 4), torch.nan)).sum().backward()
+    with pytest.raises(ValueError, match="samples interact in it"):
+        ours(torch.randn(3, 4))
