@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from . import sharding
 from .expand import Batch, Settings, clear, local, transforming
-from .single import run_alone
+from .single import run_alone, run_plain
 from .snapshot import Snapshot
 from .tracking import (
     MIXED,
@@ -92,6 +92,8 @@ class Converted(_Mixin):
     def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an outermost call, its batch size known to every layer below."""
         settings, trackable = self._ps_state().settings, not self._ps_layer
+        if trackable and not (settings.recording and torch.is_grad_enabled()) and not transforming() and not self._ps_given():
+            return run_plain(self, args, kwargs)
         recomputed = torch._C._current_graph_task_id() != -1 and bool(settings.sizes)
         if recomputed:  # a checkpoint computes a part of an earlier call again
             size, trackable = self._ps_recomputed_size(settings), False

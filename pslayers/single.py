@@ -1,4 +1,4 @@
-"""A batch of one: everything is that sample's, so the model runs as it is, and each gradient is its one row too."""
+"""Calls by the original layers: of a batch of one, where each gradient is its one row too; and where nothing is recorded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from .expand import local
 from .record import Recorder, recorder_of
-
 
 _RNN_LISTS = ("_flat_weights", "_flat_weight_refs")
 
@@ -48,10 +47,15 @@ def run_alone(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             recorder = recorder_of(param, name, settings, model.get_submodule(name.rpartition(".")[0]))
             recorder.use()
             aliases[id(param)] = _Alias.apply(param, recorder)
+    with _replaced(model, aliases):
+        return run_plain(model, args, kwargs)
+
+
+def run_plain(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call by the original layers, with whatever parameters there are."""
     before, local.general = local.general, True
     try:
-        with _replaced(model, aliases):
-            return model.forward(*args, **kwargs)
+        return model.forward(*args, **kwargs)
     finally:
         local.general = before
 

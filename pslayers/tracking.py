@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
-from .expand import Batch, local
+from .expand import Batch, local, transforming
 from .snapshot import trial
 from .trees import map_tensors, own_parameters, tensors_in, written_to
 
@@ -66,7 +66,7 @@ class Tracker:
     def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the container `module`, and note all of its inputs and outputs."""
         # what it takes may be changed in place later on
-        kept_args, kept_kwargs = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
+        kept_args, kept_kwargs = map_tensors(_kept, (args, kwargs))
         given = {id(t) for t in tensors_in((args, kwargs))}
         with self.inside(module) as call:
             output = forward(module, *args, **kwargs)
@@ -78,6 +78,12 @@ class Tracker:
                     self.seen[id(module), call, (slot, place), t.ndim] = t
         self.made.append((module, call, kept_args, kept_kwargs, kept, written))
         return output
+
+
+def _kept(t: Tensor) -> Tensor:
+    """A copy of an input that needs gradients where it does (torch.func's transforms have their own way of saying so)."""
+    copy = t.detach().clone()
+    return copy.requires_grad_() if t.requires_grad and not transforming() else copy
 
 
 def track(
