@@ -123,8 +123,8 @@ def _take_gradients(tracker: Tracker, recorded: Tracker) -> None:
     for module, call, taken, named, *_ in tracker.made:
         pairs = zip(tensors_in((taken, named)), tensors_in(like.get((id(module), call), ())), strict=False)
         for kept, t in pairs:
-            if isinstance(kept, Tensor) and isinstance(t, Tensor):
-                kept.requires_grad_(t.requires_grad)
+            if isinstance(kept, Tensor) and isinstance(t, Tensor) and t.requires_grad:
+                kept.requires_grad_()
 
 
 def _whole(modules: dict[int, Any], caller: int | None, module: Any, why: str = "its rows are picked by data") -> None:

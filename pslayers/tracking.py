@@ -37,6 +37,12 @@ class Ambiguous(BaseException):
     """Raised by a layer whose input cannot be attributed by its shape; the outermost module tracks the batch and calls again."""
 
 
+def _kept(t: Tensor) -> Tensor:
+    """A copy without the graph, that needs a gradient where the tensor does (transforms of torch.func do not let it)."""
+    kept = t.detach().clone()
+    return kept.requires_grad_() if t.requires_grad and not transforming() else kept
+
+
 class Tracker:
     """Collects what the calls of layers and containers take and return, while the model runs by its original layers."""
 
