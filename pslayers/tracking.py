@@ -86,12 +86,6 @@ class Tracker:
         return output
 
 
-def _kept(t: Tensor) -> Tensor:
-    """A copy of an input that needs gradients where it does (torch.func's transforms have their own way of saying so)."""
-    copy = t.detach().clone()
-    return copy.requires_grad_() if t.requires_grad and not transforming() else copy
-
-
 def track(
     run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
 ) -> tuple[dict[Key, Layout], Tracker]:

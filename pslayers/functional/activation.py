@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..expand import Expansion
-from .affine import affine
+from .affine import Separate, affine
 
 
 def prelu(x: Tensor, weight: Tensor | Expansion) -> Tensor:
@@ -29,7 +29,7 @@ def prelu(x: Tensor, weight: Tensor | Expansion) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _PReLU:
+class _PReLU(Separate):
     """The kernels of prelu; no statistics."""
 
     weights: int

@@ -3,7 +3,7 @@
 Shapes: B samples, N = k * B rows; S the shape of weight and bias.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,14 +21,10 @@ class Kernel(Protocol):
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
         """The result, and the statistics that the backward pass needs, in the dtype that it computes in."""
 
-    def input_grad(self, gy: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor) -> Tensor:
-        """The gradient of x."""
-
-    def weight_grad(self, gy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        """The gradient of each row's weight, (N, *S)."""
-
-    def bias_grad(self, gy: Tensor) -> Tensor:
-        """The gradient of each row's bias, (N, *S)."""
+    def grads(
+        self, gy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], need: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of x, and of each row's weight and bias, (N, *S); `need` says which."""
 
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The same by differentiable ops, with weights (N, *S)."""
@@ -51,6 +47,29 @@ def affine(kernel: Kernel, op: str, x: Tensor, weight: Weight, bias: Weight, ndi
 def in_float32(x: Tensor) -> Tensor:
     """`x` as autocast hands it to the ops that it runs in float32, on CUDA."""
     return x.float() if x.device.type == "cuda" and torch.is_autocast_enabled("cuda") else x
+
+
+class Separate:
+    """A kernel that has a formula for each of its gradients."""
+
+    def input_grad(self, gy: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def weight_grad(self, gy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def bias_grad(self, gy: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def grads(
+        self, gy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], need: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        need_x, need_weight, need_bias = need
+        return (
+            self.input_grad(gy, x, weight, *statistics) if need_x else None,
+            self.weight_grad(gy, x, *statistics) if need_weight else None,
+            self.bias_grad(gy) if need_bias else None,
+        )
 
 
 class _Affine(torch.autograd.Function):
@@ -80,15 +99,16 @@ class _Affine(torch.autograd.Function):
             return *composite_backward(_again(w, b, kernel), ctx.saved_tensors, (gy,)), None, None, None
         need_x, need_w, need_w_rows, need_b, need_b_rows, *_ = wanted(ctx)
         statistics, dtype = ctx.statistics, x.dtype
-        gx = g_w = g_w_rows = g_b = g_b_rows = None
+        g_w = g_w_rows = g_b = g_b_rows = None
         inside = statistics[0].dtype if statistics else torch.promote_types(dtype, w.weight.dtype)
         x, gy = x.to(inside), gy.to(inside)
-        if need_x:
-            gx = kernel.input_grad(gy, x, None if weight is None else weight.to(inside), *statistics).to(dtype)
-        if need_w or need_w_rows:
-            g_w, g_w_rows = _sums(kernel.weight_grad(gy, x, *statistics), w, need_w, need_w_rows)
-        if need_b or need_b_rows:
-            g_b, g_b_rows = _sums(kernel.bias_grad(gy), b, need_b, need_b_rows)
+        need = need_x, need_w or need_w_rows, need_b or need_b_rows
+        gx, each_w, each_b = kernel.grads(gy, x, None if weight is None else weight.to(inside), statistics, need)
+        if each_w is not None:
+            g_w, g_w_rows = _sums(each_w, w, need_w, need_w_rows)
+        if each_b is not None:
+            g_b, g_b_rows = _sums(each_b, b, need_b, need_b_rows)
+        gx = None if gx is None else gx.to(dtype)
         return gx, g_w, g_w_rows, g_b, g_b_rows, None, None, None
 
 

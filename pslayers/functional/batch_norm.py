@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .affine import Weight, affine
+from .affine import Separate, Weight, affine
 
 
 def batch_norm(
@@ -30,7 +30,7 @@ def batch_norm(
 
 
 @dataclass(frozen=True)
-class _BatchNorm:
+class _BatchNorm(Separate):
     """The kernels of batch_norm; the statistics are copied in, since training may go on before the backward pass."""
 
     running_mean: Tensor

@@ -197,6 +197,8 @@ def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str
         "fused": blocked * (FUSED_RESULT + FUSED_MULTIPLY * far * positions) + inputs * FUSED_INPUT,
         "im2col": values * IM2COL_RESULT + wide * IM2COL_MULTIPLY * positions + patches,
     }
+    if kernel == 1:  # for which the fused kernel is a loop over the groups
+        del costs["fused"]
     if onednn_is_faster():
         costs["product"] = values * (PRODUCT_RESULT + PRODUCT_MULTIPLY * positions) + groups * PRODUCT_CALL + patches
     if groups == 1 and i < 8 and gy.ndim == 4:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .affine import Weight, affine, in_float32
+from .affine import Separate, Weight, affine, in_float32
 
 
 def layer_norm(x: Tensor, normalized_shape: Sequence[int], weight: Weight = None, bias: Weight = None, eps: float = 1e-5) -> Tensor:
@@ -68,7 +68,7 @@ def _check_shape(op: str, x: Tensor, shape: tuple[int, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class _LayerNorm:
+class _LayerNorm(Separate):
     """The kernels of layer_norm; statistics (N, ..., 1, ..)."""
 
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class _LayerNorm:
 
 
 @dataclass(frozen=True)
-class _RMSNorm:
+class _RMSNorm(Separate):
     """The kernels of rms_norm; the one statistic is (N, ..., 1, ..)."""
 
     shape: tuple[int, ...]
@@ -143,21 +143,18 @@ class _GroupNorm:
         n, c = x.shape[:2]
         return torch.native_group_norm(x.contiguous(), weight, bias, n, c, math.prod(x.shape[2:]), self.groups, self.eps)
 
-    def input_grad(self, gy: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor) -> Tensor:
-        mean, rstd = statistics
-        (n, c), mask = x.shape[:2], [True, False, False]
-        return torch.ops.aten.native_group_norm_backward(
-            gy.contiguous(), x.contiguous(), mean, rstd, weight, n, c, math.prod(x.shape[2:]), self.groups, mask
-        )[0]
-
-    def weight_grad(self, gy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        mean, rstd = statistics
-        by_group = (len(x), self.groups, x.shape[1] // self.groups)  # two sums, and no normalised copy of x
-        products, sums = self.bias_grad(gy * x).reshape(by_group), self.bias_grad(gy).reshape(by_group)
-        return ((products - sums * mean.unsqueeze(2)) * rstd.unsqueeze(2)).reshape(x.shape[:2])
-
-    def bias_grad(self, gy: Tensor) -> Tensor:
-        return gy.flatten(2).sum(2) if gy.ndim > 2 else gy  # (N, C)
+    def grads(
+        self, gy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], need: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """All at once: with every row's channels side by side as one row, the sum over the rows has but one term."""
+        mean, rstd = (t.reshape(1, -1) for t in statistics)
+        (n, c), space = x.shape[:2], math.prod(x.shape[2:])
+        every = None if weight is None else weight.repeat(n)
+        one = (t.contiguous().view(1, n * c, space) for t in (gy, x))
+        gx, gw, gb = torch.ops.aten.native_group_norm_backward(
+            *one, mean, rstd, every, 1, n * c, space, n * self.groups, [need[0], need[1] and weight is not None, need[2]]
+        )
+        return tuple(None if g is None else g.view(shape) for g, shape in zip((gx, gw, gb), (x.shape, (n, c), (n, c)), strict=True))  # type: ignore[return-value]
 
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         y = F.group_norm(x, self.groups, None, None, self.eps)
