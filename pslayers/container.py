@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import fallback
+from . import compiled, fallback
 from .converted import Converted, random_state, set_random_state
 from .expand import Batch, local, transforming
 from .layers.base import PSLayer
@@ -164,6 +164,8 @@ def container_class(original: Any) -> type[PSContainer]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._ps is None or local.general:
             return self._ps_forward()(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return compiled.call_container(self, self._ps_forward(), args, kwargs)
         if local.batch is None and local.tracker is None:
             return self._ps_outermost(PSContainer._ps_run, args, kwargs)
         return self._ps_run(*args, **kwargs)

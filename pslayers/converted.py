@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence
 
-from . import sharding
+from . import compiled, sharding
 from .expand import Batch, Settings, clear, local, transforming
 from .single import run_alone, run_plain
 from .snapshot import Snapshot
@@ -35,6 +35,7 @@ class State:
 
     def __init__(self, settings: Settings, path: str, module: nn.Module) -> None:
         self.settings, self.path = settings, path
+        self.token = compiled.token_of(module)  # by which compiled code knows the module
         # kinds of calls (training, dims of the inputs) in which rows were proved to be the samples'
         self.proved: set[tuple[bool, tuple[int, ...]]] = set()
         self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
@@ -74,6 +75,8 @@ class Converted(_Mixin):
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
         super().__setstate__(state)
+        if self._ps is not None:
+            self._ps.token = compiled.token_of(self)
         for param in self.__dict__["_parameters"].values():
             if param is not None:
                 param.__dict__.pop("_ps_recorder", None)

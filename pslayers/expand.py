@@ -106,11 +106,12 @@ class Batch:
 
 
 class _Local(threading.local):
-    batch: Batch | None = None
-    explicit: int | None = None
-    tracker: Any = None  # collects what calls take and return while the batch is tracked
-    call: Any = None  # the call of a layer that is running
-    general: bool = False  # inside a module whose parameters are per sample already, under vmap or in a loop
+    def __init__(self) -> None:  # attributes of the instance: torch.compile traces no others
+        self.batch: Batch | None = None
+        self.explicit: int | None = None
+        self.tracker: Any = None  # collects what calls take and return while the batch is tracked
+        self.call: Any = None  # the call of a layer that is running
+        self.general = False  # inside a module whose parameters are per sample already, under vmap or in a loop
 
 
 local = _Local()
@@ -253,6 +254,8 @@ def shared(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
 
     `ndim` is the weight's own number of dims: a tensor of that many is shared as it is; one more, and it is per sample.
     """
+    if torch.compiler.is_compiling():  # plain ops alone, which the compiler can fuse
+        return None
     if isinstance(weight, Expansion):
         return weight
     if weight.ndim == ndim:
@@ -269,7 +272,7 @@ def shared(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
 
 def transforming() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp, ...) is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def per_sample(weight: "Tensor | Expansion", ndim: int, size: int) -> Tensor:

@@ -23,6 +23,9 @@ def opens(value: Any) -> bool:
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor | PackedSequence]:
     """Every tensor in a value, its containers and objects opened in order, each once."""
+    if torch.compiler.is_compiling():
+        yield from _traced_tensors(value)
+        return
     if isinstance(value, (Tensor, PackedSequence)):
         yield value
         return
@@ -38,6 +41,14 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor | Pa
         return
     for item in items:
         yield from tensors_in(item, seen)
+
+
+def _traced_tensors(value: Any) -> list[Any]:
+    """The same by what torch.compile can trace: tuples, lists and dicts are opened."""
+    if isinstance(value, Tensor):
+        return [value]
+    items = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (tuple, list)) else []
+    return [t for item in items for t in _traced_tensors(item)]
 
 
 def ndims(value: Any) -> tuple[int, ...]:

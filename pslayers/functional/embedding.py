@@ -28,6 +28,8 @@ def embedding(ids: Tensor, weight: Tensor | Expansion, padding_idx: int | None =
         padding_idx %= entries
     if w is None:
         assert isinstance(weight, Tensor)
+        if weight.ndim == 2:  # under torch.compile
+            return F.embedding(ids, weight, padding_idx)
         check_rows("embedding", ids, weight)
         return _lookup(ids, weight, padding_idx)
     check_rows("embedding", ids, w.rows)
@@ -42,9 +44,12 @@ def _flat(ids: Tensor, size: int, entries: int) -> Tensor:
 
 def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     size, entries, width = weight.shape
-    if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= entries):
+    if not torch.compiler.is_compiling() and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= entries):
         raise IndexError(f"ps.functional.embedding got an id outside of 0..{entries - 1}.")
-    found = F.embedding(_flat(ids, size, entries), weight.reshape(size * entries, width)).reshape(*ids.shape, width)
+    flat = _flat(ids, size, entries)
+    if torch.compiler.is_compiling():  # values cannot be looked at: what is out of range must not find another sample's entry
+        flat = torch.where((ids < 0) | (ids >= entries), -1, flat.reshape(ids.shape)).reshape(flat.shape)
+    found = F.embedding(flat, weight.reshape(size * entries, width)).reshape(*ids.shape, width)
     if padding_idx is None:
         return found
     return torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)

@@ -59,7 +59,7 @@ class PSAdaptiveLogSoftmaxWithLoss(PSLayer, nn.AdaptiveLogSoftmaxWithLoss, repla
                 f"shapes {tuple(input_.shape)} and {tuple(target_.shape)}."
             )
         x, target = input_.reshape(-1, input_.shape[-1]), target_.reshape(-1)
-        look = len(target) > 0 and not transforming()  # values are there to be read
+        look = len(target) > 0 and not transforming() and not torch.compiler.is_compiling()  # values are there to be read
         if look and (int(target.min()) < 0 or int(target.max()) >= self.n_classes):
             raise RuntimeError(
                 f"Target values should be in [0, {self.n_classes - 1}], but values in range [{int(target.min())}, "

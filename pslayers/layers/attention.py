@@ -224,8 +224,11 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
     @staticmethod
     def _each(fn: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
         """`fn` of each; those that are the same stay so."""
-        done = {id(t): fn(t) for t in tensors}
-        return [done[id(t)] for t in tensors]
+        done: list[Tensor] = []
+        for i, t in enumerate(tensors):  # not by id, for which torch.compile would make code for these very tensors alone
+            first = next(j for j in range(i + 1) if tensors[j] is t)
+            done.append(done[first] if first < i else fn(t))
+        return done
 
     def _rows_first(self, x: Tensor) -> Tensor:
         """(N, L, E); one row for an input without a batch dim."""

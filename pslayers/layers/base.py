@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from .. import compiled
 from ..converted import Converted, State
 from ..expand import Expansion, Scale, Settings, clear, cross, local, transforming
 from ..record import recorder_of
@@ -32,6 +33,8 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(ps_forward)
     def forward(self: "PSLayer", *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compiled.call_layer(self, ps_forward, args, kwargs)
         if local.call is not None and local.call.layer is self:  # a subclass that calls super().forward: one call, one set of rows
             return ps_forward(self, *args, **kwargs)
         if local.tracker is not None:
@@ -59,7 +62,8 @@ class Call:
     __slots__ = ("before", "expanded", "layer", "rows", "scale")
 
     def __init__(self, layer: "PSLayer", rows: int, scale: Scale) -> None:
-        self.layer, self.rows, self.scale, self.expanded = layer, rows, scale, set[str]()
+        self.layer, self.rows, self.scale = layer, rows, scale
+        self.expanded: set[str] = set()
 
     def __enter__(self) -> None:
         self.before, local.call = local.call, self
@@ -243,6 +247,8 @@ class PSLayer(Converted):
 
     def layout(self, x: Tensor, size: int) -> Layout:
         """How `x` holds the samples: by its shape where that is enough, else tracked."""
+        if torch.compiler.is_compiling():
+            return compiled.layout(self, x, size)
         free = 1 if self.event_dims is None else x.ndim - self.event_dims  # dims that could be the batch's
         n, batch, state = x.shape[0] if x.ndim else 0, local.batch, self._ps_state()
         assert batch is not None
@@ -294,6 +300,8 @@ class PSLayer(Converted):
     # ------------------------------------------------------------------ the weights
     def expansion(self, name: str) -> Expansion | Tensor | None:
         """The parameter `name` in the form that ``ps.functional`` takes, at its cheapest; B weights. None stays None."""
+        if torch.compiler.is_compiling():
+            return compiled.weights(self, name)
         weight: Tensor | None = getattr(self, name)
         if weight is None:
             return None

@@ -1,0 +1,404 @@
+"""torch.compile: what a converted model computes while it is traced.
+
+A traced call holds plain ops alone, which the compiler can fuse, and, on the way back, ops of our own ("pslayers::..."), which
+the compiler leaves as they are: run like any eager code, they put the rows on the parameters, by the same recorders and into the
+same reused memory as without a compiler. They return the summed gradient, without which they would be dead code.
+
+What eager calls find out by running (whose rows are whose, weights used past their layers) cannot be found out while tracing:
+a converted model must have been proved before, by an eager call or an example batch, and is refused by name where it was not.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from .expand import UNSCALED, Batch, Expansion, Scale, Settings, local
+from .functional.common import by_sample
+from .functional.conv import _padded, each
+from .functional.conv import _weight_grads as _conv_grads
+from .functional.conv_rows import Geometry, convolution
+from .functional.embedding import _flat
+from .functional.linear import _weight_grads as _linear_grads
+from .record import recorder_of
+from .tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
+from .trees import ndims
+
+# ---------------------------------------------------------------------- which module's rows: known by a number, held weakly
+_modules: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_uses = itertools.count()
+
+
+def token_of(module: nn.Module) -> Tensor:
+    """A number for a module, as a tensor: an input of the compiled code, not a part of it, so that equal layers share that."""
+    _modules[number := next(_numbers)] = module
+    return torch.tensor(number, device="cpu")
+
+
+def _use() -> int:
+    """A number for each use of a weight: the compiler would merge two that look alike, and their rows would count once."""
+    return next(_uses)
+
+
+# torch.compiler.assume_constant_result, which would import the compiler (a second): called while tracing, its result a constant
+_use._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class Traced(Batch):
+    """The batch of the outermost call that is traced; its size may be symbolic, and its loss's factor is put on at run time."""
+
+    def __init__(self, size: int, settings: Settings, trackable: bool) -> None:
+        self.size, self.settings, self.trackable = size, settings, trackable
+        self.calls, self.outputs, self.scale = {}, None, UNSCALED
+
+
+class _Call:
+    """The call of a layer that is traced."""
+
+    def __init__(self, layer: Any, rows: int) -> None:
+        self.layer, self.rows, self.scale = layer, rows, UNSCALED
+        self.expanded: set[str] = set()
+
+
+# ---------------------------------------------------------------------- calls
+def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module with layers below it."""
+    state = module._ps
+    if state.general and (_recording(state.settings) or module._ps_given(own=not state.whole)):
+        raise RuntimeError(
+            f"`{state.path}` ({type(module).__name__}) has no replacement and runs with per-sample parameters, which cannot be "
+            f"compiled: leave this module out (torch.compiler.disable), or write a layer for it (ps.PSLayer)."
+        )
+    if _inside(module):
+        return original(module, *args, **kwargs)
+    if _recording(state.settings) and (module.training, ndims((args, kwargs))) not in state.proved:
+        raise RuntimeError(
+            f"`{state.path}` ({type(module).__name__}) has not been proved right for this kind of call (training or not, dims of "
+            f"the inputs), which cannot be done while it is compiled: call it once without torch.compile, with more than one "
+            f"sample and gradients enabled, or give an example batch, convert_model(model, example=x)."
+        )
+    return _outermost(module, True, original, args, kwargs)
+
+
+def call_layer(layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A layer."""
+    if local.call is not None and local.call.layer is layer:  # a subclass that calls super().forward
+        return ps_forward(layer, *args, **kwargs)
+    if layer.replaces is not None and not layer._ps_needed():
+        return layer.replaces.forward(layer, *args, **kwargs)
+    if not _inside(layer):
+        return _outermost(layer, False, _run_layer, (ps_forward, args, kwargs), {})
+    return _run_layer(layer, ps_forward, args, kwargs)
+
+
+def _run_layer(layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs, rows, undo = layer.arrange(args, kwargs, local.batch.size)  # type: ignore[union-attr]
+    before, local.call = local.call, _Call(layer, rows)
+    try:
+        fast = _FAST.get(layer.replaces)
+        output = NotImplemented if fast is None or _given(layer) else fast(layer, *args, **kwargs)
+        if output is NotImplemented:
+            output = ps_forward(layer, *args, **kwargs)
+    finally:
+        local.call = before
+    if undo is None:
+        return output
+    return undo(output) if isinstance(output, Tensor) else type(output)(undo(t) for t in output)
+
+
+def _recording(settings: Settings) -> bool:
+    return settings.recording and torch.is_grad_enabled()
+
+
+def _given(layer: Any) -> bool:
+    """Whether per-sample weights were given in place of parameters."""
+    own = layer._ps.ndims
+    return any(p is not None and p.ndim != own.get(name, p.ndim) for name, p in layer._parameters.items())
+
+
+def _inside(module: Any) -> bool:
+    """Whether an outermost call is being traced."""
+    if local.batch is None and local.tracker is None and not local.general:
+        return False
+    if not isinstance(local.batch, Traced):
+        raise RuntimeError(
+            f"`{module._ps.path}` ({type(module).__name__}) is compiled by itself inside of a converted model: compile the whole "
+            f"model, or convert this part alone."
+        )
+    return True
+
+
+def _outermost(module: Any, trackable: bool, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An outermost call, its batch size known to every layer below."""
+    taken = (args, kwargs) if trackable else args[1:]
+    size = local.explicit if local.explicit is not None else module._ps_batch_size(*taken)
+    if size is None:
+        return run(module, *args, **kwargs)
+    local.batch = Traced(size, module._ps.settings, trackable)
+    try:
+        return run(module, *args, **kwargs)
+    finally:
+        local.batch = None
+
+
+def layout(layer: Any, x: Tensor, size: int) -> Layout:
+    """How `x` holds the samples: as eager calls have found, else by its shape where that is enough."""
+    state, batch = layer._ps, local.batch
+    free = 1 if layer.event_dims is None else x.ndim - layer.event_dims
+    if free <= 0 or x.ndim == 0:
+        return TABLE
+    n = x.shape[0]
+    if size <= 1:
+        return BATCH_MAJOR if size or not n else SHARED if n == 1 else TABLE
+    alike: list[Layout] = []  # which call this is, is not known here: all must be alike
+    for (_, place, ndim), found in state.layouts.items():
+        if place == FIRST and ndim == x.ndim and found not in alike:
+            alike.append(found)
+    if alike:
+        if len(alike) == 1 and fits_layout(alike[0], x, size):
+            return layer._attributable(alike[0], x, free, size)  # type: ignore[no-any-return]
+        return layer._attributable(MIXED, x, free, size)  # type: ignore[no-any-return]
+    first = 0 if state.settings.batch_first or free < 2 else 1
+    among_events = x.ndim == free and free == 1 and not x.is_floating_point()  # ids of samples, or of positions?
+    alone = not among_events
+    for d in range(free):
+        if d != first and x.shape[d] == size:
+            alone = False
+    if x.shape[first] == size and (alone or not batch.trackable):  # type: ignore[union-attr]
+        return "dim", first
+    if not batch.trackable:  # type: ignore[union-attr]
+        if n == 1:
+            return SHARED
+        if n % size == 0 and state.settings.batch_first:
+            return BATCH_MAJOR
+    return layer._attributable(MIXED, x, free, size)  # type: ignore[no-any-return]
+
+
+# ---------------------------------------------------------------------- weights
+def weights(layer: Any, name: str) -> Tensor | None:
+    """The parameter `name` as per-sample weights (B, *S), an ordinary tensor to the compiler."""
+    weight: Tensor | None = getattr(layer, name)
+    if weight is None:
+        return None
+    state, size = layer._ps, local.batch.size  # type: ignore[union-attr]
+    if weight.ndim != state.ndims.get(name, weight.ndim):  # given in place of the parameter
+        return weight
+    if not _recorded(layer, name):
+        return weight.expand(size, *weight.shape)
+    expanded: Tensor = _Weights.apply(weight, state.token, name, size, _use())
+    return expanded
+
+
+def _recorded(layer: Any, name: str) -> bool:
+    if "parametrizations" in layer._modules:
+        raise RuntimeError(
+            f"`{layer._ps.path}` ({type(layer).__name__}) was parametrised after it was converted, so its weights are no longer "
+            f"its parameters: call ps.convert_model(model) again."
+        )
+    weight = getattr(layer, name)
+    return weight is not None and weight.requires_grad and isinstance(weight, nn.Parameter) and _recording(layer._ps.settings)
+
+
+class _Weights(torch.autograd.Function):
+    """A parameter, expanded; on the way back its rows are delivered, and summed."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, token: Tensor, name: str, size: int, use: int) -> Tensor:
+        ctx.save_for_backward(token)
+        ctx.name, ctx.use = name, use
+        return param.expand(size, *param.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (token,) = ctx.saved_tensors
+        return torch.ops.pslayers.deliver(grads[0], token, ctx.name, ctx.use), None, None, None, None
+
+
+@torch.library.custom_op("pslayers::deliver", mutates_args=())
+def _deliver(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
+    e = _expansion(token, name, len(rows))
+    assert e.recorder is not None
+    total = e.send(rows.sum(0))
+    e.recorder.take(torch.mul(rows, e.scale.rows, out=e.buffer()))  # the compiler will use the memory of `rows` again
+    return total
+
+
+@_deliver.register_fake
+def _(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
+    return rows.new_empty(rows.shape[1:])
+
+
+class _Delivered(Expansion):
+    """An expansion in compiled code."""
+
+    def send(self, grad: Tensor) -> Tensor:
+        assert self.recorder is not None
+        self.recorder.note(grad, compiled=True)
+        return grad
+
+
+def _expansion(token: Tensor, name: str, size: int) -> Expansion:
+    """At run time: the parameter's expansion, with where its rows go."""
+    module: Any = _modules.get(int(token))
+    if module is None:
+        raise RuntimeError(f"A compiled model's `{name}` is gone: it was deleted before its backward pass.")
+    state, param = module._ps, module._parameters[name]
+    recorder = recorder_of(param, f"{state.path}.{name}", state.settings, module)
+    scale = Scale(float(max(size, 1)) if state.settings.loss_reduction == "mean" else 1.0)
+    return _Delivered(param.detach(), param.detach().expand(size, *param.shape), scale, recorder)
+
+
+# ---------------------------------------------------------------------- layers whose rows have kernels of their own
+def _tap(layer: Any, kind: str, y: Tensor, x: Tensor, how: list[int]) -> Tensor:
+    """`y`, computed from `x` by the shared weights without gradients; on the way back weight and bias get theirs."""
+    weight, bias = layer.weight, getattr(layer, "bias", None)
+    wants = ("w" if _recorded(layer, "weight") else "") + ("b" if bias is not None and _recorded(layer, "bias") else "")
+    if not wants:
+        return y
+    size = local.batch.size  # type: ignore[union-attr]
+    tapped: Tensor = _Tap.apply(y, x, weight, bias, layer._ps.token, size, kind, wants, how, _use())
+    return tapped
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token: Tensor,
+        size: int,
+        kind: str,
+        wants: str,
+        how: list[int],
+        use: int,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, token)
+        ctx.size, ctx.kind, ctx.wants, ctx.how, ctx.use = size, kind, wants, how, use
+        return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight, token = ctx.saved_tensors
+        (gy,), wants = grads, ctx.wants
+        g_weight, g_bias = torch.ops.pslayers.weight_grads(gy, x, weight, token, ctx.size, ctx.kind, wants, ctx.how, ctx.use)
+        none = (None,) * 6
+        return gy, None, g_weight if "w" in wants else None, g_bias if "b" in wants else None, *none
+
+
+@torch.library.custom_op("pslayers::weight_grads", mutates_args=())
+def _weight_grads(
+    gy: Tensor, x: Tensor, weight: Tensor, token: Tensor, size: int, kind: str, wants: str, how: list[int], use: int
+) -> tuple[Tensor, Tensor]:
+    sums = [weight.new_empty(0), weight.new_empty(0)]
+    with torch.no_grad():
+        for i, (letter, name, rule) in enumerate((("w", "weight", _KINDS[kind]), ("b", "bias", _bias_grads))):
+            if letter in wants:
+                e = _expansion(token, name, size)
+                assert e.recorder is not None
+                sums[i], rows = rule(gy, x, e, how)
+                e.recorder.take(rows)
+    return sums[0], sums[1]
+
+
+@_weight_grads.register_fake
+def _(
+    gy: Tensor, x: Tensor, weight: Tensor, token: Tensor, size: int, kind: str, wants: str, how: list[int], use: int
+) -> tuple[Tensor, Tensor]:
+    out = gy.shape[1] if kind == "conv" else gy.shape[-1]
+    return (
+        weight.new_empty(weight.shape if "w" in wants else (0,)),
+        weight.new_empty((out,) if "b" in wants else (0,)),
+    )
+
+
+def _bias_grads(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> tuple[Tensor, Tensor]:
+    channels = e.weight.shape[0]
+    if how:  # a convolution's: positions after channels
+        gy = gy.sum(tuple(range(2, gy.ndim)))
+    assert e.rows is not None
+    rows = by_sample(gy.to(e.weight.dtype), len(e.rows), channels).sum(1)
+    return e.send(rows.sum(0)), torch.mul(rows, e.scale.rows, out=e.buffer())
+
+
+def _linear_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> tuple[Any, Any]:
+    return _linear_grads(x, gy, e.rows, e, True, True)
+
+
+def _conv_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> tuple[Any, Any]:
+    n = len(how) // 3
+    geometry = Geometry(tuple(how[:n]), tuple(how[n : 2 * n]), tuple(how[2 * n : 3 * n]), how[-1])
+    return _conv_grads(x, gy, e, geometry, True, True)
+
+
+def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> tuple[Any, Any]:
+    (entries, width), rows = e.weight.shape, e.buffer().zero_()
+    values = gy.to(rows.dtype) * e.scale.rows
+    if how:  # padding
+        values = values.masked_fill((x == how[0]).unsqueeze(-1), 0)
+    index = _flat(x, len(rows), entries).reshape(-1)
+    rows.view(len(rows) * entries, width).index_add_(0, index, values.reshape(x.numel(), width))
+    padding = how[0] if how else -1
+    return e.send(torch.ops.aten.embedding_dense_backward(gy.to(rows.dtype), x, entries, padding, False)), rows
+
+
+_KINDS = {"linear": _linear_rule, "conv": _conv_rule, "embedding": _embedding_rule}
+
+
+def _linear(layer: Any, input: Tensor) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.detach()
+    return _tap(layer, "linear", F.linear(input, layer.weight.detach(), bias), input, [])
+
+
+def _conv(layer: Any, input: Tensor) -> Tensor:
+    weight, bias, n = layer.weight.detach(), None if layer.bias is None else layer.bias.detach(), len(layer.kernel_size)
+    stride, dilation, kernel = each(layer.stride, n), each(layer.dilation, n), tuple(layer.kernel_size)
+    x, geometry = _padded(f"conv{n}d", input, kernel, stride, layer.padding, dilation, layer.groups, layer.padding_mode)
+    how = [*geometry.stride, *geometry.padding, *geometry.dilation, geometry.groups]
+    return _tap(layer, "conv", convolution(x, weight, bias, geometry), x, how)
+
+
+def _embedding(layer: Any, input: Tensor) -> Tensor:
+    if layer.max_norm is not None:
+        return NotImplemented  # type: ignore[no-any-return]
+    padding = layer.padding_idx
+    y = F.embedding(input, layer.weight.detach(), padding)
+    return _tap(layer, "embedding", y, input, [] if padding is None else [padding])
+
+
+def _bag(layer: Any, ids: Tensor, offsets: Tensor | None = None, factors: Tensor | None = None) -> Tensor:
+    """Bags of one length, by their entries."""
+    padding = layer.padding_idx
+    if offsets is not None or layer.max_norm is not None or (padding is not None and layer.mode == "max"):
+        raise RuntimeError(
+            f"`{layer._ps.path}` ({type(layer).__name__}) cannot be compiled with offsets, with max_norm, or with padding_idx in "
+            f"mode 'max': give it ids (N, L), or leave it out (torch.compiler.disable)."
+        )
+    found = _embedding(layer, ids)  # (N, L, D)
+    if layer.mode == "max":
+        return found.max(1).values
+    found = found if factors is None else found * factors.unsqueeze(2)
+    if padding is None:
+        return found.sum(1) if layer.mode == "sum" else found.mean(1)
+    keep = (ids != padding).unsqueeze(2)
+    total = (found * keep).sum(1)
+    return total if layer.mode == "sum" else total / keep.sum(1).clamp(min=1)
+
+
+_FAST: dict[Any, Callable[..., Any]] = {
+    nn.Linear: _linear,
+    NonDynamicallyQuantizableLinear: _linear,
+    nn.Conv1d: _conv,
+    nn.Conv2d: _conv,
+    nn.Conv3d: _conv,
+    nn.Embedding: _embedding,
+    nn.EmbeddingBag: _bag,
+}

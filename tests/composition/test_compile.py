@@ -1,0 +1,263 @@
+"""torch.compile of converted models and of the functional form, and torch.export of restored ones, against a loop over samples."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import pslayers as ps
+
+from .. import zoo
+from ..oracle import loop, square, squares
+from .every_layer import EVERY
+
+# torch.compile's own, while it traces and compiles
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# torch.compile does not trace torch's own: `nn.LSTM`, `nn.GRU`, `nn.RNN`
+UNTRACEABLE = {"PSLSTM", "PSGRU", "PSRNN"}
+LAYERS = {name: each for name, each in EVERY.items() if name not in UNTRACEABLE}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(model: Any, backend: str = "aot_eager") -> Any:
+    return torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+
+
+def graphs() -> int:
+    """How many graphs have been compiled."""
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str) -> None:
+    suite, case = LAYERS[name]
+    layer = suite.build(case)
+    ours = suite.converted(layer)
+    run = compiled(ours)
+    for n in (11, 9, 14):  # not sizes of weights, to which torch.compile would tie them
+        ours.zero_grad()
+        inputs = suite.inputs(case, n)
+        output = run(*inputs)
+        torch.testing.assert_close(output, layer(*inputs))
+        suite.losses(output, n).mean().backward()
+        suite.assert_rows(ours, suite.loop(layer, inputs, n))
+        plain = torch.autograd.grad(suite.losses(layer(*inputs), n).mean(), list(layer.parameters()), materialize_grads=True)
+        for p, expected in zip(ours.parameters(), plain, strict=True):
+            torch.testing.assert_close(p.grad, expected)
+    assert graphs() == 1
+
+
+def floats(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def ids(n: int) -> Tensor:
+    return torch.randint(0, 11, (n, 8))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "mlp": (zoo.mlp, lambda n: floats(n, 12)),
+    "cnn": (zoo.TutorialCNN, lambda n: floats(n, 1, 16, 16)),
+    "in place": (lambda: nn.Sequential(zoo.BasicBlock(2, 4, 2)), lambda n: floats(n, 2, 6, 6)),
+    "transformer": (zoo.Transformer, ids),  # tied weights, and ids that all samples share
+}
+
+
+def assert_right(run: Any, ours: nn.Module, model: nn.Module, x: Tensor) -> None:
+    ours.zero_grad()
+    output = run(x)
+    torch.testing.assert_close(output, model(x))
+    squares(output).mean().backward()
+    expected = loop(model, square, (x,))
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad_sample, expected[name], rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(p.grad, expected[name].mean(0), rtol=1e-8, atol=1e-9)
+
+
+def pair(model: nn.Module, *inputs: Tensor) -> tuple[nn.Module, nn.Module]:
+    """A model, and a converted copy that has been called once."""
+    model = model.double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    ours(*inputs)
+    return model, ours
+
+
+@pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in MODELS), ("mlp", "inductor"), ("cnn", "inductor")])
+def test_models(name: str, backend: str) -> None:
+    build, inputs = MODELS[name]
+    model, ours = pair(build(), inputs(3))
+    run = compiled(ours, backend)
+    for n in (11, 5, 13):
+        assert_right(run, ours, model, inputs(n))
+    assert graphs() == 1
+
+
+def test_batch_of_one_and_sum_reduction_and_frozen_parameters() -> None:
+    model = zoo.mlp().double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum", example=floats(3, 12))
+    ours[1].weight.requires_grad_(False)
+    run = compiled(ours)
+    for n in (1, 11):
+        x = floats(n, 12)
+        squares(run(x)).sum().backward()
+        expected = loop(model, square, (x,))
+        assert ours[1].weight.grad_sample is None
+        for name in ("1.bias", "3.weight", "5.bias"):
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, expected[name])
+
+
+class Twice(nn.Module):
+    """The same call twice, which a compiler computes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 3), nn.LayerNorm(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x)) + self.norm(self.layer(x)) * self.layer(x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_layer_used_several_times(backend: str) -> None:
+    model, ours = pair(Twice(), floats(4, 3))
+    assert_right(compiled(ours, backend), ours, model, floats(11, 3))
+
+
+def test_rows_of_a_step_and_of_one_without_torch_compile_may_be_mixed() -> None:
+    model, ours = pair(zoo.mlp(), floats(4, 12))
+    run, clone = compiled(ours), copy.deepcopy(ours)
+    for x in (floats(11, 12), floats(5, 12)):
+        assert_right(run, ours, model, x)
+        assert_right(ours, ours, model, x)
+        assert_right(compiled(clone), clone, model, x)
+    kept = [p.grad_sample for p in ours.parameters()]
+    values = [k.clone() for k in kept]
+    assert_right(run, ours, model, floats(5, 12))
+    for k, v in zip(kept, values, strict=True):  # memory that somebody holds is not written to
+        torch.testing.assert_close(k, v, rtol=0, atol=0)
+
+
+def test_whole_step_with_the_loss_compiled_and_micro_batches() -> None:
+    model, ours = pair(zoo.mlp(), floats(4, 12))
+    step = compiled(lambda x: squares(ours(x)).mean())
+    xs = floats(11, 12), floats(11, 12)
+    with ps.accumulating(ours, "append"):
+        for x in xs:
+            step(x).backward()
+    expected = loop(model, square, (torch.cat(xs),))
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad_sample, expected[name])
+    found = {}
+    with ps.streaming(ours, lambda name, rows: found.update({name: rows.clone()})):
+        step(xs[0]).backward()
+    for name, rows in found.items():
+        torch.testing.assert_close(rows, expected[name][:11])
+    assert set(found) == set(expected)
+
+
+def test_recording_off_and_no_grad() -> None:
+    model, ours = pair(zoo.TutorialCNN(), floats(4, 1, 16, 16))
+    run, x = compiled(ours), floats(5, 1, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), model(x))
+    with ps.recording(ours, False):
+        squares(run(x)).mean().backward()
+    squares(model(x)).mean().backward()
+    for p, q in zip(ours.parameters(), model.parameters(), strict=True):
+        assert p.grad_sample is None
+        torch.testing.assert_close(p.grad, q.grad)
+    assert_right(run, ours, model, x)
+
+
+@pytest.mark.parametrize("name", ["mlp"])
+@pytest.mark.parametrize("differ", [False, True], ids=["expanded", "different"])
+def test_functional_form(name: str, differ: bool) -> None:
+    build, inputs = MODELS[name]
+    _, ours = pair(build(), inputs(3))
+    x = inputs(5)
+    params = ps.expand_params(ours, batch_size=5)
+    if differ:
+        params = {k: (p + torch.randn_like(p) / 10).detach().requires_grad_() for k, p in params.items()}
+
+    def losses(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(ours, params, (x,)).square().flatten(1).sum(1)
+
+    expected = losses(params, x)
+    found = compiled(losses)(params, x)
+    torch.testing.assert_close(found, expected)
+    for f, e in zip(*(torch.autograd.grad(t.sum(), list(params.values())) for t in (found, expected)), strict=True):
+        torch.testing.assert_close(f, e)
+
+
+def test_what_is_not_proved_is_refused() -> None:
+    ours = ps.convert_model(zoo.mlp().double())
+    with pytest.raises(Exception, match=r"call it once without torch\.compile"):
+        compiled(ours)(floats(5, 12))
+
+
+@pytest.mark.slow
+def test_without_fullgraph_what_cannot_be_compiled_runs_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), Scale()).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    assert_right(torch.compile(ours, backend="eager"), ours, model, floats(5, 4))
+
+
+def test_a_weight_used_past_its_layer_is_refused() -> None:
+    _, ours = pair(zoo.mlp(), floats(4, 12))
+    penalised = compiled(lambda x: squares(ours(x)).mean() + ours[1].weight.square().sum())
+    with pytest.raises(RuntimeError, match=r"`1\.weight` received a gradient that did not come through its layer"):
+        penalised(floats(5, 12)).backward()
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def test_modules_without_a_replacement_are_refused() -> None:
+    _, ours = pair(nn.Sequential(nn.Linear(4, 3), Scale()), floats(4, 4))
+    with pytest.raises(Exception, match=r"`1` \(Scale\) has no replacement"):
+        compiled(ours)(floats(5, 4))
+
+
+def test_rows_that_shapes_leave_open_are_refused_or_known() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    ours(floats(4, 6, 3))
+    with pytest.raises(Exception, match="cannot be attributed"):
+        compiled(ours)(floats(6, 6, 3))
+    ours = ps.convert_model(copy.deepcopy(model), example=floats(6, 6, 3))
+    assert_right(compiled(ours), ours, model, floats(6, 6, 3))
+
+
+def test_parts_compiled_by_themselves_are_refused() -> None:
+    ours = ps.convert_model(zoo.mlp().double())
+    ours[3].compile(fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="compiled by itself inside"):
+        ours(floats(5, 12))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_export_of_a_restored_model(name: str) -> None:
+    build, inputs = MODELS[name]
+    model, ours = pair(build(), inputs(3))
+    squares(ours(inputs(3))).mean().backward()
+    x = inputs(5)
+    exported = torch.export.export(ps.restore_model(ours), (x,))
+    torch.testing.assert_close(exported.module()(x), model(x))
