@@ -11,7 +11,9 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from .convert import ConversionError, convert_model, converted_parameters, settings_of
 from .converted import Converted
+from .expand import Batch
 from .gradients import recording
+from .tracking import with_samples_changed
 from .trees import map_tensors, tensors_in
 
 
@@ -159,7 +161,32 @@ class _Checker:
         if check:
             for i, loss in enumerate(losses):
                 self.alone(check, i, self.rows(loss), tolerance)
+        if check and self.size > 1:
+            self.untouched(check, plain, tolerance)
         return check
+
+    def untouched(self, check: Check, plain: Tensor, tolerance: float) -> None:
+        """Changed inputs of every other sample must leave the others' losses: a detached mean over the batch has no gradient."""
+        given = list(tensors_in((self.inputs, self.keywords)))
+        tensors = [t for t in given if isinstance(t, Tensor)]
+        if self.model._ps_layer or len(tensors) < len(given) or self.size not in tensors[0].shape[:2]:
+            return  # a layer's inputs may hold samples in ways of their own (offsets of bags)
+        kept = self.inputs, self.keywords
+        changed = with_samples_changed(*kept, range(0, self.size, 2), Batch(self.size, settings_of(self.model)[0]))
+        if changed is None:
+            return
+        try:
+            self.inputs, self.keywords = changed
+            _, losses = self.losses(record=False)
+        except IndexError:  # an id that there is none of
+            return
+        finally:
+            self.inputs, self.keywords = kept
+        others = slice(1, None, 2)
+        if (error := _error(losses[others], plain[others])) > tolerance:
+            check.problems.append(
+                f"losses of samples change ({error:.1e} of the largest) with the inputs of others: samples interact in the model"
+            )
 
     def compare(self, check: Check, name: str, rows: Tensor | None, true: Sequence[Tensor | None], tolerance: float) -> None:
         if rows is None:

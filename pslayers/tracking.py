@@ -269,6 +269,13 @@ def noise(t: Tensor) -> Tensor:
     return torch.rand(t.shape, generator=torch.Generator().manual_seed(t.numel())).to(t)
 
 
+def with_samples_changed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], samples: Sequence[int], batch: Batch
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The inputs with some samples' parts of the first one changed; None where that cannot be."""
+    return _changed(args, kwargs, _batched(args, kwargs, batch)[:1], samples, batch)
+
+
 def _differs(x: Tensor, y: Tensor | None) -> Tensor | None:
     """Where two runs differ; None where they cannot be compared (rows that are picked by data)."""
     return None if y is None or x.shape != y.shape else _changes(x, y)

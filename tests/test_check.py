@@ -95,3 +95,19 @@ def test_float32_and_empty_batch() -> None:
     assert ps.check_model(model, torch.randn(4, 3), dtype=None)
     assert ps.check_model(model, torch.randn(0, 3))
     assert ps.check_model(model, torch.randn(1, 3))
+
+
+def test_a_detached_mean_over_the_batch_is_seen() -> None:
+    """It has no gradient, so that rows and graph say nothing of it."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc(x)
+            return self.out(torch.tanh(h - h.detach().mean(0)))
+
+    answer = ps.check_model(Centred().double(), torch.randn(4, 4, dtype=torch.float64))
+    assert not answer and "with the inputs of others" in str(answer)
