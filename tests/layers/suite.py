@@ -439,7 +439,7 @@ class LayerSuite:
                 step()
             gc.collect()
             counts.append(sum(type(o) in (Tensor, nn.Parameter) for o in gc.get_objects()))
-        assert counts[1] == counts[2] == counts[3]
+        assert counts[1] >= counts[2] >= counts[3]  # what earlier tests have left may still go
 
     def test_check_layer_agrees(self, case: Case) -> None:
         layer, inputs = self.build(case), self.inputs(case)
