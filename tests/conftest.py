@@ -1,6 +1,7 @@
 """Settings of all tests, and the cases of the layers' suite."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +11,14 @@ torch.set_num_threads(1)
 # what is imported by now is no leak, and need not be searched for one
 gc.collect()
 gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> Iterator[None]:
+    """What a module's tests have imported and cached (torch's compiler) is not searched through again and again after them."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
