@@ -23,7 +23,7 @@ from .functional.common import by_sample
 from .functional.conv import _padded, each
 from .functional.conv import _weight_grads as _conv_grads
 from .functional.conv_rows import Geometry, convolution
-from .functional.embedding import _flat
+from .functional.embedding import add_to_rows, summed
 from .functional.linear import _weight_grads as _linear_grads
 from .record import recorder_of
 from .tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
@@ -195,12 +195,17 @@ def weights(layer: Any, name: str) -> Tensor | None:
     return expanded
 
 
-def _recorded(layer: Any, name: str) -> bool:
+def check_own_weights(layer: Any) -> None:
+    """An error where a layer's weights are no longer its parameters."""
     if "parametrizations" in layer._modules:
         raise RuntimeError(
             f"`{layer._ps.path}` ({type(layer).__name__}) was parametrised after it was converted, so its weights are no longer "
             f"its parameters: call ps.convert_model(model) again."
         )
+
+
+def _recorded(layer: Any, name: str) -> bool:
+    check_own_weights(layer)
     weight = getattr(layer, name)
     return weight is not None and weight.requires_grad and isinstance(weight, nn.Parameter) and _recording(layer._ps.settings)
 
@@ -340,14 +345,9 @@ def _conv_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> tuple[Any
 
 
 def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> tuple[Any, Any]:
-    (entries, width), rows = e.weight.shape, e.buffer().zero_()
-    values = gy.to(rows.dtype) * e.scale.rows
-    if how:  # padding
-        values = values.masked_fill((x == how[0]).unsqueeze(-1), 0)
-    index = _flat(x, len(rows), entries).reshape(-1)
-    rows.view(len(rows) * entries, width).index_add_(0, index, values.reshape(x.numel(), width))
-    padding = how[0] if how else -1
-    return e.send(torch.ops.aten.embedding_dense_backward(gy.to(rows.dtype), x, entries, padding, False)), rows
+    gy, padding_idx = gy.to(e.weight.dtype), how[0] if how else None
+    rows = add_to_rows(gy * e.scale.rows, x, e.buffer().zero_(), padding_idx)
+    return e.send(summed(gy, x, e.weight.shape[0], padding_idx)), rows
 
 
 _KINDS = {"linear": _linear_rule, "conv": _conv_rule, "embedding": _embedding_rule}

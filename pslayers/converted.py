@@ -95,7 +95,8 @@ class Converted(_Mixin):
     def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an outermost call, its batch size known to every layer below."""
         settings, trackable = self._ps_state().settings, not self._ps_layer
-        if trackable and not (settings.recording and torch.is_grad_enabled()) and not transforming() and not self._ps_given():
+        recorded = settings.recording and torch.is_grad_enabled()
+        if trackable and not recorded and not transforming() and not self._ps_given():
             return run_plain(self, args, kwargs)
         recomputed = torch._C._current_graph_task_id() != -1 and bool(settings.sizes)
         if recomputed:  # a checkpoint computes a part of an earlier call again
@@ -105,7 +106,6 @@ class Converted(_Mixin):
             if known is None:
                 return run(self, *args, **kwargs)
             size = known
-        recorded = settings.recording and torch.is_grad_enabled()
         if recorded and not recomputed:
             settings.called(size)
         trackable, apart = trackable and size > 1, sharding.apart(self)
@@ -209,6 +209,13 @@ class Converted(_Mixin):
             for name, p in own_parameters(m)
             if p.ndim != m._ps_state().ndims.get(name, p.ndim)
         }
+
+    def _ps_check_given(self, name: str, weight: Tensor, size: int) -> None:
+        if len(weight) != size:
+            raise ValueError(
+                f"`{self._ps_state().path}.{name}` was given as {len(weight)} per-sample weights for a batch of {size} samples: "
+                f"expand the parameters to the batch size of the call, ps.expand_params(model, {size})."
+            )
 
     def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""

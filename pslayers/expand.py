@@ -143,6 +143,16 @@ def batch_size(size: int) -> Iterator[None]:
         local.explicit = before
 
 
+@contextmanager
+def by_original_layers(applies: bool = True) -> Iterator[None]:
+    """Inside the block converted modules run their original forwards, with whatever parameters they hold (unless not `applies`)."""
+    before, local.general = local.general, applies
+    try:
+        yield
+    finally:
+        local.general = before
+
+
 UNSCALED = Scale()
 
 
@@ -288,14 +298,15 @@ def wanted(ctx: Any) -> list[bool]:
     `ctx.needs_input_grad` only says which inputs require grad; ``torch.autograd.grad(loss, x)`` would then pay for all rows.
     """
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # one for each input that requires grad
-    return [need and _will_execute(next(nodes)) for need in ctx.needs_input_grad]
+    return [need and will_execute(next(nodes), asked=True) for need in ctx.needs_input_grad]
 
 
-def _will_execute(node: Any) -> bool:
+def will_execute(node: Any, asked: bool) -> bool:
+    """Whether the pass that is running goes to this node; `asked` for a leaf that torch.autograd.grad has been asked for."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf that torch.autograd.grad has been asked for: torch does not say, so it is wanted
-        return True
+    except RuntimeError:  # such a leaf: torch does not say
+        return asked
 
 
 def composite_backward(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from .expand import Expansion, Scale, local
+from .expand import Expansion, Scale, by_original_layers, local
 from .record import recorder_of
 from .redirect import Redirect
 from .snapshot import trial, unchanged
@@ -105,12 +105,8 @@ def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dic
     assert batch is not None
     weights = _weights(module, given, own=not whole)
     alone = {n: w[0] if batch.size else w.new_zeros(w.shape[1:]) + w.sum(0) for n, w in weights.items()}
-    before, local.general = local.general, whole
-    try:
-        with _reparametrize_module(module, alone, tie_weights=True):
-            return forward(module, *args, **kwargs)
-    finally:
-        local.general = before
+    with by_original_layers(whole), _reparametrize_module(module, alone, tie_weights=True):
+        return forward(module, *args, **kwargs)
 
 
 def _weights(module: Any, given: set[str], own: bool) -> dict[str, Tensor]:
@@ -120,11 +116,7 @@ def _weights(module: Any, given: set[str], own: bool) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name, param in own_parameters(module) if own else module.named_parameters():
         if name in given:
-            if len(param) != batch.size:
-                raise ValueError(
-                    f"`{state.path}.{name}` was given as {len(param)} per-sample weights for a batch of {batch.size} samples: "
-                    f"expand the parameters to the batch size of the call, ps.expand_params(model, {batch.size})."
-                )
+            module._ps_check_given(name, param, batch.size)
             weights[name] = param
         elif param.requires_grad and isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
             holder = module.get_submodule(name.rpartition(".")[0])
@@ -226,8 +218,7 @@ class _Proof:
         # asked for too where a real run needs them: torch's group_norm crashes on channels_last images that need none
         taken = [t for t in tensors_in(self.call) if isinstance(t, Tensor) and t.requires_grad]
         redirect = Redirect(size if plan.fresh else None)
-        before, local.general = local.general, True  # what lies below is not recorded
-        with torch.enable_grad():
+        with torch.enable_grad(), by_original_layers():  # what lies below is not recorded
             try:
                 with trial(self.module), _reparametrize_module(self.module, shared, tie_weights=True):
                     outputs = [self.forward(self.module, *args, **kwargs) for args, kwargs in [_copy(self.call)]]
@@ -242,8 +233,6 @@ class _Proof:
             except Exception as error:
                 self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
                 return False
-            finally:
-                local.general = before
         # some gradients are nothing but rounding (a bias before a softmax): judge by the largest
         largest = max((g.nan_to_num(0, 0, 0).abs().max().item() for g in grads[0] if g is not None and g.numel()), default=0.0)
         for plain, rows in zip(*grads, strict=True):
@@ -328,12 +317,13 @@ def _run(
     def one(own: dict[str, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         parts = iter(tensors)
         args, kwargs = taken = map_tensors(lambda _: next(parts), call)
-        before, local.general = local.general, True
-        try:
-            with unchanged(module, numbers=False), _reparametrize_module(module, own, tie_weights=True), redirect:
-                output = forward(module, *args, **kwargs)
-        finally:
-            local.general = before
+        with (
+            by_original_layers(),
+            unchanged(module, numbers=False),
+            _reparametrize_module(module, own, tie_weights=True),
+            redirect,
+        ):
+            output = forward(module, *args, **kwargs)
         written = written_to(taken, {id(t) for t in tensors})
         skeleton[:] = [output, taken, dict(zip(map(id, tensors), itertools.count())), {id(t): i for i, t in enumerate(written)}]
         return (*(t for t in tensors_in([output]) if isinstance(t, Tensor)), *written)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .expand import local
+from .expand import by_original_layers, will_execute
 from .record import Recorder, recorder_of
 
 _RNN_LISTS = ("_flat_weights", "_flat_weight_refs")
@@ -24,19 +24,11 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,), recorder = grads, ctx.recorder
-        if accumulates(ctx.next_functions[0][0]):
+        if will_execute(ctx.next_functions[0][0], asked=False):  # torch.autograd.grad has no side effects
             row = grad.unsqueeze(0)
             recorder.note(grad)
             recorder.take(row if torch.is_grad_enabled() else recorder.buffer(row).copy_(row))
         return grad, None
-
-
-def accumulates(node: Any) -> bool:
-    """Whether the pass that is running accumulates into this leaf; torch.autograd.grad has no side effects."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # a leaf that torch.autograd.grad has been asked for
-        return False
 
 
 def run_alone(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -53,11 +45,8 @@ def run_alone(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def run_plain(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call by the original layers, with whatever parameters there are."""
-    before, local.general = local.general, True
-    try:
+    with by_original_layers():
         return model.forward(*args, **kwargs)
-    finally:
-        local.general = before
 
 
 @contextmanager

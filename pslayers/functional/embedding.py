@@ -55,6 +55,22 @@ def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     return torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
 
 
+def add_to_rows(values: Tensor, ids: Tensor, rows: Tensor, padding_idx: int | None) -> Tensor:
+    """Add `values` (N, ..., D) to the entries of each sample's table that were looked up, `rows` (B, V, D); returns it."""
+    size, entries, width = rows.shape
+    if padding_idx is not None:
+        values = values.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
+    index = _flat(ids, size, entries).reshape(-1)
+    table = rows.view(size * entries, width).index_add_(0, index, values.reshape(ids.numel(), width))
+    return table.view(rows.shape)
+
+
+def summed(gy: Tensor, ids: Tensor, entries: int, padding_idx: int | None) -> Tensor:
+    """The plain gradient of a table, (V, D)."""
+    padding = -1 if padding_idx is None else padding_idx
+    return torch.ops.aten.embedding_dense_backward(gy, ids, entries, padding, False)
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, rows: Tensor | None, w: Expansion, padding_idx: int | None) -> Tensor:
@@ -69,16 +85,11 @@ class _Embedding(torch.autograd.Function):
         gy = gy.to(weight.dtype)
         g_weight = g_rows = None
         if need_rows:
-            size, (entries, width), again = len(rows), weight.shape, torch.is_grad_enabled()
+            again = torch.is_grad_enabled()
             values = gy if again or w.scale.rows == 1 else gy * w.scale.rows
-            if padding_idx is not None:
-                values = values.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
-            index, values = _flat(ids, size, entries).reshape(-1), values.reshape(ids.numel(), width)
-            table = values.new_zeros(rows.shape) if again else w.buffer().zero_()
-            g_rows = table.view(size * entries, width).index_add_(0, index, values).view(rows.shape)
+            g_rows = add_to_rows(values, ids, gy.new_zeros(rows.shape) if again else w.buffer().zero_(), padding_idx)
         if need_weight:
-            padding = -1 if padding_idx is None else padding_idx
-            g_weight = torch.ops.aten.embedding_dense_backward(gy, ids, weight.shape[0], padding, False)
+            g_weight = summed(gy, ids, weight.shape[0], padding_idx)
         if torch.is_grad_enabled():
             return None, *w.out(g_weight, g_rows), None, None
         return None, w.out(g_weight, None)[0], g_rows, None, None

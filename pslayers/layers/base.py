@@ -307,17 +307,10 @@ class PSLayer(Converted):
             return None
         state, batch = self._ps_state(), local.batch
         if weight.ndim != state.ndims.get(name, weight.ndim):  # per-sample weights were given in place of the parameter
-            if batch is not None and len(weight) != batch.size:
-                raise ValueError(
-                    f"`{state.path}.{name}` was given as {len(weight)} per-sample weights for a batch of {batch.size} samples: "
-                    f"expand the parameters to the batch size of the call, ps.expand_params(model, {batch.size})."
-                )
+            if batch is not None:
+                self._ps_check_given(name, weight, batch.size)
             return weight
-        if "parametrizations" in self._modules:
-            raise RuntimeError(
-                f"`{state.path}` ({type(self).__name__}) was parametrised after it was converted, so its weights are no longer "
-                f"its parameters: call ps.convert_model(model) again."
-            )
+        compiled.check_own_weights(self)
         call, settings = local.call, state.settings
         if (
             batch is None
