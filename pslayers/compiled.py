@@ -228,9 +228,8 @@ class _Weights(torch.autograd.Function):
 @torch.library.custom_op("pslayers::deliver", mutates_args=())
 def _deliver(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
     e = _expansion(token, name, len(rows))
-    assert e.recorder is not None
-    total = e.send(rows.sum(0))
-    e.recorder.take(torch.mul(rows, e.scale.rows, out=e.buffer()))  # the compiler will use the memory of `rows` again
+    total, _ = e.send(rows.sum(0), torch.mul(rows, e.scale.rows, out=e.buffer()))  # `rows` is the compiler's to use again
+    assert total is not None
     return total
 
 
@@ -242,10 +241,11 @@ def _(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
 class _Delivered(Expansion):
     """An expansion in compiled code."""
 
-    def send(self, grad: Tensor) -> Tensor:
-        assert self.recorder is not None
-        self.recorder.note(grad, compiled=True)
-        return grad
+    def send(self, weight_grad: Tensor | None, rows_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        assert self.recorder is not None and weight_grad is not None and rows_grad is not None
+        self.recorder.note(weight_grad, compiled=True)
+        self.recorder.take(rows_grad)
+        return weight_grad, None
 
 
 def _expansion(token: Tensor, name: str, size: int) -> Expansion:
@@ -307,10 +307,9 @@ def _weight_grads(
     with torch.no_grad():
         for i, (letter, name, rule) in enumerate((("w", "weight", _KINDS[kind]), ("b", "bias", _bias_grads))):
             if letter in wants:
-                e = _expansion(token, name, size)
-                assert e.recorder is not None
-                sums[i], rows = rule(gy, x, e, how)
-                e.recorder.take(rows)
+                total, _ = rule(gy, x, _expansion(token, name, size), how)
+                assert total is not None
+                sums[i] = total
     return sums[0], sums[1]
 
 
@@ -325,29 +324,32 @@ def _(
     )
 
 
-def _bias_grads(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> tuple[Tensor, Tensor]:
+Grads = tuple[Tensor | None, Tensor | None]  # of (weight, rows), as an expansion sends them
+
+
+def _bias_grads(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
     channels = e.weight.shape[0]
     if how:  # a convolution's: positions after channels
         gy = gy.sum(tuple(range(2, gy.ndim)))
     assert e.rows is not None
     rows = by_sample(gy.to(e.weight.dtype), len(e.rows), channels).sum(1)
-    return e.send(rows.sum(0)), torch.mul(rows, e.scale.rows, out=e.buffer())
+    return e.send(rows.sum(0), torch.mul(rows, e.scale.rows, out=e.buffer()))
 
 
-def _linear_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> tuple[Any, Any]:
+def _linear_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
     return _linear_grads(x, gy, e.rows, e, True, True)
 
 
-def _conv_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> tuple[Any, Any]:
+def _conv_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
     n = len(how) // 3
     geometry = Geometry(tuple(how[:n]), tuple(how[n : 2 * n]), tuple(how[2 * n : 3 * n]), how[-1])
     return _conv_grads(x, gy, e, geometry, True, True)
 
 
-def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> tuple[Any, Any]:
+def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
     gy, padding_idx = gy.to(e.weight.dtype), how[0] if how else None
     rows = add_to_rows(gy * e.scale.rows, x, e.buffer().zero_(), padding_idx)
-    return e.send(summed(gy, x, e.weight.shape[0], padding_idx)), rows
+    return e.send(summed(gy, x, e.weight.shape[0], padding_idx), rows)
 
 
 _KINDS = {"linear": _linear_rule, "conv": _conv_rule, "embedding": _embedding_rule}

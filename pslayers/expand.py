@@ -34,6 +34,7 @@ class Settings:
         default=None, compare=False, repr=False
     )  # takes rows, instead of keeping
     workspace: torch.UntypedStorage | None = field(default=None, compare=False, repr=False)  # memory of streamed rows, in turn
+    asked: bool = field(default=False, compare=False, repr=False)  # rows go to the call that asks for them
     partial: bool = False  # some trainable parameters are left without rows, as was asked for
     pass_id: int = field(default=-1, compare=False)
     sizes: set[int] = field(default_factory=set, compare=False, repr=False)  # of the calls that wait for their backward pass
@@ -42,7 +43,7 @@ class Settings:
     recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:  # a copy agrees on the same things, and has recorded nothing yet
-        return {**self.__dict__, "pass_id": -1, "recorded": {}, "sizes": set(), "waiting": False, "stream": None, "workspace": None}
+        return {**self.__dict__, "pass_id": -1, "recorded": {}, "sizes": set(), "waiting": False, "stream": None, "workspace": None, "asked": False}
 
     def called(self, size: int) -> None:
         """Note the batch size of an outermost call: a checkpoint recomputes parts of it during the backward pass."""
@@ -52,8 +53,6 @@ class Settings:
 
     def begin_pass(self, pass_id: int) -> None:
         """At the first row of a backward pass, forget what the earlier one left (a pass may not reach every parameter)."""
-        if pass_id == self.pass_id:
-            return
         self.pass_id, self.waiting, self.rows = pass_id, False, -1
         if self.accumulation == "replace":
             self.clear()
@@ -156,7 +155,20 @@ def by_original_layers(applies: bool = True) -> Iterator[None]:
 UNSCALED = Scale()
 
 
-class _Cross(torch.autograd.Function):
+_transforms_active = torch._C._are_functorch_transforms_active
+
+
+class Op(torch.autograd.Function):
+    """An autograd.Function whose call costs less: no transform of torch.func goes into it, so nothing is looked at for one."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        if _transforms_active():
+            return super().apply(*args)  # torch's error
+        return super(torch.autograd.Function, cls).apply(*args)
+
+
+class _Cross(Op):
     """A value on its way into a call or out of it, times a factor; gradients inside the call carry ``scale.inside``.
 
     What goes in with factor f comes back, as a gradient, out with f / inside; what goes out with f comes back in with f * inside.
@@ -225,19 +237,31 @@ class Expansion:
     def out(self, weight_grad: Tensor | None, rows_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of (weight, rows) as they leave the call, from those that autograd sees inside it."""
         if weight_grad is not None:
-            weight_grad = self.send(cross(weight_grad, self.scale, False, self.scale.weight))
+            weight_grad = cross(weight_grad, self.scale, False, self.scale.weight)
         if rows_grad is not None:
             rows_grad = cross(rows_grad, self.scale, False, self.scale.rows)
+        return self.send(weight_grad, rows_grad)
+
+    def send(self, weight_grad: Tensor | None, rows_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of (weight, rows), scaled, for autograd to pass on.
+
+        The summed one is noted, for the check that nothing else reaches the parameter. The rows of a parameter's only use go to it
+        at once; those of several uses, and those with a graph, meet in the rows leaf.
+        """
+        recorder = self.recorder
+        if recorder is None:
+            return weight_grad, rows_grad
+        if weight_grad is not None:
+            recorder.note(weight_grad)
+        if rows_grad is not None and not recorder.settings.asked:
+            if recorder.uses <= 1 and not torch.is_grad_enabled():
+                recorder.take(rows_grad)
+                return weight_grad, None
+            recorder.listen()
         return weight_grad, rows_grad
 
-    def send(self, grad: Tensor) -> Tensor:
-        """Pass the summed gradient on to the parameter, noting it for the check that nothing else reaches it."""
-        if self.recorder is not None:
-            self.recorder.note(grad)
-        return grad
 
-
-class _Join(torch.autograd.Function):
+class _Join(Op):
     """(weight, rows) as one expanded tensor whose gradient is split again: the sum to `weight`, the rows to `rows`."""
 
     @staticmethod
@@ -264,10 +288,10 @@ def shared(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
 
     `ndim` is the weight's own number of dims: a tensor of that many is shared as it is; one more, and it is per sample.
     """
-    if torch.compiler.is_compiling():  # plain ops alone, which the compiler can fuse
-        return None
     if isinstance(weight, Expansion):
         return weight
+    if torch.compiler.is_compiling():  # plain ops alone, which the compiler can fuse
+        return None
     if weight.ndim == ndim:
         return Expansion(weight, None)
     if transforming():  # torch.func goes into plain ops only
@@ -298,7 +322,7 @@ def wanted(ctx: Any) -> list[bool]:
     `ctx.needs_input_grad` only says which inputs require grad; ``torch.autograd.grad(loss, x)`` would then pay for all rows.
     """
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # one for each input that requires grad
-    return [need and will_execute(next(nodes), asked=True) for need in ctx.needs_input_grad]
+    return [need and will_execute(next(nodes), True) for need in ctx.needs_input_grad]
 
 
 def will_execute(node: Any, asked: bool) -> bool:

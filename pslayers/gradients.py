@@ -114,7 +114,8 @@ def clear_grad_samples(model: nn.Module) -> None:
         if "grad_sample" in param.__dict__:
             clear(param)
         if (recorder := param.__dict__.get("_ps_recorder")) is not None:
-            recorder.storage = recorder.leaf = None
+            recorder.memory = None
+            recorder.release()
 
 
 def expand_params(model: nn.Module, batch_size: int) -> dict[str, Tensor]:
@@ -252,11 +253,14 @@ def _one_pass(
             leaves[name] = leaf
     for _, p in params:  # a grad_sample that is there stays there: its memory is not ours to write to
         if getattr(p, "grad_sample", None) is not None and (recorder := p.__dict__.get("_ps_recorder")) is not None:
-            recorder.storage = None
+            recorder.memory = None
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *(p for _, p in params)]
-    grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
-    settings.waiting = False
+    settings.asked = True
+    try:
+        grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
+    finally:
+        settings.asked = settings.waiting = False
     found = dict(zip(leaves, grads, strict=False))
     if size == 1:  # the sum is the one row
         found = {name: g if g is None else g.unsqueeze(0) for (name, _), g in zip(params, grads[len(leaves) :], strict=True)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import sharding
-from .expand import Settings, clear
+from .expand import Settings
 
 
 class Recorder:
@@ -24,7 +24,8 @@ class Recorder:
         self.slot: tuple[weakref.ref[nn.Module], str] | None = None  # the module that holds the parameter, and its name there
         self.home = self.param  # the tensor whose `grad_sample` is written: the shard, where the parameter is a gathered one
         self.leaf: Tensor | None = None
-        self.storage: torch.UntypedStorage | None = None
+        self.form: tuple[Any, ...] | None = None  # of the leaf
+        self.memory: Tensor | None = None  # of the last rows
         self.pass_id = self.outer_pass = self.notes_pass = -1
         self.offset = 0  # rows that earlier passes have appended
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
@@ -42,27 +43,19 @@ class Recorder:
 
     def rows(self, size: int) -> Tensor:
         """The leaf (size, *S) on the parameter's memory; made anew when batch size or memory have changed."""
-        param = self.param()
+        param, leaf = self.param(), self.leaf
         assert param is not None
-        leaf = self.leaf
-        if (
-            leaf is None
-            or leaf.shape[0] != size
-            or leaf.shape[1:] != param.shape
-            or leaf.data_ptr() != param.data_ptr()
-            or leaf.dtype != param.dtype
-            or leaf.device != param.device
-            or leaf.stride()[1:] != param.stride()
-        ):
+        form = size, param.data_ptr(), param.shape, param.stride(), param.dtype
+        if leaf is None or form != self.form:
+            self.release()
             leaf = param.detach().expand(size, *param.shape).requires_grad_()
-            leaf.register_post_accumulate_grad_hook(_WeakHook(self, Recorder.receive))
-            self.leaf = leaf
+            self.leaf, self.form = leaf, form
         self.use()
         return leaf
 
     def use(self) -> None:
         """Count an expansion of the parameter."""
-        self.uses, self.checked = (1, False) if self.checked else (self.uses + 1, False)
+        self.uses, self.checked = 1 if self.checked else self.uses + 1, False
         # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own: count the outer one
         self.outer_pass = _outer_pass()
 
@@ -88,11 +81,21 @@ class Recorder:
 
     def buffer(self, rows: Tensor) -> Tensor:
         """Memory for a gradient like `rows`: the last one's again, unless somebody holds it."""
-        holder = self.holder()
-        if self.settings.stream is not None:
+        settings, holder, memory = self.settings, self.holder(), self.memory
+        if settings.stream is not None:
             return self._workspace(rows)
-        if holder is not None and self.storage is not None and self._may_reuse(holder, self.storage, rows):
-            return rows.new_empty(0).set_(self.storage, 0, rows.shape)  # type: ignore[call-overload]
+        if (
+            memory is not None
+            and holder is not None
+            and settings.accumulation == "replace"
+            and self.pass_id != self.current_pass()
+            and memory.shape == rows.shape
+            and memory.dtype == rows.dtype
+            and memory.device == rows.device
+        ):
+            holder.grad_sample = None  # type: ignore[attr-defined]  # about to be replaced: let it go, then see who else holds it
+            if torch._C._storage_Use_Count(memory.untyped_storage()._cdata) == 2:  # `memory`, and the name for its storage
+                return memory.detach()
         return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
 
     def _workspace(self, rows: Tensor) -> Tensor:
@@ -103,14 +106,6 @@ class Recorder:
         elif torch._C._storage_Use_Count(held._cdata) > 1:  # by another parameter of the layer, or kept
             return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         return rows.new_empty(0).set_(held, 0, rows.shape)  # type: ignore[call-overload]
-
-    def _may_reuse(self, param: Tensor, storage: torch.UntypedStorage, rows: Tensor) -> bool:
-        if self.settings.accumulation != "replace" or self.pass_id == self.current_pass():
-            return False
-        if storage.nbytes() != rows.numel() * rows.element_size() or storage.device != rows.device:
-            return False
-        clear(param)  # about to be replaced: let it go, then see who else holds it
-        return torch._C._storage_Use_Count(storage._cdata) == 1
 
     def note(self, grad: Tensor, compiled: bool = False) -> None:
         """Remember a gradient on its way to the parameter: by identity, or by value where several will be added up.
@@ -148,6 +143,16 @@ class Recorder:
                 f"recording: ps.recording(model, False)."
             )
 
+    def listen(self) -> None:
+        """Let what the leaf receives be put on the parameter: rows of several uses, or with a graph."""
+        if self.leaf is not None and not self.leaf._post_accumulate_grad_hooks:
+            self.leaf.register_post_accumulate_grad_hook(_WeakHook(self, Recorder.receive))
+
+    def release(self) -> None:
+        """Let go of the leaf, to which graphs that are still there may lead."""
+        self.listen()
+        self.leaf = None
+
     def receive(self, leaf: Tensor) -> None:
         """Hook on the rows leaf: take the gradient over, without a copy, and put it on the parameter."""
         rows, leaf.grad = leaf.grad, None
@@ -156,37 +161,38 @@ class Recorder:
 
     def take(self, rows: Tensor) -> None:
         """Put the gradient of the expansion on the parameter, by the rules of accumulation."""
-        param = self.holder()
+        param, settings = self.holder(), self.settings
         if param is None:
             return
-        pass_id, adding = self.current_pass(), self.settings.accumulation == "add"
-        self.settings.begin_pass(pass_id)
-        if self.settings.stream is not None:
+        pass_id, adding = self.current_pass(), settings.accumulation == "add"
+        if pass_id != settings.pass_id:
+            settings.begin_pass(pass_id)
+        if settings.stream is not None:
             if self.pass_id == pass_id:
                 raise RuntimeError(
                     f"`{self.name}` got its per-sample gradient in parts (a reentrant checkpoint), which cannot be streamed: use "
                     f"torch.utils.checkpoint with use_reentrant=False."
                 )
-            self.pass_id, self.storage = pass_id, None
-            self.settings.stream(self.name, rows)
+            self.pass_id, self.memory = pass_id, None
+            settings.stream(self.name, rows)
             return
         now: Tensor | None = getattr(param, "grad_sample", None)
         first = self.pass_id != pass_id
         if first:
-            now = None if self.settings.accumulation == "replace" else now
+            now = None if settings.accumulation == "replace" else now
             self.pass_id, self.offset = pass_id, 0 if now is None or adding else len(now)
-            self.settings.recorded[id(param)] = weakref.ref(param)
+            settings.recorded[id(param)] = weakref.ref(param)
             if sharding.in_use() and self.slot is not None:
                 torch.autograd.Variable._execution_engine.queue_callback(self.deliver)
-        self.storage = rows.untyped_storage()
+        self.memory = None if rows.requires_grad or not rows.is_contiguous() else rows.detach()
         size = rows.shape[0]
-        if self.settings.rows not in (-1, size):
+        if size != settings.rows != -1:
             raise RuntimeError(
                 f"`{self.name}` was reached by {size} samples in a backward pass that reached other parameters by "
-                f"{self.settings.rows}: layers were called outside of the model's own forward, each with a batch size of its own. "
+                f"{settings.rows}: layers were called outside of the model's own forward, each with a batch size of its own. "
                 f"Call the model itself, or put the calls inside `with ps.batch_size(n):`."
             )
-        self.settings.rows = size
+        settings.rows = size
         if now is None:
             result = rows
         elif first and not adding:

@@ -4,6 +4,7 @@ A layer sees the gathered parameter, a tensor that FSDP makes once and fills for
 on every rank, of its own samples; at the end of a backward pass they go to whatever the module then holds.
 """
 
+import sys
 from typing import Any
 
 from torch import Tensor, distributed, nn
@@ -11,7 +12,7 @@ from torch import Tensor, distributed, nn
 
 def in_use() -> bool:
     """Whether parameters could be sharded at all: cheap, for every call."""
-    return distributed.is_available() and distributed.is_initialized()
+    return "torch.distributed.tensor" in sys.modules and distributed.is_initialized()
 
 
 def is_shard(param: Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..expand import Expansion, composite_backward, per_sample, shared, wanted
+from ..expand import Expansion, Op, composite_backward, per_sample, shared, wanted
 from .common import check_rows, owned
 
 Weight = Tensor | Expansion | None
@@ -72,7 +72,7 @@ class Separate:
         )
 
 
-class _Affine(torch.autograd.Function):
+class _Affine(Op):
     """Forward and input gradient by the kernel; the gradients of weight and bias summed and per sample."""
 
     @staticmethod
@@ -116,7 +116,8 @@ def _sums(each: Tensor, e: Expansion, need_weight: bool, need_rows: bool) -> tup
     """The gradients of (weight, rows) from the gradient of each of the N rows, (N, *S)."""
     total = rows = None
     if need_weight:
-        total, _ = e.out(each.sum(0).to(e.weight.dtype), None)
+        total = each.sum(0).to(e.weight.dtype)
+        total = total if e.scale.weight == 1 else total * e.scale.weight
     if need_rows:
         assert e.rows is not None
         rows, size, n = e.buffer(), e.rows.shape[0], each.shape[0]
@@ -124,7 +125,7 @@ def _sums(each: Tensor, e: Expansion, need_weight: bool, need_rows: bool) -> tup
             torch.mul(each, e.scale.rows, out=rows)
         else:
             torch.sum(each.reshape(size, n // max(size, 1), *each.shape[1:]), 1, out=rows).mul_(e.scale.rows)
-    return total, rows
+    return e.send(total, rows)
 
 
 def _again(w: Expansion | None, b: Expansion | None, kernel: Kernel) -> Callable[..., Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..expand import Expansion, per_sample, shared, wanted
+from ..expand import Expansion, Op, per_sample, shared, wanted
 from .common import SUM_FROM_ROWS, by_sample, check_rows, owned
 from .linear import linear, product
 from .products import affine, outer, outer_each
@@ -110,7 +110,7 @@ def _parts(xs: Sequence[Tensor], weight: Weight, thirds: Sequence[int]) -> tuple
     return parts
 
 
-class _Parts(torch.autograd.Function):
+class _Parts(Op):
     """Several linear maps whose weights are packed in one: ``linear``'s op, for each part with an input of its own.
 
     The family closes on itself: the input gradients are the same op with ``turned`` flipped (``x @ weight``).
@@ -168,8 +168,4 @@ def _weight_grads(
             g_weight = torch.cat([(product if graph else outer)(gy, x) for gy, x in pairs])
             if not graph and w.scale.weight != 1:
                 g_weight = g_weight * w.scale.weight
-    if graph:
-        return w.out(g_weight, g_rows)
-    if g_weight is not None:
-        w.send(g_weight)
-    return g_weight, g_rows
+    return (w.out if graph else w.send)(g_weight, g_rows)

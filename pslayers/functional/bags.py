@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..expand import Expansion, composite_backward, shared, wanted
+from ..expand import Expansion, Op, composite_backward, shared, wanted
 from .common import check_rows, owned
 
 MODES = "sum", "mean", "max"  # by torch's numbers
@@ -123,7 +123,7 @@ class _Bags:
         return y / self.sizes.clamp(min=1).to(y.dtype).unsqueeze(1) if self.mode == "mean" else y
 
 
-class _EmbeddingBag(torch.autograd.Function):
+class _EmbeddingBag(Op):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor | None, factors: Tensor | None, bags: _Bags, w: Expansion) -> Tensor:
         y, ctx.chosen = bags.plain(weight, bags.ids, factors)
@@ -147,7 +147,8 @@ class _EmbeddingBag(torch.autograd.Function):
         if need_rows:
             g_rows = bags.collect(gy if w.scale.rows == 1 else gy * w.scale.rows, factors, chosen, w.buffer().zero_())
         if need_weight:
-            g_weight = w.out(bags.collect(gy, factors, chosen, weight.new_zeros(1, *weight.shape)).squeeze(0), None)[0]
+            g_weight = bags.collect(gy, factors, chosen, weight.new_zeros(1, *weight.shape)).squeeze(0)
+            g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
         if need_factors:
             g_factors = (gy[bags.bag] * weight[bags.ids]).sum(1).to(factors.dtype)
-        return g_weight, g_rows, g_factors, None, None
+        return *w.send(g_weight, g_rows), g_factors, None, None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..expand import Expansion, composite_backward, per_sample, shared, wanted
+from ..expand import Expansion, Op, composite_backward, per_sample, shared, wanted
 from .common import by_sample, check_rows, owned
 from .linear import linear
 
@@ -42,7 +42,7 @@ def _products(x1: Tensor, x2: Tensor) -> Tensor:
     return (x1.unsqueeze(-1) * x2.unsqueeze(-2)).flatten(-2)  # (N, ..., I * J)
 
 
-class _Bilinear(torch.autograd.Function):
+class _Bilinear(Op):
     @staticmethod
     def forward(
         ctx: Any,
@@ -85,7 +85,9 @@ class _Bilinear(torch.autograd.Function):
                 torch.bmm(left, by_sample(products, size, width), out=g_rows.view(size, outs, width))
             if need_weight:
                 total = gy.reshape(-1, outs).t() @ products.reshape(-1, products.shape[-1])
-                g_weight = w.out(total.view(weight.shape), None)[0]
+                g_weight = total.view(weight.shape)
+                g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
+            g_weight, g_rows = w.send(g_weight, g_rows)
         if b is not None:
             g_bias = gy.reshape(-1, outs).sum(0) if need_bias else None
             g_bias_rows = by_sample(gy, len(bias_rows), outs).sum(1) if need_bias_rows else None

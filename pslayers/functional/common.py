@@ -26,6 +26,11 @@ def by_sample(t: Tensor, size: int, width: int) -> Tensor:
     return t.reshape(size, t.numel() // max(size * width, 1), width)
 
 
+def of_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """`t` in a dtype: as ``t.to(dtype)``, whose call costs more than the comparison."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def owned(t: Tensor) -> Tensor:
     """`t` not as a view: what a Function returns as a view could not be changed in place, as by ReLU(inplace=True)."""
     return torch.ops.aten._unsafe_view(t, t.shape) if t._is_view() else t

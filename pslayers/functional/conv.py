@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..expand import Expansion, per_sample, shared, wanted
+from ..expand import Expansion, Op, per_sample, shared, wanted
 from .common import by_sample, check_rows, owned
 from .conv_rows import Geometry, as_groups, convolution, convolution_backward, differentiable_rows, write_rows
 
@@ -184,7 +184,7 @@ def _grouped(x: Tensor, weight: Tensor, geometry: Geometry, transposed: bool, ou
 
 
 # ---------------------------------------------------------------------- one weight, expanded
-class _Conv(torch.autograd.Function):
+class _Conv(Op):
     """One weight for all samples in forward and input gradient; weight and bias gradients summed and per sample.
 
     The family closes on itself: the input gradient is the same op with ``transposed`` flipped. A transposed convolution takes
@@ -271,8 +271,7 @@ def _weight_grads(
         else:
             g_weight = _summed(x, gy, w.weight, geometry)
             g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
-        w.send(g_weight)
-    return g_weight, g_rows
+    return w.send(g_weight, g_rows)
 
 
 def _summed(x: Tensor, gy: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:

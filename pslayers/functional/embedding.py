@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..expand import Expansion, shared, wanted
+from ..expand import Expansion, Op, shared, wanted
 from .common import check_rows, owned
 
 
@@ -71,7 +71,7 @@ def summed(gy: Tensor, ids: Tensor, entries: int, padding_idx: int | None) -> Te
     return torch.ops.aten.embedding_dense_backward(gy, ids, entries, padding, False)
 
 
-class _Embedding(torch.autograd.Function):
+class _Embedding(Op):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, rows: Tensor | None, w: Expansion, padding_idx: int | None) -> Tensor:
         ctx.save_for_backward(ids, weight, rows)
@@ -82,14 +82,12 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gy,), (ids, weight, rows), w, padding_idx = grads, ctx.saved_tensors, ctx.w, ctx.padding_idx
         _, need_weight, need_rows, *_ = wanted(ctx)
-        gy = gy.to(weight.dtype)
+        gy, again = gy.to(weight.dtype), torch.is_grad_enabled()
         g_weight = g_rows = None
         if need_rows:
-            again = torch.is_grad_enabled()
             values = gy if again or w.scale.rows == 1 else gy * w.scale.rows
             g_rows = add_to_rows(values, ids, gy.new_zeros(rows.shape) if again else w.buffer().zero_(), padding_idx)
         if need_weight:
             g_weight = summed(gy, ids, weight.shape[0], padding_idx)
-        if torch.is_grad_enabled():
-            return None, *w.out(g_weight, g_rows), None, None
-        return None, w.out(g_weight, None)[0], g_rows, None, None
+            g_weight = g_weight if again or w.scale.weight == 1 else g_weight * w.scale.weight
+        return None, *(w.out if again else w.send)(g_weight, g_rows), None, None

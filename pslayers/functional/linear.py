@@ -6,8 +6,8 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from ..expand import Expansion, per_sample, shared, wanted
-from .common import SUM_FROM_ROWS, by_sample, check_rows, owned
+from ..expand import Expansion, Op, per_sample, shared, wanted
+from .common import SUM_FROM_ROWS, by_sample, check_rows, of_dtype, owned
 from .products import affine, outer, outer_each
 
 
@@ -49,7 +49,7 @@ def _per_sample_linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Exp
     return y.reshape(*x.shape[:-1], w.shape[1])
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Op):
     """One weight for all samples in forward and input gradient; weight and bias gradients summed and per sample.
 
     The family closes on itself: the input gradient is the same op with ``turned`` flipped (``x @ weight``).
@@ -82,8 +82,8 @@ class _Linear(torch.autograd.Function):
             if torch.is_grad_enabled():
                 gx = _Linear.apply(gy.to(weight.dtype), weight, rows, None, None, w.rebind(weight, rows), None, not turned)
             else:
-                gx = affine(gy, (weight if turned else weight.t()).to(gy.dtype))
-            gx = gx.to(ctx.dtype)
+                gx = affine(gy, of_dtype(weight if turned else weight.t(), gy.dtype))
+            gx = of_dtype(gx, ctx.dtype)
         if need_rows or need_weight:
             into, outof = (gy, x) if turned else (x, gy)
             g_weight, g_rows = _weight_grads(into, outof, rows, w, need_weight, need_rows)
@@ -94,24 +94,28 @@ class _Linear(torch.autograd.Function):
 
 def _bias_grads(gy: Tensor, b: Expansion, need_bias: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of (bias, rows): ``gy`` summed over all rows, and over each sample's t rows."""
-    g_bias = g_rows = None
+    g_rows, gy = None, of_dtype(gy, b.weight.dtype)
     flat = gy if gy.ndim == 2 else gy.reshape(-1, gy.shape[-1])
-    if need_bias:
-        g_bias = flat.sum(0).to(b.weight.dtype)
+    g_bias = flat.sum(0) if need_bias else None
+    if torch.is_grad_enabled():
+        return b.out(g_bias, by_sample(gy, len(b.rows), gy.shape[-1]).sum(1) if need_rows and b.rows is not None else None)
+    if g_bias is not None and b.scale.weight != 1:
+        g_bias = g_bias * b.scale.weight
     if need_rows:
         assert b.rows is not None
-        size = b.rows.shape[0]
-        if flat.shape[0] == size and not torch.is_grad_enabled():  # nothing to sum; memory of its own, not gy's
-            return b.out(g_bias, None)[0], torch.mul(flat.to(b.rows.dtype), b.scale.rows)
-        g_rows = by_sample(gy, size, gy.shape[-1]).sum(1).to(b.rows.dtype)
-    return b.out(g_bias, g_rows)
+        size, g_rows = b.rows.shape[0], b.buffer()
+        if flat.shape[0] == size:  # nothing to sum
+            torch.mul(flat, b.scale.rows, out=g_rows)
+        else:
+            torch.sum(by_sample(gy, size, gy.shape[-1]), 1, out=g_rows).mul_(b.scale.rows)
+    return b.send(g_bias, g_rows)
 
 
 def _weight_grads(
     x: Tensor, gy: Tensor, rows: Tensor | None, w: Expansion, need_weight: bool, need_rows: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of (weight, rows): ``gy.T @ x`` over all rows, and over each sample's t rows."""
-    x, gy = x.to(w.weight.dtype), gy.to(w.weight.dtype)
+    x, gy = of_dtype(x, w.weight.dtype), of_dtype(gy, w.weight.dtype)
     if torch.is_grad_enabled():
         if need_rows and rows is not None:
             left, right = _factors(gy, x, len(rows))
@@ -128,8 +132,7 @@ def _weight_grads(
         else:
             g_weight = outer(gy, x)
             g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
-        w.send(g_weight)
-    return g_weight, g_rows
+    return w.send(g_weight, g_rows)
 
 
 def product(gy: Tensor, x: Tensor) -> Tensor:

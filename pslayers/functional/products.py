@@ -64,7 +64,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def outer(left: Tensor, right: Tensor) -> Tensor:
     """``left.T @ right`` over all rows: left (..., O), right (..., I), result (O, I). Not differentiable."""
-    left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+    left, right = (t if t.ndim == 2 else t.reshape(-1, t.shape[-1]) for t in (left, right))
     if min(left.shape[1], right.shape[1]) >= 16 and _by_onednn(left, left.numel() * right.shape[1], WORTH_IT):
         return _onednn(left.t(), right.t(), None)
     return left.t() @ right
@@ -73,7 +73,8 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
 def outer_each(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor:
     """``scale * left[n].T @ right[n]``, written to `out`: left (B, t, O), right (B, t, I), out (B, O, I). Not differentiable."""
     if left.shape[1] == 1:  # written, not summed
-        return torch.mul((left if scale == 1 else left * scale).mT, right, out=out)
+        left = left.transpose(1, 2)
+        return torch.mul(left if scale == 1 else left * scale, right, out=out)
     if left.shape[0] and _by_onednn(left, left.shape[1] * left.shape[2] * right.shape[2], WORTH_IT_EACH):
         scaled = left if scale == 1 else left * scale
         for one, other, into in zip(scaled.unbind(), right.unbind(), out.unbind(), strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..expand import Expansion, composite_backward, wanted
+from ..expand import Expansion, Op, composite_backward, wanted
 from .cells import Cell, Pass
 from .common import SUM_FROM_ROWS
 from .products import affine, outer, outer_each
@@ -33,7 +33,7 @@ class Plan:
         return [dict(zip(self.names, tensors[k * d : k * d + k], strict=True)) for d in range(self.directions)]
 
 
-class Layer(torch.autograd.Function):
+class Layer(Op):
     """One layer with one weight for all samples: torch's kernel forward, one walk back, weight gradients summed and per sample."""
 
     @staticmethod
@@ -191,8 +191,7 @@ def _weight_grads(g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_ro
             g_weight = outer(g, x)
             if w.scale.weight != 1:
                 g_weight = g_weight * w.scale.weight
-        g_weight = w.send(g_weight)
-    return g_weight, g_rows
+    return w.send(g_weight, g_rows)
 
 
 def _bias_grads(g: Tensor, b: Expansion, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -203,5 +202,5 @@ def _bias_grads(g: Tensor, b: Expansion, need_weight: bool, need_rows: bool) -> 
         own = g if len(g) == len(b.rows) else g.view(len(b.rows), -1, g.shape[-1]).sum(1)  # (B, G)
         g_rows = torch.mul(own, b.scale.rows, out=b.buffer())
     if need_weight:
-        g_weight = b.send((g.sum(0) * b.scale.weight).to(b.weight.dtype))
-    return g_weight, g_rows
+        g_weight = (g.sum(0) * b.scale.weight).to(b.weight.dtype)
+    return b.send(g_weight, g_rows)

@@ -143,7 +143,7 @@ class PSLayer(Converted):
 
     def _ps_needed(self) -> bool:
         """Whether this call computes with per-sample weights: rows are recorded, or the weights given are per sample."""
-        state = self._ps_state()
+        state = self._ps or self._ps_state()
         recording = state.settings.recording and torch.is_grad_enabled() and not transforming()
         for name, p in self._parameters.items():
             if p is not None:
@@ -219,6 +219,8 @@ class PSLayer(Converted):
         Raises:
             ValueError: the rows cannot be attributed to the samples.
         """
+        if args and self._ps_plainly_batched(args[0], size):
+            return args, kwargs, size, None
         key, x = next(
             ((k, v) for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, Tensor)),
             (None, None),
@@ -231,6 +233,17 @@ class PSLayer(Converted):
         else:
             kwargs = {**kwargs, str(key): x}
         return args, kwargs, x.shape[0], undo
+
+    def _ps_plainly_batched(self, x: Any, size: int) -> bool:
+        """Whether `layout` would find the batch in dim 0, the most frequent case, in which it is not worth its time."""
+        return (
+            isinstance(x, Tensor)
+            and x.ndim - 1 == self.event_dims
+            and x.shape[0] == size > 1
+            and x.is_floating_point()
+            and not self._ps_state().layouts
+            and not torch.compiler.is_compiling()
+        )
 
     def to_rows(self, x: Tensor, size: int) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
         """`x` with N = k * size rows in dim 0, and how to bring an output back to the form of the input."""
@@ -302,10 +315,10 @@ class PSLayer(Converted):
         """The parameter `name` in the form that ``ps.functional`` takes, at its cheapest; B weights. None stays None."""
         if torch.compiler.is_compiling():
             return compiled.weights(self, name)
-        weight: Tensor | None = getattr(self, name)
+        weight: Tensor | None = self._parameters[name] if name in self._parameters else getattr(self, name)
         if weight is None:
             return None
-        state, batch = self._ps_state(), local.batch
+        state, batch = self._ps or self._ps_state(), local.batch
         if weight.ndim != state.ndims.get(name, weight.ndim):  # per-sample weights were given in place of the parameter
             if batch is not None:
                 self._ps_check_given(name, weight, batch.size)
@@ -320,7 +333,9 @@ class PSLayer(Converted):
         ):
             return Expansion(weight, None)
         call.expanded.add(name)
-        recorder = recorder_of(weight, f"{state.path}.{name}", settings, self)
+        recorder = weight.__dict__.get("_ps_recorder")
+        if recorder is None or recorder.settings is not settings or recorder.slot is None or recorder.param() is not weight:
+            recorder = recorder_of(weight, f"{state.path}.{name}", settings, self)
         return Expansion(weight, recorder.rows(batch.size), call.scale, recorder)
 
     def expand(self, name: str) -> Tensor | None:
