@@ -272,7 +272,7 @@ class _Join(Op):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), shape = grads, ctx.rows_shape
-        need_weight, need_rows, *_ = wanted(ctx)
+        need_weight, need_rows, *_ = wanted(ctx, ctx.expansion)
         if len(grad) != shape[0]:  # k rows a sample
             grad = grad.reshape(shape[0], -1, *shape[1:]).sum(1)
         return *ctx.expansion.out(grad.sum(0) if need_weight else None, grad if need_rows else None), None, None
@@ -316,11 +316,16 @@ def per_sample(weight: "Tensor | Expansion", ndim: int, size: int) -> Tensor:
     return weight.expand(size, *weight.shape) if weight.ndim == ndim else weight
 
 
-def wanted(ctx: Any) -> list[bool]:
-    """Which gradients this backward is really asked for.
+def wanted(ctx: Any, *expansions: Expansion | None) -> Sequence[bool]:
+    """Which gradients this backward, of an op with these expansions, is really asked for.
 
     `ctx.needs_input_grad` only says which inputs require grad; ``torch.autograd.grad(loss, x)`` would then pay for all rows.
     """
+    for e in expansions:
+        if e is not None and e.recorder is not None:
+            if e.recorder.whole_pass():
+                return ctx.needs_input_grad  # type: ignore[no-any-return]
+            break
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # one for each input that requires grad
     return [need and will_execute(next(nodes), True) for need in ctx.needs_input_grad]
 

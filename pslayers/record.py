@@ -25,7 +25,9 @@ class Recorder:
         self.home = self.param  # the tensor whose `grad_sample` is written: the shard, where the parameter is a gathered one
         self.leaf: Tensor | None = None
         self.form: tuple[Any, ...] | None = None  # of the leaf
+        self.node: Any = None  # of the graph, that takes what the leaf receives
         self.memory: Tensor | None = None  # of the last rows
+        self.fits: Tensor | None = None  # the leaf that they were the gradient of
         self.pass_id = self.outer_pass = self.notes_pass = -1
         self.offset = 0  # rows that earlier passes have appended
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
@@ -49,7 +51,7 @@ class Recorder:
         if leaf is None or form != self.form:
             self.release()
             leaf = param.detach().expand(size, *param.shape).requires_grad_()
-            self.leaf, self.form = leaf, form
+            self.leaf, self.form, self.node = leaf, form, torch.autograd.graph.get_gradient_edge(leaf).node
         self.use()
         return leaf
 
@@ -87,11 +89,9 @@ class Recorder:
         if (
             memory is not None
             and holder is not None
+            and rows is self.fits
             and settings.accumulation == "replace"
             and self.pass_id != self.current_pass()
-            and memory.shape == rows.shape
-            and memory.dtype == rows.dtype
-            and memory.device == rows.device
         ):
             holder.grad_sample = None  # type: ignore[attr-defined]  # about to be replaced: let it go, then see who else holds it
             if torch._C._storage_Use_Count(memory.untyped_storage()._cdata) == 2:  # `memory`, and the name for its storage
@@ -151,7 +151,14 @@ class Recorder:
     def release(self) -> None:
         """Let go of the leaf, to which graphs that are still there may lead."""
         self.listen()
-        self.leaf = None
+        self.leaf = self.node = None
+
+    def whole_pass(self) -> bool:
+        """Whether the pass that is running goes everywhere, as that of ``loss.backward()``: to the leaf, which nobody names."""
+        try:
+            return self.node is not None and torch._C._will_engine_execute_node(self.node)
+        except RuntimeError:  # ps.per_sample_grads does
+            return False
 
     def receive(self, leaf: Tensor) -> None:
         """Hook on the rows leaf: take the gradient over, without a copy, and put it on the parameter."""
@@ -173,7 +180,7 @@ class Recorder:
                     f"`{self.name}` got its per-sample gradient in parts (a reentrant checkpoint), which cannot be streamed: use "
                     f"torch.utils.checkpoint with use_reentrant=False."
                 )
-            self.pass_id, self.memory = pass_id, None
+            self.pass_id, self.memory, self.fits = pass_id, None, None
             settings.stream(self.name, rows)
             return
         now: Tensor | None = getattr(param, "grad_sample", None)
@@ -184,8 +191,10 @@ class Recorder:
             settings.recorded[id(param)] = weakref.ref(param)
             if sharding.in_use() and self.slot is not None:
                 torch.autograd.Variable._execution_engine.queue_callback(self.deliver)
-        self.memory = None if rows.requires_grad or not rows.is_contiguous() else rows.detach()
         size = rows.shape[0]
+        self.memory = self.fits = None
+        if not rows.requires_grad and self.leaf is not None and rows.shape == self.leaf.shape and rows.is_contiguous():
+            self.memory, self.fits = rows.detach(), self.leaf
         if size != settings.rows != -1:
             raise RuntimeError(
                 f"`{self.name}` was reached by {size} samples in a backward pass that reached other parameters by "

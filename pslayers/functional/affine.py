@@ -97,7 +97,7 @@ class _Affine(Op):
         (gy,), (x, weight, *_), w, b, kernel = grads, ctx.saved_tensors, ctx.w, ctx.b, ctx.kernel
         if torch.is_grad_enabled():
             return *composite_backward(_again(w, b, kernel), ctx.saved_tensors, (gy,)), None, None, None
-        need_x, need_w, need_w_rows, need_b, need_b_rows, *_ = wanted(ctx)
+        need_x, need_w, need_w_rows, need_b, need_b_rows, *_ = wanted(ctx, w, b)
         statistics, dtype = ctx.statistics, x.dtype
         g_w = g_w_rows = g_b = g_b_rows = None
         inside = statistics[0].dtype if statistics else torch.promote_types(dtype, w.weight.dtype)

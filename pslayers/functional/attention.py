@@ -127,7 +127,7 @@ class _Parts(Op):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, rows, *xs = ctx.saved_tensors
-        need_weight, need_rows, _, _, _, *need_xs = wanted(ctx)
+        need_weight, need_rows, _, _, _, *need_xs = wanted(ctx, ctx.w)
         w, sizes, turned = ctx.w, ctx.sizes, ctx.turned
         gxs: Sequence[Tensor | None] = [None] * len(grads)
         gys = [gy.to(weight.dtype) for gy in grads]

@@ -141,7 +141,7 @@ class _EmbeddingBag(Op):
                 return bags.reduced(table, factors, chosen)
 
             return *composite_backward(composite, ctx.saved_tensors, (gy,)), None, None
-        need_weight, need_rows, need_factors, *_ = wanted(ctx)
+        need_weight, need_rows, need_factors, *_ = wanted(ctx, w)
         gy = gy.to(weight.dtype)
         g_weight = g_rows = g_factors = None
         if need_rows:

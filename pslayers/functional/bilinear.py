@@ -70,7 +70,7 @@ class _Bilinear(Op):
                 return linear(_products(x1, x2), weights, b.rebind(*handles[2:]) if b is not None else None)
 
             return *composite_backward(composite, ctx.saved_tensors, (gy,)), None, None
-        need_x1, need_x2, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx)
+        need_x1, need_x2, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx, w, b)
         gy, outs = gy.to(weight.dtype), gy.shape[-1]
         gx1 = gx2 = g_weight = g_rows = g_bias = g_bias_rows = None
         if need_x1 or need_x2:

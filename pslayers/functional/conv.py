@@ -215,7 +215,7 @@ class _Conv(Op):
         (gy,) = grads
         x, weight, rows = ctx.saved_tensors
         w, b, (geometry, transposed, output_padding) = ctx.w, ctx.b, ctx.options
-        need_x, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx)
+        need_x, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx, w, b)
         gx = g_weight = g_rows = g_bias = g_bias_rows = None
         if need_x:
             if torch.is_grad_enabled():

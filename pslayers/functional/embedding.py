@@ -81,7 +81,7 @@ class _Embedding(Op):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gy,), (ids, weight, rows), w, padding_idx = grads, ctx.saved_tensors, ctx.w, ctx.padding_idx
-        _, need_weight, need_rows, *_ = wanted(ctx)
+        _, need_weight, need_rows, *_ = wanted(ctx, w)
         gy, again = gy.to(weight.dtype), torch.is_grad_enabled()
         g_weight = g_rows = None
         if need_rows:

@@ -76,7 +76,7 @@ class _Linear(Op):
         (gy,) = grads
         x, weight, rows = ctx.saved_tensors
         w, b, turned = ctx.w, ctx.b, ctx.turned
-        need_x, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx)
+        need_x, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx, w, b)
         gx = g_weight = g_rows = g_bias = g_bias_rows = None
         if need_x:
             if torch.is_grad_enabled():

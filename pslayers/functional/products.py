@@ -64,7 +64,8 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 def outer(left: Tensor, right: Tensor) -> Tensor:
     """``left.T @ right`` over all rows: left (..., O), right (..., I), result (O, I). Not differentiable."""
-    left, right = (t if t.ndim == 2 else t.reshape(-1, t.shape[-1]) for t in (left, right))
+    if left.ndim != 2:
+        left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
     if min(left.shape[1], right.shape[1]) >= 16 and _by_onednn(left, left.numel() * right.shape[1], WORTH_IT):
         return _onednn(left.t(), right.t(), None)
     return left.t() @ right

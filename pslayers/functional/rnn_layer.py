@@ -57,7 +57,7 @@ class Layer(Op):
             return None, *_graph_backward(ctx.plan, x, tensors, grads)
         off = torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
         with off:
-            return None, *_backward(ctx.plan, wanted(ctx)[1:], x, y, tensors, grads)
+            return None, *_backward(ctx.plan, wanted(ctx, *ctx.plan.expansions)[1:], x, y, tensors, grads)
 
 
 def _split(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

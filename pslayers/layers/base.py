@@ -241,7 +241,7 @@ class PSLayer(Converted):
             and x.ndim - 1 == self.event_dims
             and x.shape[0] == size > 1
             and x.is_floating_point()
-            and not self._ps_state().layouts
+            and not (self._ps or self._ps_state()).layouts
             and not torch.compiler.is_compiling()
         )
 
@@ -323,7 +323,8 @@ class PSLayer(Converted):
             if batch is not None:
                 self._ps_check_given(name, weight, batch.size)
             return weight
-        compiled.check_own_weights(self)
+        if "parametrizations" in self._modules:
+            compiled.check_own_weights(self)
         call, settings = local.call, state.settings
         if (
             batch is None
