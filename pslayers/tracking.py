@@ -5,6 +5,7 @@ samples. Then the model is run a few times more, by its original layers and with
 samples changed. The rows that change are those samples'. What is learned about a call of a layer is kept for later batches.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -366,34 +367,61 @@ def rows_agree(
     None where they seem to, but a NaN leaves it open: no gradient at all times NaN is NaN.
 
     A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a table as long as the
-    batch). Costs 2 log2(B) passes of the graph without weight gradients.
+    batch). Costs 2 log2(B) passes of the graph without weight gradients, whose memory is that of a backward pass: gradients are
+    looked at as they flow by.
     """
     asked = [each for each in layers if each[0].requires_grad and each[0].numel()]
     if not outputs or not asked:
         return True  # nothing to be told here
-    agree: bool | None = True
-    for samples in _separating_groups(batch.size):
-        theirs = torch.tensor(samples, device=outputs[0][0].device)
-        own = [_of_samples(t, layout, theirs, batch.size) for t, layout in outputs]
-        loss = sum((t.sum() + (t * t).sum() for t in own), torch.zeros((), device=theirs.device))
-        try:
-            grads = torch.autograd.grad(loss, [t for t, _, _ in asked], retain_graph=True, allow_unused=True)
-        except RuntimeError as error:
-            if "use_reentrant=True" in str(error):
-                raise Unprovable from error
-            raise
-        for grad, (_, rows, owners) in zip(grads, asked, strict=True):
-            if grad is None:
-                continue
-            grad = grad.movedim(rows, 0)
-            if owners is None:
-                owners = torch.arange(batch.size, device=grad.device).repeat_interleave(grad.shape[0] // batch.size)
-            of_others = grad[~torch.isin(owners, theirs)]
-            touched, unknown = of_others != 0, of_others.isnan()
-            if bool((touched & ~unknown).any()):
+    found: set[bool | None] = {True}
+    device = outputs[0][0].device
+    theirs = torch.empty(0, device=device)
+
+    def look(grad: Tensor | None, rows: int, owners: Tensor | None) -> None:
+        if grad is None:  # of one of several outputs
+            return
+        grad = grad.detach().movedim(rows, 0)
+        if owners is None:
+            owners = torch.arange(batch.size, device=grad.device).repeat_interleave(grad.shape[0] // batch.size)
+        of_others = grad[~torch.isin(owners, theirs)]
+        touched, unknown = of_others != 0, of_others.isnan()
+        found.add(False if bool((touched & ~unknown).any()) else None if bool(unknown.any()) else True)
+
+    hooks = [t.register_hook(functools.partial(look, rows=rows, owners=owners)) for t, rows, owners in asked]
+    last = _last_on_the_way_back([t for t, _, _ in asked])
+    try:
+        for samples in _separating_groups(batch.size):
+            theirs = torch.tensor(samples, device=device)
+            own = [_of_samples(t, layout, theirs, batch.size) for t, layout in outputs]
+            loss = sum((t.sum() + (t * t).sum() for t in own), torch.zeros((), device=device))
+            torch.autograd.grad(loss, last, retain_graph=True, allow_unused=True)
+            if False in found:
                 return False
-            agree = None if bool(unknown.any()) else agree
-    return agree
+    except RuntimeError as error:
+        if "use_reentrant=True" in str(error):
+            raise Unprovable from error
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return None if None in found else True
+
+
+def _last_on_the_way_back(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those from which the graph leads to no other of them: a pass that is asked for these meets all that it can reach."""
+    nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in tensors]
+    last = []
+    for t, own in zip(tensors, nodes, strict=True):
+        todo, seen = [own], {own}
+        while todo:
+            before = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+            if not before.isdisjoint(nodes):
+                break
+            seen |= before
+            todo += before
+        else:
+            last.append(t)
+    return last
 
 
 def _of_samples(t: Tensor, layout: Layout, samples: Tensor, size: int) -> Tensor:
