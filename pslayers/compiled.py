@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .expand import UNSCALED, Batch, Expansion, Scale, Settings, local
-from .functional.common import by_sample
+from .functional.common import bias_grads
 from .functional.conv import _padded, each
 from .functional.conv import _weight_grads as _conv_grads
 from .functional.conv_rows import Geometry, convolution
-from .functional.embedding import add_to_rows, summed
+from .functional.embedding import table_grads
 from .functional.linear import _weight_grads as _linear_grads
 from .record import recorder_of
 from .tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
@@ -241,7 +241,9 @@ def _(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
 class _Delivered(Expansion):
     """An expansion in compiled code."""
 
-    def send(self, weight_grad: Tensor | None, rows_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def send(
+        self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
         assert self.recorder is not None and weight_grad is not None and rows_grad is not None
         self.recorder.note(weight_grad, compiled=True)
         self.recorder.take(rows_grad)
@@ -328,12 +330,9 @@ Grads = tuple[Tensor | None, Tensor | None]  # of (weight, rows), as an expansio
 
 
 def _bias_grads(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
-    channels = e.weight.shape[0]
     if how:  # a convolution's: positions after channels
         gy = gy.sum(tuple(range(2, gy.ndim)))
-    assert e.rows is not None
-    rows = by_sample(gy.to(e.weight.dtype), len(e.rows), channels).sum(1)
-    return e.send(rows.sum(0), torch.mul(rows, e.scale.rows, out=e.buffer()))
+    return bias_grads(gy, e, True, True)
 
 
 def _linear_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
@@ -347,9 +346,7 @@ def _conv_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
 
 
 def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
-    gy, padding_idx = gy.to(e.weight.dtype), how[0] if how else None
-    rows = add_to_rows(gy * e.scale.rows, x, e.buffer().zero_(), padding_idx)
-    return e.send(summed(gy, x, e.weight.shape[0], padding_idx), rows)
+    return e.send(*table_grads(gy.to(e.weight.dtype), x, e, how[0] if how else None, True, True)[:2])
 
 
 _KINDS = {"linear": _linear_rule, "conv": _conv_rule, "embedding": _embedding_rule}

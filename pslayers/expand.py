@@ -43,7 +43,8 @@ class Settings:
     recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:  # a copy agrees on the same things, and has recorded nothing yet
-        return {**self.__dict__, "pass_id": -1, "recorded": {}, "sizes": set(), "waiting": False, "stream": None, "workspace": None, "asked": False}
+        own = {"pass_id": -1, "recorded": {}, "sizes": set(), "waiting": False, "stream": None, "workspace": None, "asked": False}
+        return {**self.__dict__, **own}
 
     def called(self, size: int) -> None:
         """Note the batch size of an outermost call: a checkpoint recomputes parts of it during the backward pass."""
@@ -163,9 +164,10 @@ class Op(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
+        """As torch's."""
         if _transforms_active():
             return super().apply(*args)  # torch's error
-        return super(torch.autograd.Function, cls).apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 class _Cross(Op):
@@ -234,6 +236,13 @@ class Expansion:
             return self.recorder.buffer(self.rows)
         return torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
 
+    def zeros(self) -> Tensor:
+        """The same, of zeros."""
+        assert self.rows is not None
+        if self.recorder is not None:
+            return self.recorder.zeros(self.rows)
+        return torch.zeros(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
+
     def out(self, weight_grad: Tensor | None, rows_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of (weight, rows) as they leave the call, from those that autograd sees inside it."""
         if weight_grad is not None:
@@ -242,8 +251,10 @@ class Expansion:
             rows_grad = cross(rows_grad, self.scale, False, self.scale.rows)
         return self.send(weight_grad, rows_grad)
 
-    def send(self, weight_grad: Tensor | None, rows_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of (weight, rows), scaled, for autograd to pass on.
+    def send(
+        self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of (weight, rows), scaled, for autograd to pass on; all rows but those `written` (of D values) are zero.
 
         The summed one is noted, for the check that nothing else reaches the parameter. The rows of a parameter's only use go to it
         at once; those of several uses, and those with a graph, meet in the rows leaf.
@@ -256,6 +267,8 @@ class Expansion:
         if rows_grad is not None and not recorder.settings.asked:
             if recorder.uses <= 1 and not torch.is_grad_enabled():
                 recorder.take(rows_grad)
+                if written is not None and recorder.memory is not None:
+                    recorder.written = written, recorder.memory._version
                 return weight_grad, None
             recorder.listen()
         return weight_grad, rows_grad

@@ -114,7 +114,7 @@ def clear_grad_samples(model: nn.Module) -> None:
         if "grad_sample" in param.__dict__:
             clear(param)
         if (recorder := param.__dict__.get("_ps_recorder")) is not None:
-            recorder.memory = recorder.fits = None
+            recorder.memory = recorder.fits = recorder.written = None
             recorder.release()
 
 

@@ -28,6 +28,7 @@ class Recorder:
         self.node: Any = None  # of the graph, that takes what the leaf receives
         self.memory: Tensor | None = None  # of the last rows
         self.fits: Tensor | None = None  # the leaf that they were the gradient of
+        self.written: tuple[Tensor, int] | None = None  # what in that memory is not zero, and its version at that time
         self.pass_id = self.outer_pass = self.notes_pass = -1
         self.offset = 0  # rows that earlier passes have appended
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
@@ -97,6 +98,16 @@ class Recorder:
             if torch._C._storage_Use_Count(memory.untyped_storage()._cdata) == 2:  # `memory`, and the name for its storage
                 return memory.detach()
         return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+
+    def zeros(self, rows: Tensor) -> Tensor:
+        """`buffer`, of zeros: cleared only where the last rows were written, if nobody has changed them since."""
+        written, version = self.written or (None, -1)
+        fresh = self.memory is None or self.memory._version != version
+        out = self.buffer(rows)
+        if written is None or fresh or self.memory is None or out.data_ptr() != self.memory.data_ptr():
+            return out.zero_()
+        out.view(-1, out.shape[-1]).index_fill_(0, written, 0)
+        return out
 
     def _workspace(self, rows: Tensor) -> Tensor:
         """Memory that all parameters of the model share, one after the other."""
@@ -180,7 +191,7 @@ class Recorder:
                     f"`{self.name}` got its per-sample gradient in parts (a reentrant checkpoint), which cannot be streamed: use "
                     f"torch.utils.checkpoint with use_reentrant=False."
                 )
-            self.pass_id, self.memory, self.fits = pass_id, None, None
+            self.pass_id, self.memory, self.fits, self.written = pass_id, None, None, None
             settings.stream(self.name, rows)
             return
         now: Tensor | None = getattr(param, "grad_sample", None)
@@ -192,7 +203,7 @@ class Recorder:
             if sharding.in_use() and self.slot is not None:
                 torch.autograd.Variable._execution_engine.queue_callback(self.deliver)
         size = rows.shape[0]
-        self.memory = self.fits = None
+        self.memory = self.fits = self.written = None
         if not rows.requires_grad and self.leaf is not None and rows.shape == self.leaf.shape and rows.is_contiguous():
             self.memory, self.fits = rows.detach(), self.leaf
         if size != settings.rows != -1:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..expand import Expansion, Op, composite_backward, per_sample, shared, wanted
-from .common import check_rows, owned
+from .common import check_rows, of_dtype, owned
 
 Weight = Tensor | Expansion | None
 
@@ -101,14 +101,14 @@ class _Affine(Op):
         statistics, dtype = ctx.statistics, x.dtype
         g_w = g_w_rows = g_b = g_b_rows = None
         inside = statistics[0].dtype if statistics else torch.promote_types(dtype, w.weight.dtype)
-        x, gy = x.to(inside), gy.to(inside)
+        x, gy = of_dtype(x, inside), of_dtype(gy, inside)
         need = need_x, need_w or need_w_rows, need_b or need_b_rows
-        gx, each_w, each_b = kernel.grads(gy, x, None if weight is None else weight.to(inside), statistics, need)
+        gx, each_w, each_b = kernel.grads(gy, x, None if weight is None else of_dtype(weight, inside), statistics, need)
         if each_w is not None:
             g_w, g_w_rows = _sums(each_w, w, need_w, need_w_rows)
         if each_b is not None:
             g_b, g_b_rows = _sums(each_b, b, need_b, need_b_rows)
-        gx = None if gx is None else gx.to(dtype)
+        gx = None if gx is None else of_dtype(gx, dtype)
         return gx, g_w, g_w_rows, g_b, g_b_rows, None, None, None
 
 
@@ -116,7 +116,7 @@ def _sums(each: Tensor, e: Expansion, need_weight: bool, need_rows: bool) -> tup
     """The gradients of (weight, rows) from the gradient of each of the N rows, (N, *S)."""
     total = rows = None
     if need_weight:
-        total = each.sum(0).to(e.weight.dtype)
+        total = of_dtype(each.sum(0), e.weight.dtype)
         total = total if e.scale.weight == 1 else total * e.scale.weight
     if need_rows:
         assert e.rows is not None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..expand import Expansion, Op, per_sample, shared, wanted
-from .common import SUM_FROM_ROWS, by_sample, check_rows, owned
+from .common import SUM_FROM_ROWS, by_sample, check_rows, of_dtype, owned
 from .linear import linear, product
 from .products import affine, outer, outer_each
 
@@ -94,7 +94,7 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: flo
 def of_rows(t: Weight, ndim: int, n: int) -> Tensor:
     """One (N, *S) for each row, of a parameter with `ndim` dims, whatever it came as."""
     t = per_sample(t, ndim, n)
-    return t if len(t) == n else t.repeat_interleave(n // max(len(t), 1), 0)
+    return t if t.shape[0] == n else t.repeat_interleave(n // max(t.shape[0], 1), 0)
 
 
 def _parts(xs: Sequence[Tensor], weight: Weight, thirds: Sequence[int]) -> tuple[Tensor, ...]:
@@ -106,7 +106,7 @@ def _parts(xs: Sequence[Tensor], weight: Weight, thirds: Sequence[int]) -> tuple
         return tuple(linear(x, part) for x, part in zip(xs, weight.split(sizes, -2), strict=True))
     for x in xs:
         check_rows("in_projection", x, w.rows)
-    parts: tuple[Tensor, ...] = _Parts.apply(w.weight, w.rows, w, [len(w.weight) // 3 * t for t in thirds], False, *xs)
+    parts: tuple[Tensor, ...] = _Parts.apply(w.weight, w.rows, w, [w.weight.shape[0] // 3 * t for t in thirds], False, *xs)
     return parts
 
 
@@ -130,17 +130,17 @@ class _Parts(Op):
         need_weight, need_rows, _, _, _, *need_xs = wanted(ctx, ctx.w)
         w, sizes, turned = ctx.w, ctx.sizes, ctx.turned
         gxs: Sequence[Tensor | None] = [None] * len(grads)
-        gys = [gy.to(weight.dtype) for gy in grads]
+        gys = [of_dtype(gy, weight.dtype) for gy in grads]
         if any(need_xs):
             if torch.is_grad_enabled():
                 gxs = _Parts.apply(weight, rows, w.rebind(weight, rows), sizes, not turned, *gys)
             else:
                 parts = zip(gys, weight.split(sizes), need_xs, strict=True)
                 gxs = [(affine(gy, p if turned else p.t()) if need else None) for gy, p, need in parts]
-            gxs = [None if gx is None else gx.to(dtype) for gx, dtype in zip(gxs, ctx.dtypes, strict=True)]
+            gxs = [None if gx is None else of_dtype(gx, dtype) for gx, dtype in zip(gxs, ctx.dtypes, strict=True)]
         g_weight = g_rows = None
         if need_weight or need_rows:
-            xs = [x.to(weight.dtype) for x in xs]
+            xs = [of_dtype(x, weight.dtype) for x in xs]
             pairs = list(zip(xs, gys, strict=True) if turned else zip(gys, xs, strict=True))  # outputs' side, inputs' side
             g_weight, g_rows = _weight_grads(pairs, rows, w, sizes, need_weight, need_rows)
         return g_weight, g_rows, None, None, None, *gxs
@@ -154,7 +154,7 @@ def _weight_grads(
     graph = torch.is_grad_enabled()
     if need_rows:
         assert rows is not None
-        factors = [[by_sample(t, len(rows), t.shape[-1]) for t in pair] for pair in pairs]
+        factors = [[by_sample(t, rows.shape[0], t.shape[-1]) for t in pair] for pair in pairs]
         if graph:
             g_rows = torch.cat([gy.transpose(1, 2) @ x for gy, x in factors], 1)
         else:
@@ -162,7 +162,7 @@ def _weight_grads(
             for (gy, x), out in zip(factors, g_rows.split(sizes, 1), strict=True):
                 outer_each(gy, x, w.scale.rows, out)
     if need_weight:
-        if g_rows is not None and not graph and 0 < len(g_rows) * SUM_FROM_ROWS < min(x.shape[:-1].numel() for _, x in pairs):
+        if g_rows is not None and not graph and 0 < g_rows.shape[0] * SUM_FROM_ROWS < min(x.shape[:-1].numel() for _, x in pairs):
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
         else:
             g_weight = torch.cat([(product if graph else outer)(gy, x) for gy, x in pairs])

@@ -91,12 +91,16 @@ class _Bags:
         each = gy[self.bag]
         return each if factors is None else each * factors.unsqueeze(1).to(gy.dtype)
 
+    def index(self, size: int, entries: int) -> Tensor:
+        """The ids into the samples' tables laid end to end, (M,)."""
+        return self.bag // max(self.count // max(size, 1), 1) * entries + self.ids
+
     def collect(self, gy: Tensor, factors: Tensor | None, chosen: Tensor, out: Tensor) -> Tensor:
         """Add the gradients to those of the samples' tables, `out` (B, V, D) of zeros."""
         size, entries, width = out.shape
         k = self.count // max(size, 1)
         if self.mode != "max":
-            index = self.bag // max(k, 1) * entries + self.ids
+            index = self.index(size, entries)
             out.view(size * entries, width).index_add_(0, index, self.by_entry(gy, factors))
         elif self.count:
             own = torch.arange(self.count, device=gy.device).unsqueeze(1) // k * entries  # where the sample's table begins
@@ -143,12 +147,13 @@ class _EmbeddingBag(Op):
             return *composite_backward(composite, ctx.saved_tensors, (gy,)), None, None
         need_weight, need_rows, need_factors, *_ = wanted(ctx, w)
         gy = gy.to(weight.dtype)
-        g_weight = g_rows = g_factors = None
+        g_weight = g_rows = g_factors = index = None
         if need_rows:
-            g_rows = bags.collect(gy if w.scale.rows == 1 else gy * w.scale.rows, factors, chosen, w.buffer().zero_())
+            g_rows, index = w.zeros(), bags.index(*w.rows.shape[:2])
+            bags.collect(gy if w.scale.rows == 1 else gy * w.scale.rows, factors, chosen, g_rows)
         if need_weight:
             g_weight = bags.collect(gy, factors, chosen, weight.new_zeros(1, *weight.shape)).squeeze(0)
             g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
         if need_factors:
             g_factors = (gy[bags.bag] * weight[bags.ids]).sum(1).to(factors.dtype)
-        return *w.send(g_weight, g_rows), g_factors, None, None
+        return *w.send(g_weight, g_rows, index), g_factors, None, None

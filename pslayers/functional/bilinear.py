@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..expand import Expansion, Op, composite_backward, per_sample, shared, wanted
-from .common import by_sample, check_rows, owned
+from .common import bias_grads, by_sample, check_rows, owned
 from .linear import linear
 
 
@@ -89,7 +89,5 @@ class _Bilinear(Op):
                 g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
             g_weight, g_rows = w.send(g_weight, g_rows)
         if b is not None:
-            g_bias = gy.reshape(-1, outs).sum(0) if need_bias else None
-            g_bias_rows = by_sample(gy, len(bias_rows), outs).sum(1) if need_bias_rows else None
-            g_bias, g_bias_rows = b.out(g_bias, g_bias_rows)
+            g_bias, g_bias_rows = bias_grads(gy, b, need_bias, need_bias_rows)
         return gx1, gx2, g_weight, g_rows, g_bias, g_bias_rows, None, None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..expand import Expansion, Op, per_sample, shared, wanted
-from .common import by_sample, check_rows, owned
+from .common import bias_grads, check_rows, of_dtype, owned
 from .conv_rows import Geometry, as_groups, convolution, convolution_backward, differentiable_rows, write_rows
 
 Size = int | tuple[int, ...]
@@ -151,6 +151,20 @@ def _padded(
     mode: str,
 ) -> tuple[Tensor, Geometry]:
     """`x` padded where the convolution itself cannot do it, and the geometry of what is left to do."""
+    pads, geometry = _geometry(op, tuple(kernel), stride, padding, dilation, groups, mode)
+    return (F.pad(x, pads, "constant" if mode == "zeros" else mode) if pads else x), geometry
+
+
+def _geometry(
+    op: str,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: Size | str,
+    dilation: tuple[int, ...],
+    groups: int,
+    mode: str,
+) -> tuple[list[int], Geometry]:
+    """By how much to pad beforehand, and the geometry of what is left to do."""
     n = len(kernel)
     if mode not in ("zeros", "reflect", "replicate", "circular"):
         raise ValueError(f"ps.functional.{op} got padding_mode={mode!r}: expected 'zeros', 'reflect', 'replicate' or 'circular'.")
@@ -167,9 +181,8 @@ def _padded(
     else:
         sides = [(p, p) for p in each(padding, n)]
     if mode == "zeros" and all(before == after for before, after in sides):
-        return x, Geometry(stride, tuple(before for before, _ in sides), dilation, groups)
-    pads = [p for pair in reversed(sides) for p in pair]
-    return F.pad(x, pads, "constant" if mode == "zeros" else mode), Geometry(stride, (0,) * n, dilation, groups)
+        return [], Geometry(stride, tuple(before for before, _ in sides), dilation, groups)
+    return [p for pair in reversed(sides) for p in pair], Geometry(stride, (0,) * n, dilation, groups)
 
 
 # ---------------------------------------------------------------------- truly different weights
@@ -223,17 +236,15 @@ class _Conv(Op):
                 flipped = w.rebind(weight, rows), None, geometry, not transposed, left
                 gx = _Conv.apply(gy.to(weight.dtype), weight, rows, None, None, *flipped)
             else:
-                like = x.to(gy.dtype), weight.to(gy.dtype)
+                like = of_dtype(x, gy.dtype), of_dtype(weight, gy.dtype)
                 gx = convolution_backward(gy, *like, geometry, transposed, output_padding, (True, False, False))[0]
-            gx = gx.to(x.dtype)
+            gx = of_dtype(gx, x.dtype)
         if need_rows or need_weight:
             moved, fixed = (gy, x) if transposed else (x, gy)
             g_weight, g_rows = _weight_grads(moved, fixed, w, geometry, need_weight, need_rows)
         if b is not None and (need_bias or need_bias_rows):
             sums = gy.sum(tuple(range(2, gy.ndim)), dtype=b.weight.dtype)  # (N, O)
-            if need_bias_rows:
-                g_bias_rows = by_sample(sums, len(b.rows), sums.shape[1]).sum(1)
-            g_bias, g_bias_rows = b.out(sums.sum(0) if need_bias else None, g_bias_rows)
+            g_bias, g_bias_rows = bias_grads(sums, b, need_bias, need_bias_rows)
         return gx, g_weight, g_rows, g_bias, g_bias_rows, None, None, None, None, None
 
 
@@ -251,7 +262,7 @@ def _weight_grads(
 
     `x` is the side that the kernel moves over: the input, or a transposed convolution's output gradient.
     """
-    x, gy = x.to(w.weight.dtype), gy.to(w.weight.dtype)
+    x, gy = of_dtype(x, w.weight.dtype), of_dtype(gy, w.weight.dtype)
     if torch.is_grad_enabled():
         g_rows = differentiable_rows(x, gy, w.rows.shape, geometry) if need_rows and w.rows is not None else None
         return w.out(_summed(x, gy, w.weight, geometry) if need_weight else None, g_rows)
@@ -266,7 +277,7 @@ def _weight_grads(
         else:
             write_rows(x * factor, gy, g_rows, geometry)
     if need_weight:
-        if g_rows is not None and 0 < SUM_FROM_POSITIONS * len(g_rows) < gy[:, 0].numel():
+        if g_rows is not None and 0 < SUM_FROM_POSITIONS * g_rows.shape[0] < gy.shape[0] * gy.shape[2:].numel():
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
         else:
             g_weight = _summed(x, gy, w.weight, geometry)

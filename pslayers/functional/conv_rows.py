@@ -3,6 +3,7 @@
 Shapes: B samples, N = k * B rows, C and O in and out channels, G groups, K kernel, S space, L positions of the result.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -74,25 +75,25 @@ def write_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
 def differentiable_rows(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
     """The rows by a product that can be differentiated again."""
     patches, outs = _factors(x, gy, shape, geometry)
-    columns = patches.reshape(len(outs), shape[2:].numel(), outs.shape[2])
+    columns = patches.reshape(outs.shape[0], shape[2:].numel(), outs.shape[2])
     return (outs @ columns.transpose(1, 2)).view(shape)
 
 
 def _fused_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
     """A convolution's own weight gradient, with every sample a group; by chunks, since it writes to new memory."""
-    k, n = len(x) // len(out), len(geometry.stride)
+    k, n = x.shape[0] // out.shape[0], len(geometry.stride)
     for start, stop in _chunks(out, out[0].numel()):
         part = out[start:stop]  # stands in for the weights too, which are not read
-        some_gy, some_x = (as_groups(t[start * k : stop * k], len(part)) for t in (gy, x))
-        grouped, mask = geometry._replace(groups=len(part) * geometry.groups), (False, True, False)
+        some_gy, some_x = (as_groups(t[start * k : stop * k], part.shape[0]) for t in (gy, x))
+        grouped, mask = geometry._replace(groups=part.shape[0] * geometry.groups), (False, True, False)
         grads = convolution_backward(some_gy, some_x, part.flatten(0, 1), grouped, False, (0,) * n, mask)
         part.copy_(grads[1].view(part.shape))
 
 
 def _each_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
     """The same sample by sample: for a few input channels (an image's), only an ungrouped convolution has a kernel."""
-    k = len(x) // len(out)
-    for i in range(len(out)):
+    k = x.shape[0] // out.shape[0]
+    for i in range(out.shape[0]):
         of_one = slice(i * k, (i + 1) * k)
         _fused_rows(x[of_one], gy[of_one], out[i : i + 1], geometry)
 
@@ -101,7 +102,7 @@ def _im2col_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None
     """Output gradients times patches; by chunks, since the patches hold every input value as often as it is used."""
     patches, outs = _factors(x, gy, out.shape, geometry)
     groups, width = geometry.groups, out[0, 0].numel()
-    into = out.view(len(outs), -1, width)
+    into = out.view(outs.shape[0], -1, width)
     for start, stop in _chunks(out, patches[0].numel()):
         some = slice(start * groups, stop * groups)
         columns = patches[start:stop].reshape(-1, width, outs.shape[2])
@@ -112,8 +113,8 @@ def _product_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> Non
     """Output gradients times patches too, sample by sample in oneDNN: faster than a batched product in MKL, where that is slow."""
     patches, outs = _factors(x, gy, out.shape, geometry)
     groups, width = geometry.groups, out[0, 0].numel()
-    into = out.view(len(outs), -1, width)
-    for i in range(len(outs)):
+    into = out.view(outs.shape[0], -1, width)
+    for i in range(outs.shape[0]):
         patch = patches[i // groups, i % groups].reshape(width, outs.shape[2])
         into[i].copy_(product(outs[i], patch))
 
@@ -125,7 +126,7 @@ def _turned_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None
     weight gradient of a depthwise convolution, which mostly has none.
     """
     stride, padding, dilation, groups = geometry
-    size, n = len(out), len(stride)
+    size, n = out.shape[0], len(stride)
     x = x.unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2)  # (B, G, k, C/G, *S)
     gy = gy.unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2).transpose(2, 3)  # (B, G, O/G, k, *L)
     moved = Geometry(dilation, padding, stride, size * groups)
@@ -147,17 +148,17 @@ ROWS: dict[str, Callable[[Tensor, Tensor, Tensor, Geometry], None]] = {
 def _chunks(out: Tensor, values: int) -> Iterator[tuple[int, int]]:
     """Slices of the batch whose samples take `values` on the side each."""
     limit = CHUNK_BYTES.get(out.device.type, CHUNK_BYTES_ELSEWHERE)
-    count = math.ceil(len(out) / max(round(limit / (values * out.element_size())), 1))
-    step = math.ceil(len(out) / count)  # even ones
-    for start in range(0, len(out), step):
-        yield start, min(start + step, len(out))
+    count = math.ceil(out.shape[0] / max(round(limit / (values * out.element_size())), 1))
+    step = math.ceil(out.shape[0] / count)  # even ones
+    for start in range(0, out.shape[0], step):
+        yield start, min(start + step, out.shape[0])
 
 
 def _factors(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """The patches as a view (B, G, C/G, *K, k, *L), and the output gradients (B * G, O/G, T)."""
     stride, padding, dilation, groups = geometry
     size, n, kernel = shape[0], len(stride), shape[3:]
-    by_row = size, len(x) // max(size, 1)
+    by_row = size, x.shape[0] // max(size, 1)
     if any(padding):
         x = F.pad(x, [p for pad in reversed(padding) for p in (pad, pad)])
     x = x.unflatten(0, by_row).unflatten(2, (groups, shape[2]))  # (B, k, G, C/G, *S)
@@ -183,7 +184,12 @@ def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str
     """The method that is faster by a linear model of what one sample's rows cost."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
         return "im2col"
-    groups, positions = geometry.groups, gy[:, 0].numel() // shape[0]
+    return _fastest(x.shape, gy.shape, shape, geometry, onednn_is_faster())
+
+
+@functools.lru_cache(4096)
+def _fastest(x: torch.Size, gy: torch.Size, shape: torch.Size, geometry: Geometry, onednn: bool) -> str:
+    groups, positions = geometry.groups, gy[0] * gy[2:].numel() // shape[0]
     o, i, kernel = shape[1] // groups, shape[2], shape[3:].numel()
     if o == i == 1:  # depthwise
         return "turned"
@@ -191,7 +197,7 @@ def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str
     blocked = groups * kernel * math.prod(c if c % 8 == 0 else math.ceil(c / 16) * 16 for c in (o, i))
     wide = groups * math.prod(math.ceil(n / 32) * 32 for n in (o, i * kernel))
     copied = kernel > 1 or any(s > 1 for s in geometry.stride)
-    patches = groups * i * kernel * positions * (IM2COL_PATCH + IM2COL_RUN / gy.shape[-1]) if copied else 0.0
+    patches = groups * i * kernel * positions * (IM2COL_PATCH + IM2COL_RUN / gy[-1]) if copied else 0.0
     far = FUSED_FAR if max(*geometry.dilation, *geometry.padding) >= FAR else 1.0
     costs = {
         "fused": blocked * (FUSED_RESULT + FUSED_MULTIPLY * far * positions) + inputs * FUSED_INPUT,
@@ -199,8 +205,8 @@ def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str
     }
     if kernel == 1:  # for which the fused kernel is a loop over the groups
         del costs["fused"]
-    if onednn_is_faster():
+    if onednn:
         costs["product"] = values * (PRODUCT_RESULT + PRODUCT_MULTIPLY * positions) + groups * PRODUCT_CALL + patches
-    if groups == 1 and i < 8 and gy.ndim == 4:
+    if groups == 1 and i < 8 and len(gy) == 4:
         costs["each"] = values * (FUSED_RESULT + EACH_MULTIPLY * positions) + EACH_CALL
     return min(costs, key=costs.__getitem__)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..expand import Expansion, Op, shared, wanted
-from .common import check_rows, owned
+from .common import check_rows, of_dtype, owned
 
 
 def embedding(ids: Tensor, weight: Tensor | Expansion, padding_idx: int | None = None) -> Tensor:
@@ -55,39 +55,39 @@ def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     return torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
 
 
-def add_to_rows(values: Tensor, ids: Tensor, rows: Tensor, padding_idx: int | None) -> Tensor:
-    """Add `values` (N, ..., D) to the entries of each sample's table that were looked up, `rows` (B, V, D); returns it."""
-    size, entries, width = rows.shape
-    if padding_idx is not None:
-        values = values.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
-    index = _flat(ids, size, entries).reshape(-1)
-    table = rows.view(size * entries, width).index_add_(0, index, values.reshape(ids.numel(), width))
-    return table.view(rows.shape)
-
-
-def summed(gy: Tensor, ids: Tensor, entries: int, padding_idx: int | None) -> Tensor:
-    """The plain gradient of a table, (V, D)."""
-    padding = -1 if padding_idx is None else padding_idx
-    return torch.ops.aten.embedding_dense_backward(gy, ids, entries, padding, False)
+def table_grads(
+    gy: Tensor, ids: Tensor, w: Expansion, padding_idx: int | None, need_weight: bool, need_rows: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of (weight, rows), and which entries of the samples' tables, laid end to end, were looked up."""
+    g_weight = g_rows = index = None
+    graph = torch.is_grad_enabled()
+    if need_rows:
+        assert w.rows is not None
+        size, entries, width = w.rows.shape
+        index = _flat(ids, size, entries).reshape(-1)
+        values = gy if graph or w.scale.rows == 1 else gy * w.scale.rows
+        if padding_idx is not None:
+            values = values.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
+        table = (gy.new_zeros(w.rows.shape) if graph else w.zeros()).view(size * entries, width)
+        g_rows = table.index_add_(0, index, values.reshape(ids.numel(), width)).view(w.rows.shape)
+    if need_weight:
+        padding = -1 if padding_idx is None else padding_idx
+        g_weight = torch.ops.aten.embedding_dense_backward(gy, ids, w.weight.shape[0], padding, False)
+        g_weight = g_weight if graph or w.scale.weight == 1 else g_weight * w.scale.weight
+    return g_weight, g_rows, index
 
 
 class _Embedding(Op):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, rows: Tensor | None, w: Expansion, padding_idx: int | None) -> Tensor:
-        ctx.save_for_backward(ids, weight, rows)
+        ctx.save_for_backward(ids)
         ctx.w, ctx.padding_idx = w, padding_idx
         return owned(F.embedding(ids, weight, padding_idx))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gy,), (ids, weight, rows), w, padding_idx = grads, ctx.saved_tensors, ctx.w, ctx.padding_idx
+        (gy,), (ids,), w = grads, ctx.saved_tensors, ctx.w
         _, need_weight, need_rows, *_ = wanted(ctx, w)
-        gy, again = gy.to(weight.dtype), torch.is_grad_enabled()
-        g_weight = g_rows = None
-        if need_rows:
-            values = gy if again or w.scale.rows == 1 else gy * w.scale.rows
-            g_rows = add_to_rows(values, ids, gy.new_zeros(rows.shape) if again else w.buffer().zero_(), padding_idx)
-        if need_weight:
-            g_weight = summed(gy, ids, weight.shape[0], padding_idx)
-            g_weight = g_weight if again or w.scale.weight == 1 else g_weight * w.scale.weight
-        return None, *(w.out if again else w.send)(g_weight, g_rows), None, None
+        g_weight, g_rows, index = table_grads(of_dtype(gy, w.weight.dtype), ids, w, ctx.padding_idx, need_weight, need_rows)
+        sent = w.out(g_weight, g_rows) if torch.is_grad_enabled() else w.send(g_weight, g_rows, index)
+        return None, *sent, None, None

@@ -7,7 +7,7 @@ from einops import einsum
 from torch import Tensor
 
 from ..expand import Expansion, Op, per_sample, shared, wanted
-from .common import SUM_FROM_ROWS, by_sample, check_rows, of_dtype, owned
+from .common import SUM_FROM_ROWS, bias_grads, by_sample, check_rows, of_dtype, owned
 from .products import affine, outer, outer_each
 
 
@@ -88,27 +88,8 @@ class _Linear(Op):
             into, outof = (gy, x) if turned else (x, gy)
             g_weight, g_rows = _weight_grads(into, outof, rows, w, need_weight, need_rows)
         if b is not None and (need_bias or need_bias_rows):
-            g_bias, g_bias_rows = _bias_grads(gy, b, need_bias, need_bias_rows)
+            g_bias, g_bias_rows = bias_grads(gy, b, need_bias, need_bias_rows)
         return gx, g_weight, g_rows, g_bias, g_bias_rows, None, None, None
-
-
-def _bias_grads(gy: Tensor, b: Expansion, need_bias: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of (bias, rows): ``gy`` summed over all rows, and over each sample's t rows."""
-    g_rows, gy = None, of_dtype(gy, b.weight.dtype)
-    flat = gy if gy.ndim == 2 else gy.reshape(-1, gy.shape[-1])
-    g_bias = flat.sum(0) if need_bias else None
-    if torch.is_grad_enabled():
-        return b.out(g_bias, by_sample(gy, len(b.rows), gy.shape[-1]).sum(1) if need_rows and b.rows is not None else None)
-    if g_bias is not None and b.scale.weight != 1:
-        g_bias = g_bias * b.scale.weight
-    if need_rows:
-        assert b.rows is not None
-        size, g_rows = b.rows.shape[0], b.buffer()
-        if flat.shape[0] == size:  # nothing to sum
-            torch.mul(flat, b.scale.rows, out=g_rows)
-        else:
-            torch.sum(by_sample(gy, size, gy.shape[-1]), 1, out=g_rows).mul_(b.scale.rows)
-    return b.send(g_bias, g_rows)
 
 
 def _weight_grads(

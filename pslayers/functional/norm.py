@@ -149,7 +149,7 @@ class _GroupNorm:
         """All at once: with every row's channels side by side as one row, the sum over the rows has but one term."""
         mean, rstd = (t.reshape(1, -1) for t in statistics)
         (n, c), space = x.shape[:2], math.prod(x.shape[2:])
-        every = None if weight is None else weight.repeat(n)
+        every = None if weight is None else weight.repeat(n) if need[0] else weight.new_empty(n * c)  # else its shape is read alone
         one = (t.contiguous().view(1, n * c, space) for t in (gy, x))
         gx, gw, gb = torch.ops.aten.native_group_norm_backward(
             *one, mean, rstd, every, 1, n * c, space, n * self.groups, [need[0], need[1] and weight is not None, need[2]]

@@ -70,7 +70,7 @@ def _graph_backward(plan: Plan, x: Tensor, tensors: Sequence[Any], grads: Sequen
     def again(x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         states, flat = _split(plan, tensors)
         pairs = zip(plan.expansions, flat[::2], flat[1::2], strict=True)
-        weights = [e.rebind(w, rows).tensor(1 if rows is None else len(rows)) for e, w, rows in pairs]
+        weights = [e.rebind(w, rows).tensor(1 if rows is None else rows.shape[0]) for e, w, rows in pairs]
         dtype = torch.promote_types(x.dtype, weights[0].dtype)
         return composite(plan, x.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights])
 
@@ -102,7 +102,7 @@ def composite(plan: Plan, x: Tensor, states: Sequence[Tensor], weights: Sequence
 
 def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """``w[m] @ x[t, n] + bias[m]`` where row n belongs to weight m: (T, N, O)."""
-    (time, n, _), size = x.shape, len(w)
+    (time, n, _), size = x.shape, w.shape[0]
     k = n // max(size, 1)
     y = _by_weight(x, size) @ w.transpose(1, 2)  # (M, T * k, O)
     if bias is not None:
@@ -183,9 +183,9 @@ def _weight_grads(g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_ro
     g_weight = g_rows = None
     if need_rows:
         assert w.rows is not None
-        g_rows = outer_each(_by_weight(g, len(w.rows)), _by_weight(x, len(w.rows)), w.scale.rows, w.buffer())
+        g_rows = outer_each(_by_weight(g, w.rows.shape[0]), _by_weight(x, w.rows.shape[0]), w.scale.rows, w.buffer())
     if need_weight:
-        if g_rows is not None and len(g_rows) and g.shape[0] * g.shape[1] > SUM_FROM_ROWS * len(g_rows):
+        if g_rows is not None and g_rows.shape[0] and g.shape[0] * g.shape[1] > SUM_FROM_ROWS * g_rows.shape[0]:
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
         else:
             g_weight = outer(g, x)
@@ -199,7 +199,7 @@ def _bias_grads(g: Tensor, b: Expansion, need_weight: bool, need_rows: bool) -> 
     g_weight = g_rows = None
     if need_rows:
         assert b.rows is not None
-        own = g if len(g) == len(b.rows) else g.view(len(b.rows), -1, g.shape[-1]).sum(1)  # (B, G)
+        own = g if g.shape[0] == b.rows.shape[0] else g.view(b.rows.shape[0], -1, g.shape[-1]).sum(1)  # (B, G)
         g_rows = torch.mul(own, b.scale.rows, out=b.buffer())
     if need_weight:
         g_weight = (g.sum(0) * b.scale.weight).to(b.weight.dtype)

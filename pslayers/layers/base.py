@@ -238,7 +238,8 @@ class PSLayer(Converted):
         """Whether `layout` would find the batch in dim 0, the most frequent case, in which it is not worth its time."""
         return (
             isinstance(x, Tensor)
-            and x.ndim - 1 == self.event_dims
+            and (self.event_dims is None or x.ndim - 1 == self.event_dims)
+            and x.ndim > 0
             and x.shape[0] == size > 1
             and x.is_floating_point()
             and not (self._ps or self._ps_state()).layouts

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import pslayers as ps
 
+from ..oracle import assert_rows_right
 from .suite import Case, LayerSuite, floats
 
 
@@ -141,3 +142,49 @@ def test_max_norm_and_wrong_inputs_of_bags() -> None:
     for option in ("sparse", "scale_grad_by_freq"):
         with pytest.raises(ps.ConversionError, match=option):
             ps.convert_model(nn.EmbeddingBag(6, 3, **{option: True}))
+
+
+def tables() -> list[Any]:
+    """Models whose rows are zero but for what was looked up."""
+    return [
+        nn.Sequential(nn.Embedding(40, 3), nn.Flatten(), nn.Linear(15, 2)),
+        nn.Sequential(nn.Embedding(40, 3, padding_idx=1), nn.Flatten(), nn.Linear(15, 2)),
+        nn.Sequential(nn.EmbeddingBag(40, 3), nn.Linear(3, 2)),
+        nn.Sequential(nn.EmbeddingBag(40, 3, mode="max"), nn.Linear(3, 2)),
+    ]
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_memory_that_is_used_again_is_cleared_where_it_was_written(which: int) -> None:
+    model = tables()[which].double()
+    ours: Any = ps.convert_model(copy.deepcopy(model))
+    kept, places = [], []
+    for change in (None, None, "add", None, "keep", None, "size", None):
+        x = torch.randint(0, 40, (4 if change == "size" else 3, 5))
+        assert_rows_right(model, x, converted=ours)
+        places.append(ours[0].weight.grad_sample.data_ptr())
+        if change == "add":  # noise, say: what was zero is zero no more
+            ours[0].weight.grad_sample.add_(1)
+        if change == "keep":
+            kept.append((ours[0].weight.grad_sample, ours[0].weight.grad_sample.clone()))
+        ours.zero_grad()
+    assert len(set(places[:5])) == 1 and places[5] != places[4]  # used again, unless somebody holds it
+    assert all(torch.equal(rows, copied) for rows, copied in kept)
+
+
+def test_memory_of_several_uses_is_cleared_as_a_whole() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tok, self.out = nn.Embedding(40, 3), nn.Linear(3, 40, bias=False)
+            self.out.weight, self.twice = self.tok.weight, True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.tok(x)) if self.twice else self.tok(x)
+
+    model: Any = Tied().double()
+    ours: Any = ps.convert_model(copy.deepcopy(model))
+    for twice in (False, True, True, False, False, True, False):
+        model.twice = ours.twice = twice
+        assert_rows_right(model, torch.randint(0, 40, (3, 5)), converted=ours)
+        ours.zero_grad()
