@@ -268,14 +268,8 @@ def _weight_grads(
         return w.out(_summed(x, gy, w.weight, geometry) if need_weight else None, g_rows)
     g_weight = g_rows = None
     if need_rows:
-        g_rows, factor = w.buffer(), w.scale.rows
-        if factor == 1 or g_rows.numel() <= min(x.numel(), gy.numel()):  # the factor goes to what is smallest
-            write_rows(x, gy, g_rows, geometry)
-            g_rows = g_rows if factor == 1 else g_rows.mul_(factor)
-        elif gy.numel() <= x.numel():
-            write_rows(x, gy * factor, g_rows, geometry)
-        else:
-            write_rows(x * factor, gy, g_rows, geometry)
+        g_rows = w.buffer()
+        write_rows(x, gy, w.scale.rows, g_rows, geometry)
     if need_weight:
         if g_rows is not None and 0 < SUM_FROM_POSITIONS * g_rows.shape[0] < gy.shape[0] * gy.shape[2:].numel():
             g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)

@@ -66,10 +66,10 @@ def convolution_backward(
     return grads
 
 
-def write_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
-    """Write the rows to `out`: `x` correlated with `gy` over the positions of each sample."""
+def write_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
+    """Write the rows to `out`: `scale` times `x` correlated with `gy` over the positions of each sample."""
     if out.numel():
-        ROWS[fastest(x, gy, out.shape, geometry)](x, gy, out, geometry)
+        ROWS[fastest(x, gy, out.shape, geometry)](x, gy, scale, out, geometry)
 
 
 def differentiable_rows(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
@@ -79,7 +79,7 @@ def differentiable_rows(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geom
     return (outs @ columns.transpose(1, 2)).view(shape)
 
 
-def _fused_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+def _fused_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
     """A convolution's own weight gradient, with every sample a group; by chunks, since it writes to new memory."""
     k, n = x.shape[0] // out.shape[0], len(geometry.stride)
     for start, stop in _chunks(out, out[0].numel()):
@@ -87,18 +87,18 @@ def _fused_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
         some_gy, some_x = (as_groups(t[start * k : stop * k], part.shape[0]) for t in (gy, x))
         grouped, mask = geometry._replace(groups=part.shape[0] * geometry.groups), (False, True, False)
         grads = convolution_backward(some_gy, some_x, part.flatten(0, 1), grouped, False, (0,) * n, mask)
-        part.copy_(grads[1].view(part.shape))
+        torch.mul(grads[1].view(part.shape), scale, out=part)
 
 
-def _each_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+def _each_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
     """The same sample by sample: for a few input channels (an image's), only an ungrouped convolution has a kernel."""
     k = x.shape[0] // out.shape[0]
     for i in range(out.shape[0]):
         of_one = slice(i * k, (i + 1) * k)
-        _fused_rows(x[of_one], gy[of_one], out[i : i + 1], geometry)
+        _fused_rows(x[of_one], gy[of_one], scale, out[i : i + 1], geometry)
 
 
-def _im2col_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+def _im2col_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
     """Output gradients times patches; by chunks, since the patches hold every input value as often as it is used."""
     patches, outs = _factors(x, gy, out.shape, geometry)
     groups, width = geometry.groups, out[0, 0].numel()
@@ -106,20 +106,20 @@ def _im2col_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None
     for start, stop in _chunks(out, patches[0].numel()):
         some = slice(start * groups, stop * groups)
         columns = patches[start:stop].reshape(-1, width, outs.shape[2])
-        torch.bmm(outs[some], columns.transpose(1, 2), out=into[some])
+        into[some].baddbmm_(outs[some], columns.transpose(1, 2), beta=0, alpha=scale)
 
 
-def _product_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+def _product_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
     """Output gradients times patches too, sample by sample in oneDNN: faster than a batched product in MKL, where that is slow."""
     patches, outs = _factors(x, gy, out.shape, geometry)
     groups, width = geometry.groups, out[0, 0].numel()
     into = out.view(outs.shape[0], -1, width)
     for i in range(outs.shape[0]):
         patch = patches[i // groups, i % groups].reshape(width, outs.shape[2])
-        into[i].copy_(product(outs[i], patch))
+        torch.mul(product(outs[i], patch), scale, out=into[i])
 
 
-def _turned_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None:
+def _turned_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
     """A convolution of the input with the output gradient as its kernel, stride and dilation exchanged.
 
     With groups of one channel in and out this is a depthwise convolution, which has kernels of its own: far faster than the
@@ -133,10 +133,10 @@ def _turned_rows(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> None
     y = convolution(x.movedim(3, 0).flatten(1, 3), gy.flatten(0, 2), None, moved)  # (C/G, B * O, *K), or more on the right
     for dim in range(n):  # what the strided kernel did not reach
         y = y.narrow(2 + dim, 0, out.shape[3 + dim])
-    out.copy_(y.unflatten(1, out.shape[:2]).movedim(0, 2))
+    torch.mul(y.unflatten(1, out.shape[:2]).movedim(0, 2), scale, out=out)
 
 
-ROWS: dict[str, Callable[[Tensor, Tensor, Tensor, Geometry], None]] = {
+ROWS: dict[str, Callable[[Tensor, Tensor, float, Tensor, Geometry], None]] = {
     "fused": _fused_rows,
     "each": _each_rows,
     "im2col": _im2col_rows,
@@ -191,8 +191,9 @@ def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str
 def _fastest(x: torch.Size, gy: torch.Size, shape: torch.Size, geometry: Geometry, onednn: bool) -> str:
     groups, positions = geometry.groups, gy[0] * gy[2:].numel() // shape[0]
     o, i, kernel = shape[1] // groups, shape[2], shape[3:].numel()
-    if o == i == 1:  # depthwise
-        return "turned"
+    if o == i == 1:  # depthwise: oneDNN has a kernel for 3 x 3 alone, and "turned" gets slower by strides
+        strided = min(geometry.stride) > 1 and max(geometry.dilation) == 1 and tuple(shape[3:]) == (3, 3)
+        return "fused" if strided else "turned"
     values, inputs = groups * o * i * kernel, (x.numel() + gy.numel()) / shape[0]
     blocked = groups * kernel * math.prod(c if c % 8 == 0 else math.ceil(c / 16) * 16 for c in (o, i))
     wide = groups * math.prod(math.ceil(n / 32) * 32 for n in (o, i * kernel))
