@@ -25,6 +25,7 @@ class Engine:
     package: ClassVar[str | None] = None  # what must be installed
     peer: ClassVar[bool] = False  # a competitor
     makes_rows: ClassVar[bool] = True
+    by_name_only: ClassVar[bool] = False  # not one of "all": it takes long to start
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -162,6 +163,41 @@ class Streamed(PSLayers):
         self.squares += torch.linalg.vector_norm(rows.flatten(1), dim=1) ** 2
 
 
+class CompiledPlain(Plain):
+    """Plain training under torch.compile: what a compiled pslayers is to be held against."""
+
+    name = "plain-compiled"
+    by_name_only = True
+
+    def prepare(self) -> None:
+        """Nothing is compiled before the first call."""
+        self.original, self.model = self.model, torch.compile(self.model, fullgraph=True)  # type: ignore[assignment]
+
+    def clear(self) -> None:
+        """The model that was compiled holds the gradients."""
+        self.original.zero_grad(set_to_none=True)
+
+    def params(self) -> dict[str, nn.Parameter]:
+        """By the names before compilation."""
+        return {k: p for k, p in self.original.named_parameters() if p.requires_grad}
+
+
+class Compiled(PSLayers):
+    """pslayers under torch.compile: the first step is an eager one, which proves whose rows are whose."""
+
+    name = "pslayers-compiled"
+    by_name_only = True
+    compiled: Any = None
+
+    def forward(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """The mean loss; it is the model that is compiled."""
+        if self.compiled is None:
+            self.compiled = torch.compile(self.model, fullgraph=True)
+            return super().forward(inputs, target)
+        with self.autocast():
+            return self.loss(self.compiled(*inputs), target)
+
+
 def find(names: Iterable[str]) -> list[type[Engine]]:
     """The engines with these names ("all", "peers"), and users' own at import paths (``module:Class``); plain and limit always."""
     from . import peers  # noqa: F401 -- they register themselves
@@ -172,7 +208,9 @@ def find(names: Iterable[str]) -> list[type[Engine]]:
             kind = pkgutil.resolve_name(name)
             found[kind.name] = kind
             continue
-        chosen = {k: e for k, e in ENGINES.items() if name in (k, "all") or (name == "peers" and e.peer)}
+        chosen = {
+            k: e for k, e in ENGINES.items() if name == k or (name == "all" and not e.by_name_only) or (name == "peers" and e.peer)
+        }
         if not chosen:
             raise ValueError(f"There is no engine {name!r}; there are: all, peers, {', '.join(ENGINES)}.")
         found |= chosen

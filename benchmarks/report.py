@@ -9,7 +9,8 @@ from typing import Any
 Cell = dict[str, Any]
 Document = dict[str, Any]
 
-YARDSTICKS = ("plain", "limit")
+YARDSTICKS = ("plain", "limit", "plain-compiled")
+MEASURES = {"time": ("median",), "memory": ("peak", "memory_error")}  # and what tells that it was measured
 NOTICEABLE = 64 * 2**20  # bytes: where less is expected, a process's own few MiB decide the ratio
 BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}  # of a parameter: under autocast float32
 
@@ -17,6 +18,14 @@ BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}  # of a parameter: under aut
 def key(cell: Cell) -> tuple[Any, ...]:
     """What tells cells apart."""
     return tuple(cell[k] for k in ("case", "size", "batch_size", "device", "dtype"))
+
+
+def lacks(cell: Cell, measures: Iterable[str]) -> list[str]:
+    """Which of these was not measured of pslayers in this cell."""
+    if "skipped" in cell:
+        return []
+    found = {field for engine in ours(cell).values() for field in engine}
+    return [m for m in measures if found.isdisjoint(MEASURES[m])]
 
 
 def name_of(cell: Cell) -> str:

@@ -44,7 +44,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--dtype", nargs="*", default=["float32"], choices=["float32", "float64", "bfloat16"], help="bfloat16: autocast")
     p.add_argument("--measure", nargs="*", default=["time", "memory"], choices=["time", "memory"])
     p.add_argument("--out", type=Path, default=Path("study.json"))
-    p.add_argument("--resume", action="store_true", help="keep the cells that are in --out already")
+    p.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep what is in --out already: measure the cells, and of those the times or memory, that it lacks",
+    )
     p.add_argument("--rounds", type=int, default=11)
     p.add_argument("--seconds", type=float, default=60.0, help="per cell, for the rounds")
     p.add_argument("--steps-memory", type=int, default=10, help="1000 shows whether memory stays steady")
@@ -72,22 +76,30 @@ def main(argv: list[str] | None = None) -> int:
     document: dict[str, Any] = {"environment": environment(), "left_out": left_out, "cells": []}
     if options.resume and options.out.exists():
         document["cells"] = json.loads(options.out.read_text())["cells"]
-    have = {report.key(c) for c in document["cells"]}
-    todo = [c for c in _cells(cases, options) if report.key(c[1]) not in have]
+    have = {report.key(c): c for c in document["cells"]}
+    todo = [(case, cell, report.lacks(have.get(report.key(cell), cell), options.measure)) for case, cell in _cells(cases, options)]
+    todo = [each for each in todo if each[2]]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peers' own, by the hundred
         bar = progress.add_task("", total=len(todo))
-        for case, cell in todo:
+        for case, cell, measures in todo:
             try:
                 with memory.limited() if cell["device"] == "cpu" else nullcontext():
-                    cell |= _measure(case, cell, kinds, options, partial(_say, progress, bar, report.label(cell)))
+                    cell |= _measure(case, cell, kinds, options, measures, partial(_say, progress, bar, report.label(cell)))
             except RuntimeError as error:
                 if "memory" not in str(error):
                     raise
                 cell |= {"skipped": "out of memory"}
-            document["cells"].append(cell | {"commit": document["environment"]["commit"]})  # those resumed may have another
+            cell |= {"commit": document["environment"]["commit"]}  # those resumed may have another
+            if (before := have.get(report.key(cell))) is None:
+                document["cells"].append(cell)
+            elif "skipped" not in cell:  # what it lacked
+                for name, results in cell.pop("engines").items():
+                    before["engines"][name] = before["engines"].get(name, {}) | results
+                before |= cell
+                cell = before
             options.out.write_text(json.dumps(document, indent=1) + "\n")
             progress.console.print(tables.one_line(cell), soft_wrap=True)
             progress.advance(bar)
@@ -114,7 +126,12 @@ def _cells(cases: list[Case], options: argparse.Namespace) -> Iterator[tuple[Cas
 
 
 def _measure(
-    case: Case, cell: dict[str, Any], kinds: list[type[engines.Engine]], options: argparse.Namespace, tick: Callable[[str], object]
+    case: Case,
+    cell: dict[str, Any],
+    kinds: list[type[engines.Engine]],
+    options: argparse.Namespace,
+    measures: list[str],
+    tick: Callable[[str], object],
 ) -> dict[str, Any]:
     device, dtype = torch.device(cell["device"]), getattr(torch, cell["dtype"])
     autocast = dtype if dtype == torch.bfloat16 else None
@@ -142,7 +159,7 @@ def _measure(
     largest = max(sum(p.numel() for p in m.parameters(recurse=False) if p.requires_grad) for m in full.model.modules())
     del reference, small, truth
     agreed = [k for k in kinds if results[k.name]["verdict"] == "ok"]
-    if "time" in options.measure:
+    if "time" in measures:
         effort = timing.Effort(options.rounds, min(5, options.rounds), cell=options.seconds)
         if options.quick:
             effort = timing.Effort(3, 3, turn=0.01, cell=5.0)
@@ -152,7 +169,7 @@ def _measure(
                 "quartiles": timing.spread(times),
                 "times": [float(f"{t:.4g}") for t in times],
             }
-    if "memory" in options.measure:
+    if "memory" in measures:
         del full
         for kind in agreed:
             tick(f"memory of {kind.name}")

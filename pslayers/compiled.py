@@ -258,7 +258,7 @@ def _expansion(token: Tensor, name: str, size: int) -> Expansion:
     state, param = module._ps, module._parameters[name]
     recorder = recorder_of(param, f"{state.path}.{name}", state.settings, module)
     scale = Scale(float(max(size, 1)) if state.settings.loss_reduction == "mean" else 1.0)
-    return _Delivered(param.detach(), param.detach().expand(size, *param.shape), scale, recorder)
+    return _Delivered(param.detach(), recorder.like(size), scale, recorder)
 
 
 # ---------------------------------------------------------------------- layers whose rows have kernels of their own

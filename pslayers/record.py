@@ -45,6 +45,11 @@ class Recorder:
         return _no_recorder, ()
 
     def rows(self, size: int) -> Tensor:
+        """The leaf (size, *S), for an expansion of the parameter."""
+        self.use()
+        return self.like(size)
+
+    def like(self, size: int) -> Tensor:
         """The leaf (size, *S) on the parameter's memory; made anew when batch size or memory have changed."""
         param, leaf = self.param(), self.leaf
         assert param is not None
@@ -52,8 +57,7 @@ class Recorder:
         if leaf is None or form != self.form:
             self.release()
             leaf = param.detach().expand(size, *param.shape).requires_grad_()
-            self.leaf, self.form, self.node = leaf, form, torch.autograd.graph.get_gradient_edge(leaf).node
-        self.use()
+            self.leaf, self.form = leaf, form
         return leaf
 
     def use(self) -> None:
@@ -144,7 +148,7 @@ class Recorder:
                 assert isinstance(note, Tensor)
                 total = total + note.detach()
             equal = _nearly_equal if self.compiled else torch.equal
-            whole = equal(total.nan_to_num(), grad.nan_to_num())
+            whole = torch.equal(total, grad) or equal(total.nan_to_num(), grad.nan_to_num())
         if not whole and grad.numel():
             raise RuntimeError(
                 f"`{self.name}` received a gradient that did not come through its layer (it is also used on its own, as "
@@ -166,8 +170,12 @@ class Recorder:
 
     def whole_pass(self) -> bool:
         """Whether the pass that is running goes everywhere, as that of ``loss.backward()``: to the leaf, which nobody names."""
+        if self.node is None:
+            if self.leaf is None:
+                return False
+            self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
         try:
-            return self.node is not None and torch._C._will_engine_execute_node(self.node)
+            return torch._C._will_engine_execute_node(self.node)  # type: ignore[no-any-return]
         except RuntimeError:  # ps.per_sample_grads does
             return False
 
