@@ -1,6 +1,6 @@
 """The README's table and pictures, from committed results.
 
-python -m benchmarks.summary                                        # benchmarks/results/study*.json into README.md
+python -m benchmarks.summary                                        # study*.json and compiled.json of results/ into README.md
 python -m benchmarks.summary mine.json --readme none                # print the table, draw the pictures beside the first file
 """
 
@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument(
         "--readme", default=str(HERE.parent / "README.md"), help='file whose block between the marks is replaced, or "none"'
     )
+    p.add_argument("--compiled", type=Path, default=HERE / "results" / "compiled.json", help="results of the compiled engines")
     p.add_argument("--slow", action="store_true", help="list the cells that are slower than a peer, or far from the limit")
     options = p.parse_args(argv)
     if not options.results:
@@ -38,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(tables.slow(document["cells"])))
     pictures = plots.all_plots(document["cells"], options.results[0].with_name("summary"))
     text = tables.short(document)
+    if options.compiled.exists():
+        text += "\n" + tables.compiled(json.loads(options.compiled.read_text())["cells"])
     if options.readme == "none":
         print(text)
     else:

@@ -113,6 +113,14 @@ def short(document: Document) -> str:
     return "\n".join(parts)
 
 
+def compiled(cells: Iterable[Cell]) -> str:
+    """For the README: what torch.compile does to a step's time; nothing where it was not measured."""
+    pairs = (("plain-compiled", "plain"), ("pslayers-compiled", "pslayers"), ("pslayers-compiled", "plain-compiled"))
+    rows = [(label(c), *(number(ratio(c, *pair)) for pair in pairs)) for c in cells if "pslayers-compiled" in c["engines"]]
+    head = ("torch.compile", "plain: compiled / eager", "ours: compiled / eager", "compiled: ours / plain")
+    return markdown_table(head, rows) if rows else ""
+
+
 def _of_case(name: str, cells: list[Cell]) -> tuple[str, ...]:
     best = [v for c in cells if (v := to_best(c)) is not None]
     limit = [v for c in cells if (v := to_limit(c)) is not None]

@@ -255,7 +255,9 @@ def _expansion(token: Tensor, name: str, size: int) -> Expansion:
     module: Any = _modules.get(int(token))
     if module is None:
         raise RuntimeError(f"A compiled model's `{name}` is gone: it was deleted before its backward pass.")
-    state, param = module._ps, module._parameters[name]
+    state, param = module.__dict__.get("_ps"), module._parameters[name]
+    if state is None:
+        raise RuntimeError(f"A compiled model's `{name}` was restored (ps.restore_model) before its backward pass.")
     recorder = recorder_of(param, f"{state.path}.{name}", state.settings, module)
     scale = Scale(float(max(size, 1)) if state.settings.loss_reduction == "mean" else 1.0)
     return _Delivered(param.detach(), recorder.like(size), scale, recorder)
@@ -349,7 +351,17 @@ def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grad
     return e.send(*table_grads(gy.to(e.weight.dtype), x, e, how[0] if how else None, True, True)[:2])
 
 
-_KINDS = {"linear": _linear_rule, "conv": _conv_rule, "embedding": _embedding_rule}
+def _bags_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
+    (ids, bag), (count,) = x, how
+    assert e.rows is not None
+    size, entries, width = e.rows.shape
+    gy, index = gy.to(e.weight.dtype), bag // max(count // max(size, 1), 1) * entries + ids
+    rows = e.zeros()
+    rows.view(size * entries, width).index_add_(0, index, gy * e.scale.rows)
+    return e.send(e.weight.new_zeros(entries, width).index_add_(0, ids, gy), rows)
+
+
+_KINDS = {"linear": _linear_rule, "conv": _conv_rule, "embedding": _embedding_rule, "bags": _bags_rule}
 
 
 def _linear(layer: Any, input: Tensor) -> Tensor:
@@ -366,30 +378,40 @@ def _conv(layer: Any, input: Tensor) -> Tensor:
 
 
 def _embedding(layer: Any, input: Tensor) -> Tensor:
-    if layer.max_norm is not None:
-        return NotImplemented  # type: ignore[no-any-return]
+    _check_table(layer)
     padding = layer.padding_idx
     y = F.embedding(input, layer.weight.detach(), padding)
     return _tap(layer, "embedding", y, input, [] if padding is None else [padding])
 
 
-def _bag(layer: Any, ids: Tensor, offsets: Tensor | None = None, factors: Tensor | None = None) -> Tensor:
-    """Bags of one length, by their entries."""
-    padding = layer.padding_idx
-    if offsets is not None or layer.max_norm is not None or (padding is not None and layer.mode == "max"):
+def _check_table(layer: Any) -> None:
+    if layer.max_norm is not None:
         raise RuntimeError(
-            f"`{layer._ps.path}` ({type(layer).__name__}) cannot be compiled with offsets, with max_norm, or with padding_idx in "
-            f"mode 'max': give it ids (N, L), or leave it out (torch.compiler.disable)."
+            f"`{layer._ps.path}` ({type(layer).__name__}) cannot be compiled with max_norm, which writes to its weight: leave it "
+            f"out (torch.compiler.disable)."
         )
-    found = _embedding(layer, ids)  # (N, L, D)
+
+
+def _bag(layer: Any, ids: Tensor, offsets: Tensor | None = None, factors: Tensor | None = None) -> Tensor:
+    """Bags by their entries: (N, L), or (M,) with offsets."""
+    _check_table(layer)
+    if offsets is None:
+        count, bag = ids.shape[0], torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand_as(ids).reshape(-1)
+    else:
+        starts = offsets[:-1] if layer.include_last_offset else offsets
+        count, places = starts.shape[0], torch.arange(ids.shape[0], device=ids.device)
+        bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
+    ids = ids.reshape(-1).to(bag.dtype)
+    found = _tap(layer, "bags", F.embedding(ids, layer.weight.detach()), torch.stack([ids, bag]), [count])  # (M, D)
+    keep = torch.ones_like(ids, dtype=torch.bool) if layer.padding_idx is None else ids != layer.padding_idx
+    sizes = torch.zeros_like(ids[:1]).expand(count).index_add(0, bag, keep.to(ids.dtype)).unsqueeze(1)  # (N, 1)
     if layer.mode == "max":
-        return found.max(1).values
-    found = found if factors is None else found * factors.unsqueeze(2)
-    if padding is None:
-        return found.sum(1) if layer.mode == "sum" else found.mean(1)
-    keep = (ids != padding).unsqueeze(2)
-    total = (found * keep).sum(1)
-    return total if layer.mode == "sum" else total / keep.sum(1).clamp(min=1)
+        least = found.detach().new_full((count, found.shape[1]), -torch.inf)
+        found = found.masked_fill(~keep.unsqueeze(1), -torch.inf)
+        return least.scatter_reduce(0, bag.unsqueeze(1).expand_as(found), found, "amax").masked_fill(sizes == 0, 0)
+    found = found * keep.unsqueeze(1) if factors is None else found * (keep * factors.reshape(-1)).unsqueeze(1)
+    total = found.new_zeros(count, found.shape[1]).index_add(0, bag, found)
+    return total if layer.mode == "sum" else total / sizes.clamp(min=1)
 
 
 _FAST: dict[Any, Callable[..., Any]] = {

@@ -35,8 +35,13 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("study") / "mine.json"
     engines_ = ["pslayers", "pslayers-off", "loop", "torch.func", f"{HERE}:Shifted", f"{HERE}:Absent"]
     options = ["--model", f"{HERE}:build", "--batch-sizes", "2", "4", "--quick", "--threads", "1", "--out", str(out)]
-    assert study.main([*options, "--engines", *engines_]) == 0
+    assert study.main([*options, "--engines", *engines_, "--measure", "time"]) == 0
+    times = [c["engines"]["pslayers"]["times"] for c in json.loads(out.read_text())["cells"]]
+    assert study.main([*options, "--engines", *engines_, "--resume"]) == 0  # the memory
+    both = json.loads(out.read_text())["cells"]
+    assert [c["engines"]["pslayers"]["times"] for c in both] == times
     assert study.main([*options, "--engines", *engines_, "--resume"]) == 0  # nothing left to do
+    assert json.loads(out.read_text())["cells"] == both
     for name in ("mine.md", "mine-overview.svg", "mine-time-batch-size.svg", "mine-memory-batch-size.svg"):
         assert out.with_name(name).stat().st_size > 500, name
     return json.loads(out.read_text())
@@ -76,7 +81,12 @@ def test_an_engine_that_cannot_says_why() -> None:
     assert judged(Silent) == "no: does not give rows of 2.bias"
 
 
-@pytest.mark.parametrize("kind", engines.find(["all"]), ids=lambda k: k.name)
+COMPILED = [engines.CompiledPlain, engines.Compiled]
+
+
+@pytest.mark.parametrize(
+    "kind", [*engines.find(["all"]), *(pytest.param(k, marks=pytest.mark.slow) for k in COMPILED)], ids=lambda k: k.name
+)
 def test_every_engine_agrees_step_after_step_and_frees_its_gradients(kind: type[engines.Engine]) -> None:
     if not kind.installed():
         pytest.skip(f"{kind.package} is not installed")
@@ -152,14 +162,21 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     environment = {"packages": {}, "processor": "a", "threads": 1, "load_at_start": 0.0, "commit": "c"}
     written = {"environment": environment, "left_out": {"backpack": "not installed"}, "cells": cells}
     (tmp_path / "a.json").write_text(json.dumps(written))
+    one = cell("one", 2.5)
+    one["engines"] |= {f"{k}-compiled": {**one["engines"][k], "times": [3.0]} for k in ("plain", "pslayers")}
+    (tmp_path / "compiled.json").write_text(json.dumps({"cells": [one]}))
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
-    assert summary.main([str(tmp_path / "a.json"), "--readme", str(readme), "--slow"]) == 0
+    assert (
+        summary.main([str(tmp_path / "a.json"), "--readme", str(readme), "--slow", "--compiled", str(tmp_path / "compiled.json")])
+        == 0
+    )
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| best peer's time / ours, worst cell | at least 1.0x | 1.25x (two, B=16) | met |" in text
     assert "| our time / limit, worst cell | at most 1.6x | 2.00x (two, B=16) | missed |" in text
     assert "| one | 1 | 2.00x (2.00x) | 1.25x (1.25x) | 0.54x |" in text
+    assert "| one, B=16 | 3.00x | 1.20x | 1.00x |" in text
     assert "](summary-time-width.svg)" in text and (tmp_path / "summary-time-width.svg").exists()
     assert "two, B=16: torch.func / ours 1.25x, ours / limit 2.00x" in capsys.readouterr().out
     full = tables.full(json.loads((tmp_path / "a.json").read_text()))

@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 import pslayers as ps
 
 from .. import zoo
+from ..layers import test_embedding
+from ..layers.suite import Case, LayerSuite
 from ..oracle import loop, square, squares
 from .every_layer import EVERY
 
@@ -42,7 +44,10 @@ def graphs() -> int:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name: str) -> None:
-    suite, case = LAYERS[name]
+    assert_layer_right(*LAYERS[name])
+
+
+def assert_layer_right(suite: LayerSuite, case: Case) -> None:
     layer = suite.build(case)
     ours = suite.converted(layer)
     run = compiled(ours)
@@ -57,6 +62,18 @@ def test_layers(name: str) -> None:
         for p, expected in zip(ours.parameters(), plain, strict=True):
             torch.testing.assert_close(p.grad, expected)
     assert graphs() == 1
+
+
+OPTIONS = [
+    (suite(), case)
+    for suite in (test_embedding.TestPSEmbeddingBag, test_embedding.TestPSEmbeddingBagWithOffsets)
+    for case in suite.cases
+]
+
+
+@pytest.mark.parametrize(("suite", "case"), OPTIONS, ids=[f"{'offsets-' if not c.rows else ''}{c.name}" for _, c in OPTIONS])
+def test_bags(suite: LayerSuite, case: Case) -> None:
+    assert_layer_right(suite, case)
 
 
 def floats(*shape: int) -> Tensor:
@@ -199,6 +216,21 @@ def test_functional_form(name: str, differ: bool) -> None:
     torch.testing.assert_close(found, expected)
     for f, e in zip(*(torch.autograd.grad(t.sum(), list(params.values())) for t in (found, expected)), strict=True):
         torch.testing.assert_close(f, e)
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding(5, 3, max_norm=1.0), nn.EmbeddingBag(5, 3, max_norm=1.0)], ids=["one", "bag"])
+def test_tables_that_are_renormalised_are_refused(layer: nn.Module) -> None:
+    ours = ps.convert_model(nn.Sequential(layer), example=torch.zeros(3, 2, dtype=torch.long))
+    with pytest.raises(Exception, match="cannot be compiled with max_norm"):
+        compiled(ours)(torch.zeros(4, 2, dtype=torch.long))
+
+
+def test_a_model_that_is_restored_before_the_backward_pass() -> None:
+    _, ours = pair(zoo.mlp(), floats(4, 12))
+    loss = squares(compiled(ours)(floats(5, 12))).mean()
+    ps.restore_model(ours)
+    with pytest.raises(RuntimeError, match="was restored"):
+        loss.backward()
 
 
 def test_what_is_not_proved_is_refused() -> None:
