@@ -1,8 +1,10 @@
 """DistributedDataParallel and fully_shard: every rank's rows are those of its samples in one process."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -266,6 +268,30 @@ def sharded_and_restored(rank: int, world: int) -> None:
     torch.testing.assert_close(net(x), plain(x))
 
 
+def compiled(how: str) -> Callable[[int, int], None]:
+    """torch.compile inside of a wrapper, around it, or around what is sharded."""
+
+    def scenario(rank: int, world: int) -> None:
+        model, x, mine = zoo.mlp().double(), vectors(EACH * world), own(rank, [EACH] * world)
+        expected = loop(model, square, (x,))
+        ps.convert_model(model, example=x)
+        net: Any
+        if how == "inside":
+            net = DistributedDataParallel(torch.compile(model, fullgraph=True, backend="aot_eager"))
+        elif how == "around":
+            net = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+        else:
+            net = torch.compile(shard(model, world, None), backend="aot_eager")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.compile's own
+            for _ in range(3):
+                model.zero_grad()
+                squares(net(x[mine])).mean().backward()
+                assert_own_rows(model, expected, mine)
+
+    return scenario
+
+
 SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "ddp-converted-before": ddp("before"),
     "ddp-converted-after": ddp("after"),
@@ -285,6 +311,9 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "fsdp-private-training": sharded_private_training,
     "fsdp-refusals": sharded_by_itself_first,
     "fsdp-restored": sharded_and_restored,
+    "ddp-compiled-inside": compiled("inside"),
+    "ddp-compiled-around": compiled("around"),
+    "fsdp-compiled-around": compiled("sharded"),
 }
 
 
