@@ -20,6 +20,7 @@ from .tracking import (
     Layout,
     Tracker,
     Unprovable,
+    Watched,
     disagreement,
     judged,
     past_expansions,
@@ -124,7 +125,7 @@ class Converted(_Mixin):
             return self._ps_outermost(run, args, kwargs)
         local.batch = batch = Batch(size, settings, trackable)
         if unproved:
-            batch.outputs = []
+            batch.outputs = Watched(size)
         try:
             output = run(self, *args, **kwargs)
             holds = self._ps_holds(batch, output) if unproved else None
@@ -225,7 +226,7 @@ class Converted(_Mixin):
             with torch.no_grad():
                 plain = run_tracked(functools.partial(run, self), self, args, kwargs)[1]
         local.batch = batch = Batch(size, self._ps_state().settings)
-        batch.outputs = []
+        batch.outputs = Watched(size)
         try:
             output = run(self, *args, **kwargs)
         finally:

@@ -100,8 +100,7 @@ class Batch:
     def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
         self.calls: dict[int, int] = {}  # how often each layer has been called so far
-        # what layers return, the dim of its rows, and whose they are (None: k a sample, in order), while that is to be proved
-        self.outputs: list[tuple[Tensor, int, Tensor | None]] | None = None
+        self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
         self.scale = Scale(float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0)
 
 

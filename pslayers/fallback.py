@@ -76,12 +76,11 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     taken = {id(t) for t in tensors_in((args, kwargs))}
     output = _run(module, forward, plan, (args, kwargs), weights, batch.size)
     if batch.outputs is not None and plan.way == "broadcast":  # the caller may index what now has a row for each sample
-        batch.outputs += [(w, 0, None) for w in weights.values()]
+        batch.outputs.add([(w, 0, None) for w in weights.values()])
     elif batch.outputs is not None:  # inside, the way itself keeps samples apart
         made = (*tensors_in([output]), *written_to((args, kwargs), taken))
-        batch.outputs += [
-            _owned(t, lay, batch.size) for t, lay in zip(made, (*plan.layouts.outputs, *plan.layouts.written), strict=True)
-        ]
+        layouts = (*plan.layouts.outputs, *plan.layouts.written)
+        batch.outputs.add([_owned(t, lay, batch.size) for t, lay in zip(made, layouts, strict=True)])
     return output
 
 

@@ -359,69 +359,79 @@ def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = 
     return found
 
 
-def rows_agree(
-    layers: Sequence[tuple[Tensor, int, Tensor | None]], outputs: Sequence[tuple[Tensor, Layout]], batch: Batch
-) -> bool | None:
+class Watched:
+    """What the layers of a call return, watched for the gradients that flow by; its values are not kept."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.edges: list[torch.autograd.graph.GradientEdge] = []
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.samples: Tensor | None = None  # whose outputs are being back-propagated
+        self.agree: bool | None = True
+
+    def add(self, owned: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
+        """Tensors, the dim of their rows, and whose these are; None: k a sample, in order."""
+        for t, dim, owners in owned:
+            if t.requires_grad and t.numel():
+                self.edges.append(torch.autograd.graph.get_gradient_edge(t))
+                self.hooks.append(t.register_hook(functools.partial(self._look, dim=dim, owners=owners)))
+
+    def _look(self, grad: Tensor | None, dim: int, owners: Tensor | None) -> None:
+        if grad is None or self.samples is None:  # of one of several outputs; or the user's own pass
+            return
+        grad = grad.detach().movedim(dim, 0)
+        if owners is None:
+            owners = torch.arange(self.size, device=grad.device).repeat_interleave(grad.shape[0] // self.size)
+        of_others = grad[~torch.isin(owners, self.samples)]
+        touched, unknown = of_others != 0, of_others.isnan()
+        if bool((touched & ~unknown).any()):
+            self.agree = False
+        elif self.agree and bool(unknown.any()):
+            self.agree = None
+
+    def last(self) -> list["torch.autograd.graph.GradientEdge"]:
+        """Those from which the graph leads to no other of them: a pass that is asked for these meets all that it can reach."""
+        nodes, last = {edge.node for edge in self.edges}, []
+        for edge in self.edges:
+            todo, seen = [edge.node], {edge.node}
+            while todo:
+                before = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+                if before & nodes:
+                    break
+                seen |= before
+                todo += before
+            else:
+                last.append(edge)
+        return last
+
+
+def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, Layout]], batch: Batch) -> bool | None:
     """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs alone.
 
     None where they seem to, but a NaN leaves it open: no gradient at all times NaN is NaN.
 
     A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a table as long as the
-    batch). Costs 2 log2(B) passes of the graph without weight gradients, whose memory is that of a backward pass: gradients are
-    looked at as they flow by.
+    batch). Costs 2 log2(B) passes of the graph without weight gradients, and their memory: gradients are looked at as they flow by.
     """
-    asked = [each for each in layers if each[0].requires_grad and each[0].numel()]
-    if not outputs or not asked:
-        return True  # nothing to be told here
-    found: set[bool | None] = {True}
-    device = outputs[0][0].device
-    theirs = torch.empty(0, device=device)
-
-    def look(grad: Tensor | None, rows: int, owners: Tensor | None) -> None:
-        if grad is None:  # of one of several outputs
-            return
-        grad = grad.detach().movedim(rows, 0)
-        if owners is None:
-            owners = torch.arange(batch.size, device=grad.device).repeat_interleave(grad.shape[0] // batch.size)
-        of_others = grad[~torch.isin(owners, theirs)]
-        touched, unknown = of_others != 0, of_others.isnan()
-        found.add(False if bool((touched & ~unknown).any()) else None if bool(unknown.any()) else True)
-
-    hooks = [t.register_hook(functools.partial(look, rows=rows, owners=owners)) for t, rows, owners in asked]
-    last = _last_on_the_way_back([t for t, _, _ in asked])
     try:
+        if not outputs or not layers.edges:
+            return True  # nothing to be told here
+        device, last = outputs[0][0].device, layers.last()
         for samples in _separating_groups(batch.size):
-            theirs = torch.tensor(samples, device=device)
-            own = [_of_samples(t, layout, theirs, batch.size) for t, layout in outputs]
+            layers.samples = torch.tensor(samples, device=device)
+            own = [_of_samples(t, layout, layers.samples, batch.size) for t, layout in outputs]
             loss = sum((t.sum() + (t * t).sum() for t in own), torch.zeros((), device=device))
             torch.autograd.grad(loss, last, retain_graph=True, allow_unused=True)
-            if False in found:
-                return False
+            if layers.agree is False:
+                break
+        return layers.agree
     except RuntimeError as error:
         if "use_reentrant=True" in str(error):
             raise Unprovable from error
         raise
     finally:
-        for hook in hooks:
+        for hook in layers.hooks:
             hook.remove()
-    return None if None in found else True
-
-
-def _last_on_the_way_back(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Those from which the graph leads to no other of them: a pass that is asked for these meets all that it can reach."""
-    nodes = [torch.autograd.graph.get_gradient_edge(t).node for t in tensors]
-    last = []
-    for t, own in zip(tensors, nodes, strict=True):
-        todo, seen = [own], {own}
-        while todo:
-            before = {node for node, _ in todo.pop().next_functions if node is not None} - seen
-            if not before.isdisjoint(nodes):
-                break
-            seen |= before
-            todo += before
-        else:
-            last.append(t)
-    return last
 
 
 def _of_samples(t: Tensor, layout: Layout, samples: Tensor, size: int) -> Tensor:

@@ -173,7 +173,7 @@ class PSLayer(Converted):
             if call.scale.total != 1:
                 output = map_tensors(lambda t: cross(t, call.scale, False), output)
         if batch.outputs is not None:
-            batch.outputs += self._ps_owned(output, rows)
+            batch.outputs.add(self._ps_owned(output, rows))
         return output if undo is None else map_tensors(undo, output)
 
     def _ps_owned(self, output: Any, rows: int) -> list[tuple[Tensor, int, Tensor | None]]:
