@@ -58,7 +58,19 @@ class Recorder:
             self.release()
             leaf = param.detach().expand(size, *param.shape).requires_grad_()
             self.leaf, self.form = leaf, form
+            self._fit(leaf)
         return leaf
+
+    def _fit(self, leaf: Tensor) -> None:
+        """Have memory for the rows of a new leaf: the old one's where it fits.
+
+        On CPUs it is allocated now: in the backward pass it would lie where the next forward pass wants its activations again.
+        """
+        memory, settings = self.memory, self.settings
+        if memory is not None and (memory.shape, memory.dtype, memory.device) == (leaf.shape, leaf.dtype, leaf.device):
+            self.fits = leaf
+        elif leaf.device.type == "cpu" and settings.stream is None and settings.accumulation == "replace":
+            self.memory, self.fits, self.written = torch.empty(leaf.shape, dtype=leaf.dtype), leaf, None
 
     def use(self) -> None:
         """Count an expansion of the parameter."""
