@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
             elif "skipped" not in cell:  # what it lacked
                 for name, results in cell.pop("engines").items():
                     before["engines"][name] = before["engines"].get(name, {}) | results
-                if cell["commit"] not in before["commit"]:
+                if str(cell["commit"]) not in str(before["commit"]):
                     cell["commit"] = f"{before['commit']}, {cell['commit']}"
                 before |= cell
                 cell = before
