@@ -97,7 +97,7 @@ class Converted(_Mixin):
         """Run an outermost call, its batch size known to every layer below."""
         settings, trackable = self._ps_state().settings, not self._ps_layer
         recorded = settings.recording and torch.is_grad_enabled()
-        if trackable and not recorded and not transforming() and not self._ps_given():
+        if trackable and not recorded and not transforming() and not self._ps_any_given():
             return run_plain(self, args, kwargs)
         recomputed = torch._C._current_graph_task_id() != -1 and bool(settings.sizes)
         if recomputed:  # a checkpoint computes a part of an earlier call again
@@ -110,7 +110,7 @@ class Converted(_Mixin):
         if recorded and not recomputed:
             settings.called(size)
         trackable, apart = trackable and size > 1, sharding.apart(self)
-        if size == 1 and recorded and not apart and not transforming() and not self._ps_given():
+        if size == 1 and recorded and not apart and not transforming() and not self._ps_any_given():
             return run_alone(self, args, kwargs)
         state, kind = self._ps_state(), (self.training, ndims((args, kwargs)) if trackable else ())
         unproved = recorded and trackable and kind not in state.proved
@@ -211,6 +211,17 @@ class Converted(_Mixin):
             if p.ndim != m._ps_state().ndims.get(name, p.ndim)
         }
 
+    def _ps_any_given(self) -> bool:
+        """Whether there are such, by the quickest way: each call asks."""
+        for module in self.modules():
+            if (state := module.__dict__.get("_ps")) is not None:
+                params = module._parameters
+                for name, ndim in state.ndims.items():
+                    p = params[name] if name in params else _nested(module, name)
+                    if p is not None and p.ndim != ndim:
+                        return True
+        return False
+
     def _ps_check_given(self, name: str, weight: Tensor, size: int) -> None:
         if len(weight) != size:
             raise ValueError(
@@ -259,6 +270,14 @@ class Converted(_Mixin):
                 param.grad = None
             if "grad_sample" in param.__dict__:
                 clear(param)
+
+
+def _nested(module: nn.Module, name: str) -> Tensor | None:
+    """A parameter of a list or dict of parameters, where it still is."""
+    *path, last = name.split(".")
+    for part in path:
+        module = module._modules.get(part) or nn.Module()
+    return module._parameters.get(last)
 
 
 def random_state() -> list[Tensor]:
