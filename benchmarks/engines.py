@@ -170,7 +170,8 @@ class CompiledPlain(Plain):
     by_name_only = True
 
     def prepare(self) -> None:
-        """Nothing is compiled before the first call."""
+        """Nothing is compiled before the first call; what earlier cells have compiled counts against torch's limit."""
+        torch._dynamo.reset()
         self.original, self.model = self.model, torch.compile(self.model, fullgraph=True)  # type: ignore[assignment]
 
     def clear(self) -> None:
@@ -188,6 +189,11 @@ class Compiled(PSLayers):
     name = "pslayers-compiled"
     by_name_only = True
     compiled: Any = None
+
+    def prepare(self) -> None:
+        """As without; what earlier cells have compiled counts against torch's limit."""
+        torch._dynamo.reset()
+        super().prepare()
 
     def forward(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
         """The mean loss; it is the model that is compiled."""
