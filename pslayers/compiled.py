@@ -378,23 +378,21 @@ def _conv(layer: Any, input: Tensor) -> Tensor:
 
 
 def _embedding(layer: Any, input: Tensor) -> Tensor:
-    _check_table(layer)
+    _renormalise(layer, input)
     padding = layer.padding_idx
     y = F.embedding(input, layer.weight.detach(), padding)
     return _tap(layer, "embedding", y, input, [] if padding is None else [padding])
 
 
-def _check_table(layer: Any) -> None:
+def _renormalise(layer: Any, ids: Tensor) -> None:
     if layer.max_norm is not None:
-        raise RuntimeError(
-            f"`{layer._ps.path}` ({type(layer).__name__}) cannot be compiled with max_norm, which writes to its weight: leave it "
-            f"out (torch.compiler.disable)."
-        )
+        with torch.no_grad():
+            torch.embedding_renorm_(layer.weight.detach(), ids.contiguous(), layer.max_norm, layer.norm_type)
 
 
 def _bag(layer: Any, ids: Tensor, offsets: Tensor | None = None, factors: Tensor | None = None) -> Tensor:
     """Bags by their entries: (N, L), or (M,) with offsets."""
-    _check_table(layer)
+    _renormalise(layer, ids)
     if offsets is None:
         count, bag = ids.shape[0], torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand_as(ids).reshape(-1)
     else:

@@ -218,11 +218,17 @@ def test_functional_form(name: str, differ: bool) -> None:
         torch.testing.assert_close(f, e)
 
 
-@pytest.mark.parametrize("layer", [nn.Embedding(5, 3, max_norm=1.0), nn.EmbeddingBag(5, 3, max_norm=1.0)], ids=["one", "bag"])
-def test_tables_that_are_renormalised_are_refused(layer: nn.Module) -> None:
-    ours = ps.convert_model(nn.Sequential(layer), example=torch.zeros(3, 2, dtype=torch.long))
-    with pytest.raises(Exception, match="cannot be compiled with max_norm"):
-        compiled(ours)(torch.zeros(4, 2, dtype=torch.long))
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_tables_that_are_renormalised(kind: Any) -> None:
+    model = nn.Sequential(kind(11, 3, max_norm=0.5)).double()
+    ours = ps.convert_model(copy.deepcopy(model), example=torch.zeros(3, 8, dtype=torch.long))
+    run, x = compiled(ours), ids(7)
+    x[:, 0] = torch.arange(7)
+    before = ours[0].weight.detach().clone()
+    for _ in range(2):
+        assert_right(run, ours, model, x)
+    assert not torch.equal(before, ours[0].weight)
+    torch.testing.assert_close(ours[0].weight, model[0].weight)
 
 
 def test_a_model_that_is_restored_before_the_backward_pass() -> None:
