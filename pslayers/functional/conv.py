@@ -151,20 +151,6 @@ def _padded(
     mode: str,
 ) -> tuple[Tensor, Geometry]:
     """`x` padded where the convolution itself cannot do it, and the geometry of what is left to do."""
-    pads, geometry = _geometry(op, tuple(kernel), stride, padding, dilation, groups, mode)
-    return (F.pad(x, pads, "constant" if mode == "zeros" else mode) if pads else x), geometry
-
-
-def _geometry(
-    op: str,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: Size | str,
-    dilation: tuple[int, ...],
-    groups: int,
-    mode: str,
-) -> tuple[list[int], Geometry]:
-    """By how much to pad beforehand, and the geometry of what is left to do."""
     n = len(kernel)
     if mode not in ("zeros", "reflect", "replicate", "circular"):
         raise ValueError(f"ps.functional.{op} got padding_mode={mode!r}: expected 'zeros', 'reflect', 'replicate' or 'circular'.")
@@ -181,8 +167,9 @@ def _geometry(
     else:
         sides = [(p, p) for p in each(padding, n)]
     if mode == "zeros" and all(before == after for before, after in sides):
-        return [], Geometry(stride, tuple(before for before, _ in sides), dilation, groups)
-    return [p for pair in reversed(sides) for p in pair], Geometry(stride, (0,) * n, dilation, groups)
+        return x, Geometry(stride, tuple(before for before, _ in sides), dilation, groups)
+    pads = [p for pair in reversed(sides) for p in pair]
+    return F.pad(x, pads, "constant" if mode == "zeros" else mode), Geometry(stride, (0,) * n, dilation, groups)
 
 
 # ---------------------------------------------------------------------- truly different weights
