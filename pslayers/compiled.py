@@ -241,7 +241,7 @@ def _(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
 class _Delivered(Expansion):
     """An expansion in compiled code."""
 
-    def send(
+    def deliver(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         assert self.recorder is not None and weight_grad is not None and rows_grad is not None

@@ -248,9 +248,17 @@ class Expansion:
             weight_grad = cross(weight_grad, self.scale, False, self.scale.weight)
         if rows_grad is not None:
             rows_grad = cross(rows_grad, self.scale, False, self.scale.rows)
-        return self.send(weight_grad, rows_grad)
+        return self.deliver(weight_grad, rows_grad)
 
     def send(
+        self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As `out`, without a graph, from the plain sum and rows that are scaled already: writing them did it."""
+        if weight_grad is not None and self.scale.weight != 1:
+            weight_grad = weight_grad * self.scale.weight
+        return self.deliver(weight_grad, rows_grad, written)
+
+    def deliver(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of (weight, rows), scaled, for autograd to pass on; all rows but those `written` (of D values) are zero.

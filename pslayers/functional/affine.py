@@ -117,7 +117,6 @@ def _sums(each: Tensor, e: Expansion, need_weight: bool, need_rows: bool) -> tup
     total = rows = None
     if need_weight:
         total = of_dtype(each.sum(0), e.weight.dtype)
-        total = total if e.scale.weight == 1 else total * e.scale.weight
     if need_rows:
         assert e.rows is not None
         rows, size, n = e.buffer(), e.rows.shape[0], each.shape[0]

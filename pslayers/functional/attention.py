@@ -163,9 +163,7 @@ def _weight_grads(
                 outer_each(gy, x, w.scale.rows, out)
     if need_weight:
         if g_rows is not None and not graph and 0 < g_rows.shape[0] * SUM_FROM_ROWS < min(x.shape[:-1].numel() for _, x in pairs):
-            g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
+            g_weight = g_rows.sum(0) * (1 / w.scale.rows)
         else:
             g_weight = torch.cat([(product if graph else outer)(gy, x) for gy, x in pairs])
-            if not graph and w.scale.weight != 1:
-                g_weight = g_weight * w.scale.weight
     return (w.out if graph else w.send)(g_weight, g_rows)

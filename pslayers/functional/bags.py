@@ -153,7 +153,6 @@ class _EmbeddingBag(Op):
             bags.collect(gy if w.scale.rows == 1 else gy * w.scale.rows, factors, chosen, g_rows)
         if need_weight:
             g_weight = bags.collect(gy, factors, chosen, weight.new_zeros(1, *weight.shape)).squeeze(0)
-            g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
         if need_factors:
             g_factors = (gy[bags.bag] * weight[bags.ids]).sum(1).to(factors.dtype)
         return *w.send(g_weight, g_rows, index), g_factors, None, None

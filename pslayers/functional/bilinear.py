@@ -86,7 +86,6 @@ class _Bilinear(Op):
             if need_weight:
                 total = gy.reshape(-1, outs).t() @ products.reshape(-1, products.shape[-1])
                 g_weight = total.view(weight.shape)
-                g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
             g_weight, g_rows = w.send(g_weight, g_rows)
         if b is not None:
             g_bias, g_bias_rows = bias_grads(gy, b, need_bias, need_bias_rows)

@@ -45,8 +45,6 @@ def bias_grads(gy: Tensor, b: Expansion, need_bias: bool, need_rows: bool) -> tu
     g_bias = flat.sum(0) if need_bias else None
     if torch.is_grad_enabled():
         return b.out(g_bias, by_sample(gy, b.rows.shape[0], gy.shape[-1]).sum(1) if need_rows and b.rows is not None else None)
-    if g_bias is not None and b.scale.weight != 1:
-        g_bias = g_bias * b.scale.weight
     if need_rows:
         assert b.rows is not None
         size, g_rows = b.rows.shape[0], b.buffer()

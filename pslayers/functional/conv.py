@@ -259,10 +259,9 @@ def _weight_grads(
         write_rows(x, gy, w.scale.rows, g_rows, geometry)
     if need_weight:
         if g_rows is not None and 0 < SUM_FROM_POSITIONS * g_rows.shape[0] < gy.shape[0] * gy.shape[2:].numel():
-            g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
+            g_weight = g_rows.sum(0) * (1 / w.scale.rows)
         else:
             g_weight = _summed(x, gy, w.weight, geometry)
-            g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
     return w.send(g_weight, g_rows)
 
 

@@ -73,7 +73,6 @@ def table_grads(
     if need_weight:
         padding = -1 if padding_idx is None else padding_idx
         g_weight = torch.ops.aten.embedding_dense_backward(gy, ids, w.weight.shape[0], padding, False)
-        g_weight = g_weight if graph or w.scale.weight == 1 else g_weight * w.scale.weight
     return g_weight, g_rows, index
 
 

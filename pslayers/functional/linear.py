@@ -109,10 +109,9 @@ def _weight_grads(
         g_rows = outer_each(by_sample(gy, size, gy.shape[-1]), by_sample(x, size, x.shape[-1]), w.scale.rows, w.buffer())
     if need_weight:
         if g_rows is not None and 0 < g_rows.shape[0] * SUM_FROM_ROWS < x.shape[:-1].numel():
-            g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
+            g_weight = g_rows.sum(0) * (1 / w.scale.rows)
         else:
             g_weight = outer(gy, x)
-            g_weight = g_weight if w.scale.weight == 1 else g_weight * w.scale.weight
     return w.send(g_weight, g_rows)
 
 

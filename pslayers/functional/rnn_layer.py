@@ -186,11 +186,9 @@ def _weight_grads(g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_ro
         g_rows = outer_each(_by_weight(g, w.rows.shape[0]), _by_weight(x, w.rows.shape[0]), w.scale.rows, w.buffer())
     if need_weight:
         if g_rows is not None and g_rows.shape[0] and g.shape[0] * g.shape[1] > SUM_FROM_ROWS * g_rows.shape[0]:
-            g_weight = g_rows.sum(0) * (w.scale.weight / w.scale.rows)
+            g_weight = g_rows.sum(0) * (1 / w.scale.rows)
         else:
             g_weight = outer(g, x)
-            if w.scale.weight != 1:
-                g_weight = g_weight * w.scale.weight
     return w.send(g_weight, g_rows)
 
 
@@ -202,5 +200,5 @@ def _bias_grads(g: Tensor, b: Expansion, need_weight: bool, need_rows: bool) -> 
         own = g if g.shape[0] == b.rows.shape[0] else g.view(b.rows.shape[0], -1, g.shape[-1]).sum(1)  # (B, G)
         g_rows = torch.mul(own, b.scale.rows, out=b.buffer())
     if need_weight:
-        g_weight = (g.sum(0) * b.scale.weight).to(b.weight.dtype)
+        g_weight = g.sum(0).to(b.weight.dtype)
     return b.send(g_weight, g_rows)
