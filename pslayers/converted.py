@@ -138,6 +138,7 @@ class Converted(_Mixin):
                 raise self._ps_apart() from None
         finally:
             local.batch = None
+        output = batch = None  # type: ignore[assignment]  # what holds the graph makes room for what follows
         set_random_state(random)
         if before is not None:
             before.restore()
@@ -194,6 +195,7 @@ class Converted(_Mixin):
             for (key, call, place, ndim), layout in found.items():
                 modules[key]._ps_state().layouts[call, place, ndim] = layout
             self._ps_settle(bound, args, kwargs, tracker, batch)
+            del found, tracker  # which hold what the layers were given
             return self._ps_prove(run, args, kwargs, size)
         except BaseException:
             for state, learned in before:

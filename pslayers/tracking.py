@@ -87,6 +87,36 @@ class Tracker:
         return output
 
 
+class _Comparison(Tracker):
+    """Collects where another run differs from the first one, and keeps no more of it: a run may fill most of the memory."""
+
+    def __init__(self, first: dict[Key, Tensor]) -> None:
+        super().__init__()
+        self.first, self.differs = first, dict[Key, Tensor | None]()  # None: cannot be compared (rows that are picked by data)
+
+    def see(self, module: nn.Module, x: Tensor) -> None:
+        self._compare((id(module), self.calls[id(module)], FIRST, x.ndim), x)
+
+    def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = {id(t) for t in tensors_in((args, kwargs))}
+        with self.inside(module) as call:
+            self._compare_all(module, call, "in", (args, kwargs))
+            output = forward(module, *args, **kwargs)
+        self._compare_all(module, call, "out", output)
+        self._compare_all(module, call, "written", written_to((args, kwargs), given))
+        return output
+
+    def _compare_all(self, module: nn.Module, call: int, slot: str, value: Any) -> None:
+        for place, t in enumerate(tensors_in(value)):
+            if isinstance(t, Tensor):
+                self._compare((id(module), call, (slot, place), t.ndim), t)
+
+    def _compare(self, key: Key, t: Tensor) -> None:
+        x = self.first.get(key)
+        if x is not None:
+            self.differs[key] = _changes(x, t) if x.shape == t.shape else None
+
+
 def track(
     run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
 ) -> tuple[dict[Key, Layout], Tracker]:
@@ -102,33 +132,30 @@ def track(
         for place in inputs:  # the first input that reaches a call decides: a mask may be as large as the batch by chance
             found: dict[Key, set[Layout]] = {}
             for samples in _groups(batch.size):
-                changed = _rerun(run, model, args, kwargs, [place], samples, batch)
+                changed = _rerun(run, model, args, kwargs, [place], samples, batch, plain)
                 blind = blind or changed is None
                 for key, x in plain.items():
-                    where = _differs(x, (changed or {}).get(key))
+                    where = (changed or {}).get(key)
                     if where is not None and where.any():
                         fits = {lay for lay in _candidates(x, batch.size) if _explains(lay, where, samples, batch.size)}
                         found[key] = found[key] & fits if key in found else fits
             for key, fits in found.items():
                 layouts.setdefault(key, min(fits, key=_PREFERENCE.index) if fits else MIXED)
         for samples in _groups(batch.size) if len(inputs) > 1 else ():
-            together = _rerun(run, model, args, kwargs, inputs, samples, batch) or {}
-            _note_interactions(layouts, {k: x for k, x in plain.items() if k[0] == id(model)}, together, samples, batch.size)
-        changed = _rerun(run, model, args, kwargs, inputs, everyone, batch)
+            together = _rerun(run, model, args, kwargs, inputs, samples, batch, plain) or {}
+            _note_interactions(layouts, {k: w for k, w in together.items() if k[0] == id(model)}, samples, batch.size)
+        changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
         for key, x in plain.items():
-            if changed is not None and (where := _differs(x, changed.get(key))) is None:
+            if changed is not None and (where := changed.get(key)) is None:
                 layouts[key] = MIXED  # how many rows there are depends on the data
             elif key not in layouts and changed is not None and not blind and not (where is not None and where.any()):
                 layouts[key] = _of_constant(x, batch.size)
     return layouts, tracker
 
 
-def _note_interactions(
-    layouts: dict[Key, Layout], plain: dict[Key, Tensor], changed: dict[Key, Tensor], samples: Sequence[int], size: int
-) -> None:
+def _note_interactions(layouts: dict[Key, Layout], changed: dict[Key, Tensor | None], samples: Sequence[int], size: int) -> None:
     """Outputs in which one sample's part of one input meets another's of another input (all pairs) are in no one's rows."""
-    for key, x in plain.items():
-        where = _differs(x, changed.get(key))
+    for key, where in changed.items():
         tracked = key[2][0] == "out" and where is not None and layouts.get(key, MIXED) != MIXED
         if tracked and where is not None and not _explains(layouts[key], where, samples, size):
             layouts[key] = MIXED
@@ -142,11 +169,14 @@ def _rerun(
     places: Sequence[int],
     samples: Sequence[int],
     batch: Batch,
-) -> dict[Key, Tensor] | None:
-    """What is seen when these samples are changed in these inputs; None where they cannot be, and so nothing is learned."""
-    changed = _changed(args, kwargs, places, samples, batch)
+    plain: dict[Key, Tensor],
+) -> dict[Key, Tensor | None] | None:
+    """Where what is seen differs from `plain` when these samples are changed in these inputs; None where they cannot be."""
+    changed, comparison = _changed(args, kwargs, places, samples, batch), _Comparison(plain)
     try:
-        return None if changed is None else run_tracked(run, model, *changed)[0].seen
+        if changed is not None:
+            run_tracked(run, model, *changed, comparison)
+        return None if changed is None else comparison.differs
     except IndexError:  # an id that there is none of
         return None
 
@@ -275,11 +305,6 @@ def with_samples_changed(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The inputs with some samples' parts of the first one changed; None where that cannot be."""
     return _changed(args, kwargs, _batched(args, kwargs, batch)[:1], samples, batch)
-
-
-def _differs(x: Tensor, y: Tensor | None) -> Tensor | None:
-    """Where two runs differ; None where they cannot be compared (rows that are picked by data)."""
-    return None if y is None or x.shape != y.shape else _changes(x, y)
 
 
 def _changes(x: Tensor, y: Tensor) -> Tensor:

@@ -100,23 +100,25 @@ def _each_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geome
 
 def _im2col_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
     """Output gradients times patches; by chunks, since the patches hold every input value as often as it is used."""
-    patches, outs = _factors(x, gy, out.shape, geometry)
-    groups, width = geometry.groups, out[0, 0].numel()
-    into = out.view(outs.shape[0], -1, width)
-    for start, stop in _chunks(out, patches[0].numel()):
-        some = slice(start * groups, stop * groups)
-        columns = patches[start:stop].reshape(-1, width, outs.shape[2])
-        into[some].baddbmm_(outs[some], columns.transpose(1, 2), beta=0, alpha=scale)
+    for patches, outs, into in _by_chunks(x, gy, out, geometry):
+        columns = patches.reshape(*into.shape[::2], outs.shape[2])
+        into.baddbmm_(outs, columns.transpose(1, 2), beta=0, alpha=scale)
 
 
 def _product_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
     """Output gradients times patches too, sample by sample in oneDNN: faster than a batched product in MKL, where that is slow."""
-    patches, outs = _factors(x, gy, out.shape, geometry)
-    groups, width = geometry.groups, out[0, 0].numel()
-    into = out.view(outs.shape[0], -1, width)
-    for i in range(outs.shape[0]):
-        patch = patches[i // groups, i % groups].reshape(width, outs.shape[2])
-        torch.mul(product(outs[i], patch), scale, out=into[i])
+    for patches, outs, into in _by_chunks(x, gy, out, geometry):
+        for patch, one, row in zip(patches.flatten(0, 1), outs, into, strict=True):
+            torch.mul(product(one, patch.reshape(row.shape[1], one.shape[1])), scale, out=row)
+
+
+def _by_chunks(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Patches and output gradients as `_factors`, and the rows (B * G, O/G, C/G * K) to write, of some samples at a time."""
+    k, width = x.shape[0] // out.shape[0], out[0, 0].numel()
+    for start, stop in _chunks(out, width * geometry.groups * k * gy.shape[2:].numel()):
+        some, rows = slice(start * k, stop * k), out[start:stop]
+        patches, outs = _factors(x[some], gy[some], rows.shape, geometry)
+        yield patches, outs, rows.view(outs.shape[0], -1, width)
 
 
 def _turned_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
@@ -126,14 +128,16 @@ def _turned_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geo
     weight gradient of a depthwise convolution, which mostly has none.
     """
     stride, padding, dilation, groups = geometry
-    size, n = out.shape[0], len(stride)
-    x = x.unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2)  # (B, G, k, C/G, *S)
-    gy = gy.unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2).transpose(2, 3)  # (B, G, O/G, k, *L)
-    moved = Geometry(dilation, padding, stride, size * groups)
-    y = convolution(x.movedim(3, 0).flatten(1, 3), gy.flatten(0, 2), None, moved)  # (C/G, B * O, *K), or more on the right
-    for dim in range(n):  # what the strided kernel did not reach
-        y = y.narrow(2 + dim, 0, out.shape[3 + dim])
-    torch.mul(y.unflatten(1, out.shape[:2]).movedim(0, 2), scale, out=out)
+    k, n = x.shape[0] // out.shape[0], len(stride)
+    for start, stop in _chunks(out, x[:k].numel()):
+        some, rows, size = slice(start * k, stop * k), out[start:stop], stop - start
+        some_x = x[some].unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2)  # (B, G, k, C/G, *S)
+        some_gy = gy[some].unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2).transpose(2, 3)  # (B, G, O/G, k, *L)
+        moved = Geometry(dilation, padding, stride, size * groups)
+        y = convolution(some_x.movedim(3, 0).flatten(1, 3), some_gy.flatten(0, 2), None, moved)  # (C/G, B * O, *K), or more
+        for dim in range(n):  # what the strided kernel did not reach
+            y = y.narrow(2 + dim, 0, out.shape[3 + dim])
+        torch.mul(y.unflatten(1, rows.shape[:2]).movedim(0, 2), scale, out=rows)
 
 
 ROWS: dict[str, Callable[[Tensor, Tensor, float, Tensor, Geometry], None]] = {
