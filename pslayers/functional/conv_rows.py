@@ -80,22 +80,14 @@ def differentiable_rows(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geom
 
 
 def _fused_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
-    """A convolution's own weight gradient, with every sample a group; by chunks, since it writes to new memory."""
+    """A convolution's own weight gradient, with every sample a group; by chunks, since it writes to new memory, and copies."""
     k, n = x.shape[0] // out.shape[0], len(geometry.stride)
-    for start, stop in _chunks(out, out[0].numel()):
+    for start, stop in _chunks(out, max(out[0].numel(), x[:k].numel() + gy[:k].numel())):
         part = out[start:stop]  # stands in for the weights too, which are not read
         some_gy, some_x = (as_groups(t[start * k : stop * k], part.shape[0]) for t in (gy, x))
         grouped, mask = geometry._replace(groups=part.shape[0] * geometry.groups), (False, True, False)
         grads = convolution_backward(some_gy, some_x, part.flatten(0, 1), grouped, False, (0,) * n, mask)
         torch.mul(grads[1].view(part.shape), scale, out=part)
-
-
-def _each_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
-    """The same sample by sample: for a few input channels (an image's), only an ungrouped convolution has a kernel."""
-    k = x.shape[0] // out.shape[0]
-    for i in range(out.shape[0]):
-        of_one = slice(i * k, (i + 1) * k)
-        _fused_rows(x[of_one], gy[of_one], scale, out[i : i + 1], geometry)
 
 
 def _im2col_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
@@ -142,7 +134,6 @@ def _turned_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geo
 
 ROWS: dict[str, Callable[[Tensor, Tensor, float, Tensor, Geometry], None]] = {
     "fused": _fused_rows,
-    "each": _each_rows,
     "im2col": _im2col_rows,
     "product": _product_rows,
     "turned": _turned_rows,
@@ -174,14 +165,15 @@ def _factors(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> tu
     return x, gy.reshape(size * groups, shape[1] // groups, gy.shape[3:].numel())
 
 
-# Nanoseconds on two cores, measured; what decides is their ratios. The fused kernel multiplies fastest, but pays for every value
-# of the result (another memory layout inside), for what it reads, and for blocks of channels; where it moves far beyond the edge it
-# has slow kernels only. A product with patches pays for copying those, run by run (there is nothing to copy for a kernel of
-# one), and is slow for few columns.
-FUSED_MULTIPLY, FUSED_RESULT, FUSED_INPUT, FUSED_FAR, FAR = 0.0045, 0.4, 0.2, 4.5, 32
-EACH_MULTIPLY, EACH_CALL = 0.007, 30e3
-IM2COL_MULTIPLY, IM2COL_RESULT, IM2COL_PATCH, IM2COL_RUN = 0.009, 0.15, 0.05, 1.5
-PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_CALL = 0.0053, 0.15, 16e3
+# Nanoseconds on two cores, fitted to some 750 shapes; what decides is their ratios. The fused kernel pays for every value of the
+# result (another memory layout inside), for what it reads, and for blocks of channels, odd numbers of which go slower; it copies
+# patches where it moves far beyond the edge, or has few channels in. A product with patches pays for copying those, run by run
+# (there is nothing to copy for a kernel of one), and is slow for few columns.
+FUSED_MULTIPLY, FUSED_RESULT, FUSED_INPUT, FUSED_CALL = 0.0065, 0.3, 0.17, 65e3
+FUSED_ODD, FUSED_LARGE, FUSED_FAR, FAR = 2.8, 1.1, 0.8, 32
+FEW, FEW_MULTIPLY, FEW_RESULT, FEW_PATCH = 8, 0.008, 0.15, 0.4
+IM2COL_MULTIPLY, IM2COL_RESULT, IM2COL_PATCH, IM2COL_RUN, IM2COL_CALL = 0.0083, 0.22, 0.035, 1.9, 28e3
+PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_PATCH, PRODUCT_RUN, PRODUCT_CALL = 0.0064, 0.15, 0.1, 2.3, 25e3
 
 
 def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str:
@@ -195,23 +187,25 @@ def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str
 def _fastest(x: torch.Size, gy: torch.Size, shape: torch.Size, geometry: Geometry, onednn: bool) -> str:
     groups, positions = geometry.groups, gy[0] * gy[2:].numel() // shape[0]
     o, i, kernel = shape[1] // groups, shape[2], shape[3:].numel()
-    if o == i == 1:  # depthwise: oneDNN has a kernel for 3 x 3 alone, and "turned" gets slower by strides
-        strided = min(geometry.stride) > 1 and max(geometry.dilation) == 1 and tuple(shape[3:]) == (3, 3)
-        return "fused" if strided else "turned"
-    values, inputs = groups * o * i * kernel, (x.numel() + gy.numel()) / shape[0]
-    blocked = groups * kernel * math.prod(c if c % 8 == 0 else math.ceil(c / 16) * 16 for c in (o, i))
+    if o == i == 1:  # depthwise: oneDNN has a kernel for 3 x 3 alone
+        return "fused" if tuple(shape[3:]) == (3, 3) and max(geometry.dilation) == 1 else "turned"
+    values, inputs, patches = groups * o * i * kernel, (x.numel() + gy.numel()) / shape[0], groups * i * kernel * positions
+    copied = patches if kernel > 1 or any(s > 1 for s in geometry.stride) else 0
     wide = groups * math.prod(math.ceil(n / 32) * 32 for n in (o, i * kernel))
-    copied = kernel > 1 or any(s > 1 for s in geometry.stride)
-    patches = groups * i * kernel * positions * (IM2COL_PATCH + IM2COL_RUN / gy[-1]) if copied else 0.0
-    far = FUSED_FAR if max(*geometry.dilation, *geometry.padding) >= FAR else 1.0
-    costs = {
-        "fused": blocked * (FUSED_RESULT + FUSED_MULTIPLY * far * positions) + inputs * FUSED_INPUT,
-        "im2col": values * IM2COL_RESULT + wide * IM2COL_MULTIPLY * positions + patches,
-    }
-    if kernel == 1:  # for which the fused kernel is a loop over the groups
-        del costs["fused"]
+    if i < FEW:
+        fused = values * (FEW_RESULT + FEW_MULTIPLY * positions) + patches * FEW_PATCH
+    else:
+        slower = (FUSED_ODD if o % 8 and o > 2 else 1.0) * (FUSED_LARGE if max(shape[3:]) > 3 else 1.0)
+        far = patches * FUSED_FAR if max(*geometry.dilation, *geometry.padding) >= FAR else 0.0
+        fused = groups * kernel * _blocked(o) * _blocked(i) * (FUSED_RESULT + FUSED_MULTIPLY * slower * positions) + far
+    im2col = values * IM2COL_RESULT + wide * IM2COL_MULTIPLY * positions + copied * (IM2COL_PATCH + IM2COL_RUN / gy[-1])
+    costs = {"fused": fused + inputs * FUSED_INPUT + FUSED_CALL / shape[0], "im2col": im2col + IM2COL_CALL / shape[0]}
     if onednn:
-        costs["product"] = values * (PRODUCT_RESULT + PRODUCT_MULTIPLY * positions) + groups * PRODUCT_CALL + patches
-    if groups == 1 and i < 8 and len(gy) == 4:
-        costs["each"] = values * (FUSED_RESULT + EACH_MULTIPLY * positions) + EACH_CALL
+        product = values * (PRODUCT_RESULT + PRODUCT_MULTIPLY * positions) + copied * (PRODUCT_PATCH + PRODUCT_RUN / gy[-1])
+        costs["product"] = product + groups * PRODUCT_CALL
     return min(costs, key=costs.__getitem__)
+
+
+def _blocked(channels: int) -> int:
+    """Channels as the fused kernel takes them, in blocks of 16, or 8."""
+    return channels if channels % 8 == 0 else math.ceil(channels / 16) * 16
