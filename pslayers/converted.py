@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from . import compiled, sharding
 from .expand import Batch, Settings, clear, local, transforming
+from .inventory import Inventory
 from .single import run_alone, run_plain
 from .snapshot import Snapshot
 from .tracking import (
@@ -34,7 +35,10 @@ from .trees import ndims, own_parameters, tensors_in
 class State:
     """What conversion leaves on a module: the model's settings, the module's path in it, its parameters' own dims."""
 
+    conversions = 0  # of modules, so far
+
     def __init__(self, settings: Settings, path: str, module: nn.Module) -> None:
+        State.conversions += 1
         self.settings, self.path = settings, path
         self.token = compiled.token_of(module)  # by which compiled code knows the module
         # kinds of calls (training, dims of the inputs) in which rows were proved to be the samples'
@@ -46,6 +50,10 @@ class State:
         self.forward: MethodType | None = None  # that was set on the instance, where it was one of its own methods
         # tracked: (number of the call, place of the tensor, its dims): layout
         self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
+        self.inventory: Inventory | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "inventory": None}
 
     def layouts_of(self, call: int, slot: str, ndim: int) -> list[Layout]:
         """The layouts of what a call takes ("in") or returns ("out")."""
@@ -97,7 +105,7 @@ class Converted(_Mixin):
         """Run an outermost call, its batch size known to every layer below."""
         settings, trackable = self._ps_state().settings, not self._ps_layer
         recorded = settings.recording and torch.is_grad_enabled()
-        if trackable and not recorded and not transforming() and not self._ps_any_given():
+        if trackable and not recorded and not transforming() and not self._ps_inventory().given():
             return run_plain(self, args, kwargs)
         recomputed = torch._C._current_graph_task_id() != -1 and bool(settings.sizes)
         if recomputed:  # a checkpoint computes a part of an earlier call again
@@ -110,8 +118,8 @@ class Converted(_Mixin):
         if recorded and not recomputed:
             settings.called(size)
         trackable, apart = trackable and size > 1, sharding.apart(self)
-        if size == 1 and recorded and not apart and not transforming() and not self._ps_any_given():
-            return run_alone(self, args, kwargs)
+        if size == 1 and recorded and not apart and not transforming() and not (inventory := self._ps_inventory()).given():
+            return run_alone(self, inventory, args, kwargs)
         state, kind = self._ps_state(), (self.training, ndims((args, kwargs)) if trackable else ())
         unproved = recorded and trackable and kind not in state.proved
         if apart and unproved:
@@ -213,16 +221,12 @@ class Converted(_Mixin):
             if p.ndim != m._ps_state().ndims.get(name, p.ndim)
         }
 
-    def _ps_any_given(self) -> bool:
-        """Whether there are such, by the quickest way: each call asks."""
-        for module in self.modules():
-            if (state := module.__dict__.get("_ps")) is not None:
-                params = module._parameters
-                for name, ndim in state.ndims.items():
-                    p = params[name] if name in params else _nested(module, name)
-                    if p is not None and p.ndim != ndim:
-                        return True
-        return False
+    def _ps_inventory(self) -> Inventory:
+        """What lies below now."""
+        state = self._ps_state()
+        if state.inventory is None or not state.inventory.holds(State.conversions):
+            state.inventory = Inventory(self, State.conversions)
+        return state.inventory
 
     def _ps_check_given(self, name: str, weight: Tensor, size: int) -> None:
         if len(weight) != size:
@@ -272,14 +276,6 @@ class Converted(_Mixin):
                 param.grad = None
             if "grad_sample" in param.__dict__:
                 clear(param)
-
-
-def _nested(module: nn.Module, name: str) -> Tensor | None:
-    """A parameter of a list or dict of parameters, where it still is."""
-    *path, last = name.split(".")
-    for part in path:
-        module = module._modules.get(part) or nn.Module()
-    return module._parameters.get(last)
 
 
 def random_state() -> list[Tensor]:

@@ -34,6 +34,7 @@ class Recorder:
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
         self.notes: list[tuple[int, int] | Tensor] = []
         self.compiled = False  # the notes come from compiled code
+        self.alone_pass = -1  # in which all that arrives is one sample's
         self.unexpanded = False  # a layer's last call did not expand this parameter
         self.hook = param.register_hook(_WeakHook(self, Recorder.check))
         if hooks := param._backward_hooks:  # before hooks of the user's, which may change what arrives
@@ -146,9 +147,18 @@ class Recorder:
         self.notes.append((grad.data_ptr(), grad._version) if alone else grad.clone() if compiled else grad)
 
     def check(self, grad: Tensor) -> None:
-        """Hook on the parameter: what arrives must be what the expansions passed on, else the rows would lack a part."""
-        notes, self.notes, self.checked = self.notes, [], True
-        if not notes or self.notes_pass != torch._C._current_graph_task_id():
+        """Hook on the parameter: what arrives must be what the expansions passed on, else the rows would lack a part.
+
+        Where the call was that of one sample, it is the row.
+        """
+        notes, self.notes, self.checked, pass_id = self.notes, [], True, torch._C._current_graph_task_id()
+        noted = bool(notes) and self.notes_pass == pass_id
+        if self.alone_pass == pass_id and not (noted and self.settings.rows == 1):
+            row, self.alone_pass = grad.unsqueeze(0), -1
+            kept = self.buffer(self.leaf if self.leaf is not None and self.leaf.shape == row.shape else row)
+            self.take(row if torch.is_grad_enabled() else kept.copy_(row))
+            return
+        if not noted:
             if not self.unexpanded:
                 return
             whole = False
@@ -202,30 +212,13 @@ class Recorder:
         param, settings = self.holder(), self.settings
         if param is None:
             return
-        pass_id, adding = self.current_pass(), settings.accumulation == "add"
+        pass_id, size = self.current_pass(), rows.shape[0]
         if pass_id != settings.pass_id:
             settings.begin_pass(pass_id)
-        if settings.stream is not None:
-            if self.pass_id == pass_id:
-                raise RuntimeError(
-                    f"`{self.name}` got its per-sample gradient in parts (a reentrant checkpoint), which cannot be streamed: use "
-                    f"torch.utils.checkpoint with use_reentrant=False."
-                )
-            self.pass_id, self.memory, self.fits, self.written = pass_id, None, None, None
-            settings.stream(self.name, rows)
-            return
-        now: Tensor | None = getattr(param, "grad_sample", None)
         first = self.pass_id != pass_id
-        if first:
-            now = None if settings.accumulation == "replace" else now
-            self.pass_id, self.offset = pass_id, 0 if now is None or adding else len(now)
-            settings.recorded[id(param)] = weakref.ref(param)
-            if sharding.in_use() and self.slot is not None:
-                torch.autograd.Variable._execution_engine.queue_callback(self.deliver)
-        size = rows.shape[0]
-        self.memory = self.fits = self.written = None
-        if not rows.requires_grad and self.leaf is not None and rows.shape == self.leaf.shape and rows.is_contiguous():
-            self.memory, self.fits = rows.detach(), self.leaf
+        if settings.stream is not None:
+            self._stream(rows, pass_id, first, settings.stream)
+            return
         if size != settings.rows != -1:
             raise RuntimeError(
                 f"`{self.name}` was reached by {size} samples in a backward pass that reached other parameters by "
@@ -233,21 +226,53 @@ class Recorder:
                 f"Call the model itself, or put the calls inside `with ps.batch_size(n):`."
             )
         settings.rows = size
-        if now is None:
-            result = rows
-        elif first and not adding:
-            result = torch.cat([now, rows])
-        elif len(now) - self.offset != size:
+        self._remember(rows)
+        if first:
+            self.pass_id, self.offset = pass_id, 0
+            settings.recorded[id(param)] = weakref.ref(param)
+            if self.slot is not None and sharding.in_use():
+                torch.autograd.Variable._execution_engine.queue_callback(self.deliver)
+        if not first or settings.accumulation != "replace":
+            rows = self._accumulated(param, rows, first)
+        param.grad_sample = rows  # type: ignore[attr-defined]
+
+    def _stream(self, rows: Tensor, pass_id: int, first: bool, stream: Callable[[str, Tensor], object]) -> None:
+        """Hand the rows on, and keep none."""
+        if not first:
             raise RuntimeError(
-                f"`{self.name}` was reached by batches of {len(now) - self.offset} and of {size} samples, whose rows "
+                f"`{self.name}` got its per-sample gradient in parts (a reentrant checkpoint), which cannot be streamed: use "
+                f"torch.utils.checkpoint with use_reentrant=False."
+            )
+        self.pass_id, self.memory, self.fits, self.written = pass_id, None, None, None
+        stream(self.name, rows)
+
+    def _remember(self, rows: Tensor) -> None:
+        """Keep the memory of these rows for the next ones."""
+        memory, self.written = self.memory, None
+        if memory is not None and rows.data_ptr() == memory.data_ptr() and rows.shape == memory.shape and not rows.requires_grad:
+            return
+        self.memory = self.fits = None
+        if not rows.requires_grad and self.leaf is not None and rows.shape == self.leaf.shape and rows.is_contiguous():
+            self.memory, self.fits = rows.detach(), self.leaf
+
+    def _accumulated(self, param: Tensor, rows: Tensor, first: bool) -> Tensor:
+        """These rows with those that are there: of earlier passes, or of this one."""
+        now: Tensor | None = getattr(param, "grad_sample", None)
+        adding = self.settings.accumulation == "add"
+        if now is None:
+            return rows
+        if first and not adding:
+            self.offset = len(now)
+            return torch.cat([now, rows])
+        if len(now) - self.offset != len(rows):
+            raise RuntimeError(
+                f"`{self.name}` was reached by batches of {len(now) - self.offset} and of {len(rows)} samples, whose rows "
                 f"cannot be added up: use one batch size in a backward pass, or append them, one pass for each batch, under "
                 f"ps.accumulating(model, 'append')."
             )
-        elif self.offset:
-            result = torch.cat([now[: self.offset], now[self.offset :] + rows])
-        else:
-            result = now + rows
-        param.grad_sample = result  # type: ignore[attr-defined]
+        if self.offset:
+            return torch.cat([now[: self.offset], now[self.offset :] + rows])
+        return now + rows
 
 
 def _nearly_equal(t: Tensor, other: Tensor) -> bool:

@@ -126,3 +126,70 @@ def test_one_after_three_and_both_in_one_pass() -> None:
         torch.testing.assert_close(ours.scale.grad_sample.mean(0), expected)
     with pytest.raises(RuntimeError, match=r"batches of|was reached by"):
         (squares(ours(three)).mean() + squares(ours(ids)).mean()).backward()
+
+
+def test_a_penalty_on_the_weights_is_the_one_samples_own() -> None:
+    model, ours, ids = _pair()
+    losses = [squares(net(ids)).mean() + net.scale.square().sum() + net.rnn.weight_hh_l0.sum() for net in (model, ours)]
+    losses[1].backward()
+    for name in ("scale", "rnn.weight_hh_l0"):
+        expected = torch.autograd.grad(losses[0], model.get_parameter(name), retain_graph=True)[0]
+        torch.testing.assert_close(ours.get_parameter(name).grad_sample[0], expected)
+
+
+def test_two_calls_of_one_in_one_pass_add_up() -> None:
+    model, ours, ids = _pair()
+    losses = [squares(net(ids)).mean() + squares(net(ids.flip(1))).sum() for net in (model, ours)]
+    losses[1].backward()
+    expected = torch.autograd.grad(losses[0], model.scale)[0]
+    torch.testing.assert_close(ours.scale.grad_sample, expected.unsqueeze(0))
+
+
+def test_a_model_that_changes_between_calls() -> None:
+    ours = ps.convert_model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double())
+    x = torch.randn(1, 3, dtype=torch.float64)
+    change: Any
+    for change in (
+        lambda: None,
+        lambda: ours.__setitem__(1, nn.Linear(4, 5).double()),
+        lambda: ours.append(nn.Linear(5, 2).double()),
+        lambda: ours[0].register_parameter("weight", nn.Parameter(torch.randn(4, 3, dtype=torch.float64))),
+        lambda: ours[0].register_parameter("bias", None),
+        lambda: ours.__delitem__(2),
+    ):
+        change()
+        ours.zero_grad()
+        plain = [p.detach().clone().requires_grad_() for p in ours.parameters()]
+        named = dict(zip((name for name, _ in ours.named_parameters()), plain, strict=True))
+        with ps.recording(ours, False):
+            loss = squares(torch.func.functional_call(ours, named, (x,))).sum()
+        squares(ours(x)).sum().backward()
+        for p, g in zip(ours.parameters(), torch.autograd.grad(loss, plain), strict=True):
+            torch.testing.assert_close(p.grad_sample, g.unsqueeze(0))
+    ps.convert_model(ours[1])  # which came later
+    given = {"1.weight": torch.randn(1, 5, 4, dtype=torch.float64)}
+    out = torch.func.functional_call(ours, given, (x,))
+    torch.testing.assert_close(out, ours[0](x) @ given["1.weight"][0].t() + ours[1].bias)
+
+
+class Factors(nn.Module):
+    """As many parameters as it happens to hold."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for p in self.parameters():
+            x = x * p
+        return x
+
+
+def test_a_parameter_that_comes_and_goes() -> None:
+    ours = Factors()
+    ours.first = nn.Parameter(torch.tensor(2.0))
+    ps.convert_model(ours)
+    for number in (1, 2):
+        if number == 2:
+            ours.second = nn.Parameter(torch.tensor(3.0))
+        ours(torch.tensor([5.0])).sum().backward()
+        assert [p.grad_sample.tolist() for p in ours.parameters()] == [[[5.0]], [[15.0], [10.0]]][number - 1]
+    del ours.first
+    ours(torch.tensor([5.0])).sum().backward()
+    assert ours.second.grad_sample.tolist() == [5.0]

@@ -1,0 +1,64 @@
+"""What lies below a module: found once, and again when it has changed. To ask torch each time costs more than a small layer."""
+
+import weakref
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class Slot(NamedTuple):
+    """Where a module holds a parameter."""
+
+    held: dict[str, Any]  # the module's parameters
+    name: str
+    path: str  # of the parameter, from the module above
+    ndim: int | None  # the parameter's own, where a converted module knows it
+    module: "weakref.ref[nn.Module]"
+
+
+class Inventory:
+    """The parameters of a module and of what lies below it, and the recurrent layers among those.
+
+    It does not hold the module itself: its owner would keep itself alive.
+    """
+
+    def __init__(self, root: Any, conversions: int) -> None:
+        self.conversions = conversions
+        self.modules: list[tuple[dict[str, Any], tuple[Any, ...]]] = []  # a module's children: where they are held, and who
+        self.names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        self.slots: list[Slot] = []
+        self.recurrent: list[weakref.ref[nn.Module]] = []
+        ndims: dict[tuple[int, str], int] = {}
+        for path, module in root.named_modules():
+            held, children = module._parameters, module._modules
+            self.modules.append((children, tuple(children.values())))
+            self.names.append((held, tuple(held)))
+            if (state := module.__dict__.get("_ps")) is not None:
+                for name, ndim in state.ndims.items():
+                    *inner, last = name.split(".")  # a list or dict of parameters is no converted module
+                    ndims[id(module.get_submodule(".".join(inner))._parameters), last] = ndim
+            for name in held:
+                own = f"{path}.{name}" if path else name
+                self.slots.append(Slot(held, name, own, ndims.get((id(held), name)), weakref.ref(module)))
+            if isinstance(module, nn.RNNBase):
+                self.recurrent.append(weakref.ref(module))
+
+    def holds(self, conversions: int) -> bool:
+        """Whether it still tells what there is."""
+        if conversions != self.conversions:
+            return False
+        for children, kept in self.modules:
+            if tuple(children.values()) != kept:
+                return False
+        for held, names in self.names:  # noqa: SIM110  # a generator would cost as much as all of this
+            if tuple(held) != names:
+                return False
+        return True
+
+    def given(self) -> bool:
+        """Whether per-sample weights were given in place of a parameter."""
+        for held, name, _, ndim, _ in self.slots:
+            param: Tensor | None = held[name]
+            if ndim is not None and param is not None and param.ndim != ndim:
+                return True
+        return False
