@@ -180,6 +180,8 @@ def restore_model(model: M) -> M:
 
 def settings_of(model: nn.Module) -> list[Settings]:
     """The settings that the converted modules of `model` go by (one, unless parts were converted apart)."""
+    if isinstance(model, Converted):
+        return list(model._ps_inventory().settings)
     found: dict[int, Settings] = {}
     for module in model.modules():
         if isinstance(module, Converted):

@@ -28,12 +28,16 @@ class Inventory:
         self.names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.slots: list[Slot] = []
         self.recurrent: list[weakref.ref[nn.Module]] = []
+        self.settings: list[Any] = []  # of the converted modules: one, unless parts were converted apart
         ndims: dict[tuple[int, str], int] = {}
         for path, module in root.named_modules():
             held, children = module._parameters, module._modules
             self.modules.append((children, tuple(children.values())))
             self.names.append((held, tuple(held)))
-            if (state := module.__dict__.get("_ps")) is not None:
+            if hasattr(module, "_ps_state"):
+                state = module._ps_state()
+                if all(state.settings is not known for known in self.settings):
+                    self.settings.append(state.settings)
                 for name, ndim in state.ndims.items():
                     *inner, last = name.split(".")  # a list or dict of parameters is no converted module
                     ndims[id(module.get_submodule(".".join(inner))._parameters), last] = ndim
