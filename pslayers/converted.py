@@ -13,22 +13,10 @@ from torch.nn.utils.rnn import PackedSequence
 from . import compiled, sharding
 from .expand import Batch, Settings, clear, local, transforming
 from .inventory import Inventory
+from .proof import Unprovable, Watched, disagreement, judged, past_expansions, rows_agree
 from .single import run_alone, run_plain
 from .snapshot import Snapshot
-from .tracking import (
-    MIXED,
-    Ambiguous,
-    Layout,
-    Tracker,
-    Unprovable,
-    Watched,
-    disagreement,
-    judged,
-    past_expansions,
-    rows_agree,
-    run_tracked,
-    track,
-)
+from .tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
 from .trees import ndims, own_parameters, tensors_in
 
 

@@ -5,7 +5,6 @@ samples. Then the model is run a few times more, by its original layers and with
 samples changed. The rows that change are those samples'. What is learned about a call of a layer is kept for later batches.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,10 +27,6 @@ Key = tuple[int, int, tuple[str, int], int]
 BATCH_MAJOR, TIME_MAJOR, SHARED, TABLE, MIXED = ((kind, 0) for kind in ("batch-major", "time-major", "shared", "table", "mixed"))
 FIRST = ("in", 0)
 _PREFERENCE = [*(("dim", d) for d in range(16)), BATCH_MAJOR, TIME_MAJOR]
-
-
-class Unprovable(Exception):  # noqa: N818
-    """The graph of a call cannot be walked: it holds a reentrant checkpoint, which torch.autograd.grad does not go through."""
 
 
 class Ambiguous(BaseException):
@@ -255,7 +250,7 @@ def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> lis
     count = itertools.count()
 
     def look(t: Tensor) -> Tensor:
-        place, dim = next(count), _batch_dim(t, batch)
+        place, dim = next(count), batch_dim(t, batch)
         if t.ndim and t.dtype != torch.bool and t.shape[dim] and t.shape[dim] % batch.size == 0:
             places.append(place)
         return t
@@ -264,7 +259,8 @@ def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> lis
     return places
 
 
-def _batch_dim(t: Tensor, batch: Batch) -> int:
+def batch_dim(t: Tensor, batch: Batch) -> int:
+    """The dim of an input or output that holds the batch."""
     return 0 if batch.settings.batch_first or t.ndim < 2 else 1
 
 
@@ -277,7 +273,7 @@ def _changed(
     def change(t: Tensor) -> Tensor:
         if next(count) not in places:
             return t
-        dim = _batch_dim(t, batch)
+        dim = batch_dim(t, batch)
         k, new = t.shape[dim] // batch.size, t.clone()
         for sample in samples:
             own = t.narrow(dim, sample * k, k)
@@ -338,152 +334,6 @@ def _groups(size: int) -> list[list[int]]:
     """Groups of samples that together tell neighbours and ends apart: the first, the last, every other one, every other pair."""
     groups = [[0], [size - 1], list(range(0, size, 2)), [i for i in range(size) if i & 2]]
     return [group for i, group in enumerate(groups) if group and group not in groups[:i]]
-
-
-def _separating_groups(size: int) -> list[list[int]]:
-    """Groups of samples such that, of any two samples, one group holds the first without the second: by each binary digit."""
-    bits = range(max(size - 1, 1).bit_length())
-    groups = [[i for i in range(size) if (i >> bit) & 1 == value] for bit in bits for value in (0, 1)]
-    return [group for group in groups if group]
-
-
-def disagreement(ours: Any, plain: Any) -> str | None:
-    """How an output differs from the plain one; None where it does not."""
-    pairs = [[t for t in tensors_in([o]) if isinstance(t, Tensor)] for o in (ours, plain)]
-    shapes = [[tuple(t.shape) for t in tensors] for tensors in pairs]
-    if shapes[0] != shapes[1]:
-        return f"tensors of shape {shapes[0]} instead of {shapes[1]}"
-    for a, b in zip(*pairs, strict=True):
-        if b.is_floating_point() and b.numel():
-            tolerance = {torch.float64: 1e-4, torch.float32: 1e-3}.get(b.dtype, 3e-2)  # models may compute in less than they return
-            finite = b.isfinite()
-            if not torch.equal(a.isfinite(), finite):
-                return "other values than the original layers"
-            a, b = (torch.where(finite, t.detach().double(), 0) for t in (a, b))
-            if (a - b).abs().max() > tolerance * (b.abs().max() + 1e-4):
-                return "other values than the original layers"
-    return None
-
-
-def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = None) -> list[tuple[Tensor, Layout]]:
-    """The tensors of a model's output that hold the samples, and how: as tracked, or by their shape.
-
-    One in which samples interact in the original model (the similarities of all pairs) says nothing about whose rows are whose.
-    """
-    found = []
-    for place, t in enumerate(tensors_in([output])):
-        if not isinstance(t, Tensor) or not t.requires_grad or not t.ndim or not t.numel() or t.is_complex():
-            continue
-        layout, dim = None if layouts is None else layouts[place], _batch_dim(t, batch)
-        if layout is None and t.shape[dim] == batch.size:
-            layout = "dim", dim
-        elif layout is None and t.shape[0] % batch.size == 0 and batch.settings.batch_first:
-            layout = BATCH_MAJOR
-        if layout not in (None, SHARED, TABLE, MIXED):
-            found.append((t, layout))
-    return found
-
-
-class Watched:
-    """What the layers of a call return, watched for the gradients that flow by; its values are not kept."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.edges: list[torch.autograd.graph.GradientEdge] = []
-        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.samples: Tensor | None = None  # whose outputs are being back-propagated
-        self.agree: bool | None = True
-
-    def add(self, owned: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
-        """Tensors, the dim of their rows, and whose these are; None: k a sample, in order."""
-        for t, dim, owners in owned:
-            if t.requires_grad and t.numel():
-                self.edges.append(torch.autograd.graph.get_gradient_edge(t))
-                self.hooks.append(t.register_hook(functools.partial(self._look, dim=dim, owners=owners)))
-
-    def _look(self, grad: Tensor | None, dim: int, owners: Tensor | None) -> None:
-        if grad is None or self.samples is None:  # of one of several outputs; or the user's own pass
-            return
-        grad = grad.detach().movedim(dim, 0)
-        if owners is None:
-            owners = torch.arange(self.size, device=grad.device).repeat_interleave(grad.shape[0] // self.size)
-        of_others = grad[~torch.isin(owners, self.samples)]
-        touched, unknown = of_others != 0, of_others.isnan()
-        if bool((touched & ~unknown).any()):
-            self.agree = False
-        elif self.agree and bool(unknown.any()):
-            self.agree = None
-
-    def last(self) -> list["torch.autograd.graph.GradientEdge"]:
-        """Those from which the graph leads to no other of them: a pass that is asked for these meets all that it can reach."""
-        nodes, last = {edge.node for edge in self.edges}, []
-        for edge in self.edges:
-            todo, seen = [edge.node], {edge.node}
-            while todo:
-                before = {node for node, _ in todo.pop().next_functions if node is not None} - seen
-                if before & nodes:
-                    break
-                seen |= before
-                todo += before
-            else:
-                last.append(edge)
-        return last
-
-
-def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, Layout]], batch: Batch) -> bool | None:
-    """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs alone.
-
-    None where they seem to, but a NaN leaves it open: no gradient at all times NaN is NaN.
-
-    A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a table as long as the
-    batch). Costs 2 log2(B) passes of the graph without weight gradients, and their memory: gradients are looked at as they flow by.
-    """
-    try:
-        if not outputs or not layers.edges:
-            return True  # nothing to be told here
-        device, last = outputs[0][0].device, layers.last()
-        for samples in _separating_groups(batch.size):
-            layers.samples = torch.tensor(samples, device=device)
-            own = [_of_samples(t, layout, layers.samples, batch.size) for t, layout in outputs]
-            loss = sum((t.sum() + (t * t).sum() for t in own), torch.zeros((), device=device))
-            torch.autograd.grad(loss, last, retain_graph=True, allow_unused=True)
-            if layers.agree is False:
-                break
-        return layers.agree
-    except RuntimeError as error:
-        if "use_reentrant=True" in str(error):
-            raise Unprovable from error
-        raise
-    finally:
-        for hook in layers.hooks:
-            hook.remove()
-
-
-def _of_samples(t: Tensor, layout: Layout, samples: Tensor, size: int) -> Tensor:
-    kind, dim = layout
-    if kind == "dim":
-        return t.index_select(dim, samples.to(t.device))
-    split = t.unflatten(0, (size, -1) if layout == BATCH_MAJOR else (-1, size))
-    return split.index_select(0 if layout == BATCH_MAJOR else 1, samples.to(t.device))
-
-
-def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
-    """Whether one of these parameters is reached, in the graph of an output, by anything but the library's own ops."""
-    watched = {id(p) for p in params if p.requires_grad}
-    todo = [t.grad_fn for t in tensors_in([output]) if isinstance(t, Tensor) and t.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        ours = getattr(type(node), "_forward_cls", type(None)).__module__.startswith(__package__ + ".")
-        for following, _ in node.next_functions:
-            if following is None:
-                continue
-            if not ours and id(getattr(following, "variable", None)) in watched:
-                return True
-            if following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return False
 
 
 def fits_layout(layout: Layout, x: Tensor, size: int) -> bool:
