@@ -212,9 +212,10 @@ class Converted(_Mixin):
     def _ps_inventory(self) -> Inventory:
         """What lies below now."""
         state = self._ps_state()
-        if state.inventory is None or not state.inventory.holds(State.conversions):
-            state.inventory = Inventory(self, State.conversions)
-        return state.inventory
+        known = state.inventory
+        if known is None or not known.holds(self, State.conversions):
+            known = state.inventory = Inventory(self, State.conversions)
+        return known
 
     def _ps_check_given(self, name: str, weight: Tensor, size: int) -> None:
         if len(weight) != size:

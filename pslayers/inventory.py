@@ -40,16 +40,17 @@ class Inventory:
                     self.settings.append(state.settings)
                 for name, ndim in state.ndims.items():
                     *inner, last = name.split(".")  # a list or dict of parameters is no converted module
-                    ndims[id(module.get_submodule(".".join(inner))._parameters), last] = ndim
+                    if (holder := _below(module, inner)) is not None:
+                        ndims[id(holder._parameters), last] = ndim
             for name in held:
                 own = f"{path}.{name}" if path else name
                 self.slots.append(Slot(held, name, own, ndims.get((id(held), name)), weakref.ref(module)))
             if isinstance(module, nn.RNNBase):
                 self.recurrent.append(weakref.ref(module))
 
-    def holds(self, conversions: int) -> bool:
-        """Whether it still tells what there is."""
-        if conversions != self.conversions:
+    def holds(self, root: Any, conversions: int) -> bool:
+        """Whether it still tells what there is (a replica of a module shares all but the places of its parameters)."""
+        if conversions != self.conversions or self.modules[0][0] is not root._modules or self.names[0][0] is not root._parameters:
             return False
         for children, kept in self.modules:
             if tuple(children.values()) != kept:
@@ -66,3 +67,9 @@ class Inventory:
             if ndim is not None and param is not None and param.ndim != ndim:
                 return True
         return False
+
+
+def _below(module: nn.Module | None, path: list[str]) -> nn.Module | None:
+    for name in path:
+        module = None if module is None else module._modules.get(name)
+    return module

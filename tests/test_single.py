@@ -193,3 +193,25 @@ def test_a_parameter_that_comes_and_goes() -> None:
     del ours.first
     ours(torch.tensor([5.0])).sum().backward()
     assert ours.second.grad_sample.tolist() == [5.0]
+
+
+def test_a_replica_has_places_of_its_own() -> None:
+    layer = ps.convert_model(nn.Linear(3, 2).double())
+    x = torch.randn(1, 3, dtype=torch.float64)
+    layer(x).sum().backward()
+    replica = copy.copy(layer)  # shares all but these
+    replica._parameters = {name: nn.Parameter(torch.randn_like(p)) for name, p in layer._parameters.items()}
+    replica(x).sum().backward()
+    torch.testing.assert_close(replica.weight.grad_sample, x.expand(1, 2, 3))
+    torch.testing.assert_close(layer.weight.grad, x.expand(2, 3))
+
+
+def test_a_list_of_parameters_that_goes() -> None:
+    ours = Factors()
+    ours.some, ours.first = nn.ParameterList([torch.tensor(2.0)]), nn.Parameter(torch.tensor(3.0))
+    ps.convert_model(ours)
+    ours(torch.tensor([5.0])).sum().backward()
+    assert [p.grad_sample.tolist() for p in ours.parameters()] == [[10.0], [15.0]]
+    del ours.some
+    ours(torch.tensor([5.0])).sum().backward()
+    assert ours.first.grad_sample.tolist() == [5.0]
