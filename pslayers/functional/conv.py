@@ -217,6 +217,12 @@ class _Conv(Op):
         w, b, (geometry, transposed, output_padding) = ctx.w, ctx.b, ctx.options
         need_x, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx, w, b)
         gx = g_weight = g_rows = g_bias = g_bias_rows = None
+        if need_rows or need_weight:  # before the input's, so that what this takes on the side is free again
+            moved, fixed = (gy, x) if transposed else (x, gy)
+            g_weight, g_rows = _weight_grads(moved, fixed, w, geometry, need_weight, need_rows)
+        if b is not None and (need_bias or need_bias_rows):
+            sums = gy.sum(tuple(range(2, gy.ndim)), dtype=b.weight.dtype)  # (N, O)
+            g_bias, g_bias_rows = bias_grads(sums, b, need_bias, need_bias_rows)
         if need_x:
             if torch.is_grad_enabled():
                 left = (0,) * len(geometry.stride) if transposed else _left_over(x, gy, weight, geometry)
@@ -226,12 +232,6 @@ class _Conv(Op):
                 like = of_dtype(x, gy.dtype), of_dtype(weight, gy.dtype)
                 gx = convolution_backward(gy, *like, geometry, transposed, output_padding, (True, False, False))[0]
             gx = of_dtype(gx, x.dtype)
-        if need_rows or need_weight:
-            moved, fixed = (gy, x) if transposed else (x, gy)
-            g_weight, g_rows = _weight_grads(moved, fixed, w, geometry, need_weight, need_rows)
-        if b is not None and (need_bias or need_bias_rows):
-            sums = gy.sum(tuple(range(2, gy.ndim)), dtype=b.weight.dtype)  # (N, O)
-            g_bias, g_bias_rows = bias_grads(sums, b, need_bias, need_bias_rows)
         return gx, g_weight, g_rows, g_bias, g_bias_rows, None, None, None, None, None
 
 
