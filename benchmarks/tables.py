@@ -106,7 +106,8 @@ def short(document: Document) -> str:
     env = document["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in env["packages"].items() if v)
     where = f"{env['processor']}, {env['threads']} threads, load {env['load_at_start']} at the start"
-    commits = ", ".join(dict.fromkeys(str(c.get("commit", env["commit"])) for c in document["cells"]))
+    measured = (str(c.get("commit", env["commit"])).split(", ") for c in document["cells"])  # time and memory
+    commits = ", ".join(dict.fromkeys(commit for each in measured for commit in each))
     parts += [
         f"Measured on {where}, {versions}; pslayers at {commits}." + (f" Note: {env['note']}." if "note" in env else "") + "\n"
     ]
