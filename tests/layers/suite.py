@@ -31,6 +31,12 @@ class Case:
         return self.name
 
 
+def without_bias(layer: nn.Module) -> nn.Module:
+    """As with ``bias=False``, which norms of the oldest torch do not know."""
+    layer.bias = None
+    return layer
+
+
 def floats(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 

@@ -7,7 +7,7 @@ from torch import nn
 
 import pslayers as ps
 
-from .suite import Case, LayerSuite, floats
+from .suite import Case, LayerSuite, floats, without_bias
 
 
 def evaluated(norm: Any, **options: Any) -> nn.Module:
@@ -22,7 +22,7 @@ def evaluated(norm: Any, **options: Any) -> nn.Module:
 def cases(norm: Any, *space: int) -> list[Case]:
     return [
         Case("eval", lambda: evaluated(norm), lambda n: (floats(n, 3, *space),)),
-        Case("eps-and-no-bias", lambda: evaluated(norm, eps=0.1, bias=False), lambda n: (floats(n, 3, *space),)),
+        Case("eps-and-no-bias", lambda: without_bias(evaluated(norm, eps=0.1)), lambda n: (floats(n, 3, *space),)),
     ]
 
 

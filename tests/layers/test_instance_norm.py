@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import pslayers as ps
 
-from .suite import Case, LayerSuite, floats
+from .suite import Case, LayerSuite, floats, without_bias
 
 
 def tracking(norm: type[nn.Module], **options: Any) -> nn.Module:
@@ -25,7 +25,7 @@ def cases(norm: Any, *space: int) -> list[Case]:
 
     return [
         Case("own-statistics", lambda: norm(3, affine=True), inputs),
-        Case("eps-and-no-bias", lambda: norm(3, affine=True, eps=0.1, bias=False), inputs),
+        Case("eps-and-no-bias", lambda: without_bias(norm(3, affine=True, eps=0.1)), inputs),
         Case("training", lambda: tracking(norm), inputs),
         Case("eval", lambda: tracking(norm).eval(), inputs),
     ]
