@@ -16,6 +16,7 @@ from . import sharding
 from .container import PSContainer, container_class
 from .converted import Converted, State
 from .expand import Settings, clear
+from .inventory import Inventory
 from .layers.base import REGISTRY, PSLayer
 from .record import forget
 from .reports import Row, original_class
@@ -180,16 +181,10 @@ def restore_model(model: M) -> M:
 
 def settings_of(model: nn.Module) -> list[Settings]:
     """The settings that the converted modules of `model` go by (one, unless parts were converted apart)."""
-    if isinstance(model, Converted):
-        return list(model._ps_inventory().settings)
-    found: dict[int, Settings] = {}
-    for module in model.modules():
-        if isinstance(module, Converted):
-            settings = module._ps_state().settings
-            found[id(settings)] = settings
+    found = (model._ps_inventory() if isinstance(model, Converted) else Inventory(model, 0)).settings
     if not found:
         raise ValueError(f"{type(model).__name__} has no converted module: call ps.convert_model(model) first.")
-    return list(found.values())
+    return list(found)
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

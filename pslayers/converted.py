@@ -93,7 +93,7 @@ class Converted(_Mixin):
         """Run an outermost call, its batch size known to every layer below."""
         settings, trackable = self._ps_state().settings, not self._ps_layer
         recorded = settings.recording and torch.is_grad_enabled()
-        if trackable and not recorded and not transforming() and not self._ps_inventory().given():
+        if trackable and not recorded and not transforming() and not self._ps_given():
             return run_plain(self, args, kwargs)
         recomputed = torch._C._current_graph_task_id() != -1 and bool(settings.sizes)
         if recomputed:  # a checkpoint computes a part of an earlier call again
@@ -200,14 +200,10 @@ class Converted(_Mixin):
 
     def _ps_given(self, own: bool = False) -> set[str]:
         """The names of the parameters in whose place per-sample weights were given, here or anywhere below."""
-        named = (("", self),) if own else self.named_modules()
-        converted = [(f"{path}." if path else "", m) for path, m in named if isinstance(m, Converted)]
-        return {
-            prefix + name
-            for prefix, m in converted
-            for name, p in own_parameters(m)
-            if p.ndim != m._ps_state().ndims.get(name, p.ndim)
-        }
+        if not own:
+            return self._ps_inventory().given()
+        ndims = self._ps_state().ndims
+        return {name for name, p in own_parameters(self) if p.ndim != ndims.get(name, p.ndim)}
 
     def _ps_inventory(self) -> Inventory:
         """What lies below now."""

@@ -3,7 +3,7 @@
 import weakref
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 
 class Slot(NamedTuple):
@@ -60,13 +60,13 @@ class Inventory:
                 return False
         return True
 
-    def given(self) -> bool:
-        """Whether per-sample weights were given in place of a parameter."""
-        for held, name, _, ndim, _ in self.slots:
-            param: Tensor | None = held[name]
-            if ndim is not None and param is not None and param.ndim != ndim:
-                return True
-        return False
+    def given(self) -> set[str]:
+        """The parameters, by their paths, in whose place per-sample weights were given."""
+        return {
+            path
+            for held, name, path, ndim, _ in self.slots
+            if ndim is not None and (param := held[name]) is not None and param.ndim != ndim
+        }
 
 
 def _below(module: nn.Module | None, path: list[str]) -> nn.Module | None:

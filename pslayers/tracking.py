@@ -6,7 +6,7 @@ samples changed. The rows that change are those samples'. What is learned about 
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,9 +75,7 @@ class Tracker:
         kept = map_tensors(lambda t: t.detach().clone(), output)
         written = [t.detach().clone() for t in written_to((args, kwargs), given)]
         for slot, value in (("in", (kept_args, kept_kwargs)), ("out", kept), ("written", written)):
-            for place, t in enumerate(tensors_in(value)):
-                if isinstance(t, Tensor):
-                    self.seen[id(module), call, (slot, place), t.ndim] = t
+            self.seen.update(_keyed(module, call, slot, value))
         self.made.append((module, call, kept_args, kept_kwargs, kept, written))
         return output
 
@@ -90,26 +88,28 @@ class _Comparison(Tracker):
         self.first, self.differs = first, dict[Key, Tensor | None]()  # None: cannot be compared (rows that are picked by data)
 
     def see(self, module: nn.Module, x: Tensor) -> None:
-        self._compare((id(module), self.calls[id(module)], FIRST, x.ndim), x)
+        self._compare([((id(module), self.calls[id(module)], FIRST, x.ndim), x)])
 
     def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = {id(t) for t in tensors_in((args, kwargs))}
         with self.inside(module) as call:
-            self._compare_all(module, call, "in", (args, kwargs))
+            self._compare(_keyed(module, call, "in", (args, kwargs)))
             output = forward(module, *args, **kwargs)
-        self._compare_all(module, call, "out", output)
-        self._compare_all(module, call, "written", written_to((args, kwargs), given))
+        self._compare(_keyed(module, call, "out", output))
+        self._compare(_keyed(module, call, "written", written_to((args, kwargs), given)))
         return output
 
-    def _compare_all(self, module: nn.Module, call: int, slot: str, value: Any) -> None:
-        for place, t in enumerate(tensors_in(value)):
-            if isinstance(t, Tensor):
-                self._compare((id(module), call, (slot, place), t.ndim), t)
+    def _compare(self, keyed: Iterable[tuple[Key, Tensor]]) -> None:
+        for key, t in keyed:
+            if (x := self.first.get(key)) is not None:
+                self.differs[key] = _changes(x, t) if x.shape == t.shape else None
 
-    def _compare(self, key: Key, t: Tensor) -> None:
-        x = self.first.get(key)
-        if x is not None:
-            self.differs[key] = _changes(x, t) if x.shape == t.shape else None
+
+def _keyed(module: nn.Module, call: int, slot: str, value: Any) -> Iterator[tuple[Key, Tensor]]:
+    """The tensors of a value that a call takes, returns or writes to, by their keys."""
+    for place, t in enumerate(tensors_in(value)):
+        if isinstance(t, Tensor):
+            yield (id(module), call, (slot, place), t.ndim), t
 
 
 def track(
