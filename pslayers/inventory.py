@@ -28,6 +28,7 @@ class Inventory:
         self.names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.slots: list[Slot] = []
         self.recurrent: list[weakref.ref[nn.Module]] = []
+        self.trained: Any = None  # which of these parameters a call for one sample goes by
         self.settings: list[Any] = []  # of the converted modules: one, unless parts were converted apart
         ndims: dict[tuple[int, str], int] = {}
         for path, module in root.named_modules():

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,9 +34,10 @@ class Recorder:
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
         self.notes: list[tuple[int, int] | Tensor] = []
         self.compiled = False  # the notes come from compiled code
-        self.alone_pass = -1  # in which all that arrives is one sample's
+        self.alone_pass = -1  # in which all that arrives is one sample's, and is yet to be taken
+        self.alone: Tensor | None = None  # on its way, and taken already
         self.unexpanded = False  # a layer's last call did not expand this parameter
-        self.hook = param.register_hook(_WeakHook(self, Recorder.check))
+        self.hook = param.register_hook(_Arrival(self))
         if hooks := param._backward_hooks:  # before hooks of the user's, which may change what arrives
             *others, ours = hooks.items()
             hooks.clear()
@@ -62,6 +63,17 @@ class Recorder:
             self._fit(leaf)
         return leaf
 
+    def ready(self, param: Tensor, size: int) -> bool:
+        """Whether `like` would find its leaf (but for a change of shape or strides in the same memory)."""
+        form = self.form
+        return (
+            self.leaf is not None
+            and form is not None
+            and form[0] == size
+            and form[1] == param.data_ptr()
+            and form[4] is param.dtype
+        )
+
     def _fit(self, leaf: Tensor) -> None:
         """Have memory for the rows of a new leaf: the old one's where it fits.
 
@@ -77,7 +89,7 @@ class Recorder:
         """Count an expansion of the parameter."""
         self.uses, self.checked = 1 if self.checked else self.uses + 1, False
         # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own: count the outer one
-        self.outer_pass = _outer_pass()
+        self.outer_pass = outer_pass()
 
     def holder(self) -> Tensor | None:
         """The tensor whose `grad_sample` is written."""
@@ -153,6 +165,15 @@ class Recorder:
         """
         notes, self.notes, self.checked, pass_id = self.notes, [], True, torch._C._current_graph_task_id()
         noted = bool(notes) and self.notes_pass == pass_id
+        if self.alone is not None and self.pass_id == pass_id:  # that part was taken on its way
+            row, self.alone, self.alone_pass = (grad - self.alone).unsqueeze(0), None, -1
+            if noted:
+                raise RuntimeError(
+                    f"`{self.name}` was reached by a batch of one and by another one in the same backward pass: use one batch "
+                    f"size in a backward pass, or a pass for each batch, under ps.accumulating(model, 'append')."
+                )
+            self.take(row)
+            return
         if self.alone_pass == pass_id and not (noted and self.settings.rows == 1):
             row, self.alone_pass = grad.unsqueeze(0), -1
             kept = self.buffer(self.leaf if self.leaf is not None and self.leaf.shape == row.shape else row)
@@ -287,7 +308,7 @@ class _Outer(threading.local):
 _outer = _Outer()
 
 
-def _outer_pass() -> int:
+def outer_pass() -> int:
     """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their own in it."""
     task = torch._C._current_graph_task_id()
     if task == -1:
@@ -306,6 +327,41 @@ def _no_recorder() -> None:
     return None
 
 
+def take_alone(recorders: Sequence[Recorder], grads: Sequence[Tensor | None]) -> None:
+    """Gradients on their way to parameters, as the rows of one sample; what cannot be taken so early is when it arrives."""
+    settings, pass_id = recorders[0].settings, torch._C._current_graph_task_id()
+    early = settings.stream is None and settings.accumulation == "replace" and not sharding.in_use()
+    if early and pass_id != settings.pass_id:
+        settings.begin_pass(pass_id)
+    early = early and settings.rows in (-1, 1)
+    rows: list[Tensor] = []
+    taken: list[Tensor] = []
+    use_count, recorded = torch._C._storage_Use_Count, settings.recorded
+    for recorder, grad in zip(recorders, grads, strict=True):
+        if grad is None:
+            continue
+        memory, param, recorder.outer_pass = recorder.memory, recorder.param(), -1
+        if (
+            not early
+            or recorder.pass_id == pass_id  # not the only one of this pass
+            or memory is None
+            or param is None
+            or recorder.fits is not recorder.leaf
+            or len(memory) != 1
+            or use_count(memory.untyped_storage()._cdata) != 2
+        ):
+            recorder.alone_pass = pass_id
+            continue
+        recorder.pass_id, recorder.offset, recorder.written, recorder.alone = pass_id, 0, None, grad
+        recorded[id(param)] = recorder.param
+        param.grad_sample = memory.detach()  # type: ignore[attr-defined]
+        rows.append(memory)
+        taken.append(grad)
+    if rows:
+        settings.rows = 1
+        torch._foreach_copy_(rows, taken)
+
+
 class _WeakHook:
     """A method as a hook that keeps its owner no longer alive, and that says that it need not be saved with its tensor."""
 
@@ -317,6 +373,22 @@ class _WeakHook:
     def __call__(self, tensor: Tensor) -> None:
         if (owner := self.owner()) is not None:
             self.method(owner, tensor)
+
+
+class _Arrival(_WeakHook):
+    """`Recorder.check` as a hook, but for a gradient that was taken on its way."""
+
+    def __init__(self, owner: Recorder) -> None:
+        super().__init__(owner, Recorder.check)
+
+    def __call__(self, tensor: Tensor) -> None:
+        owner = self.owner()
+        if owner is None:
+            return
+        if tensor is owner.alone:
+            owner.alone = None
+        else:
+            owner.check(tensor)
 
 
 def recorder_of(param: Tensor, name: str, settings: Settings, module: nn.Module | None = None) -> Recorder:

@@ -5,50 +5,82 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expand import Op, by_original_layers, will_execute
+from .expand import Op, Settings, by_original_layers, will_execute
 from .inventory import Inventory
-from .record import Recorder, recorder_of
+from .record import Recorder, outer_pass, recorder_of, take_alone
 
 
 class _Alone(Op):
-    """The parameters as they are; a pass that comes through lets what arrives at each be recorded as the row of the one sample."""
+    """The parameters as they are; a pass that comes through lets what arrives at each be recorded as the row of the one sample.
+
+    `leaf` is the rows leaf of the first of them: a pass that goes there goes everywhere.
+    """
 
     @staticmethod
-    def forward(ctx: Any, recorders: list[Recorder], *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.recorders = recorders
+    def forward(ctx: Any, recorders: list[Recorder], outer_pass: int, leaf: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.recorders, ctx.outer_pass = recorders, outer_pass
         ctx.set_materialize_grads(False)
-        return tuple(p.detach() for p in params)
+        return tuple([p.detach() for p in params])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        pass_id = torch._C._current_graph_task_id()
-        for grad, recorder, (node, _) in zip(grads, ctx.recorders, ctx.next_functions, strict=True):
-            if grad is not None and will_execute(node, asked=False):  # torch.autograd.grad has no side effects
-                recorder.alone_pass = pass_id
-        return None, *grads
+        recorders, pass_id = ctx.recorders, torch._C._current_graph_task_id()
+        if ctx.outer_pass == -1 and not torch.is_grad_enabled() and recorders[0].whole_pass():
+            take_alone(recorders, grads)
+        else:
+            for grad, recorder, (node, _) in zip(grads, recorders, ctx.next_functions[1:], strict=True):
+                if grad is not None and will_execute(node, asked=False):  # torch.autograd.grad has no side effects
+                    recorder.alone_pass, recorder.outer_pass = pass_id, ctx.outer_pass
+        return None, None, None, *grads
+
+
+class Trained:
+    """The parameters below a model that are trained, and where they are held."""
+
+    def __init__(self, inventory: Inventory, settings: Settings) -> None:
+        self.recorders: list[Recorder] = []
+        self.params: list[Tensor] = []
+        self.places: list[tuple[dict[str, Any], str, Any, int]] = []  # the last: which of these it is
+        self.others: list[tuple[dict[str, Any], str, Any]] = []
+        known: dict[int, int] = {}
+        for held, name, path, _, module in inventory.slots:
+            param = held[name]
+            if param is None or not param.requires_grad:
+                self.others.append((held, name, param))
+                continue
+            if id(param) not in known:
+                known[id(param)] = len(self.params)
+                self.params.append(param)
+                self.recorders.append(recorder_of(param, path, settings, module()))
+                self.recorders[-1].like(1)
+            self.places.append((held, name, param, known[id(param)]))
+
+    def holds(self) -> bool:
+        """Whether it still tells what there is, and the recorders are ready for one sample."""
+        for held, name, param, at in self.places:
+            recorder = self.recorders[at]
+            if (
+                held[name] is not param
+                or not param.requires_grad
+                or param.__dict__.get("_ps_recorder") is not recorder
+                or not recorder.ready(param, 1)
+            ):
+                return False
+        return all(held[name] is param and not (param is not None and param.requires_grad) for held, name, param in self.others)
 
 
 def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A recorded call for one sample, by the original layers."""
-    settings = model._ps_state().settings
-    recorders: dict[int, Recorder] = {}  # of each parameter
-    params: list[Tensor] = []
-    places: list[tuple[dict[str, Any], str, Any]] = []  # where they are held
-    for held, name, path, _, module in inventory.slots:
-        param = held[name]
-        if param is not None and param.requires_grad:
-            if id(param) not in recorders:
-                recorders[id(param)] = recorder = recorder_of(param, path, settings, module())
-                recorder.rows(1)
-                params.append(param)
-            places.append((held, name, param))
-    if not params:
+    trained = inventory.trained
+    if trained is None or not trained.holds():
+        inventory.trained = trained = Trained(inventory, model._ps_state().settings)
+    if not trained.params:
         return run_plain(model, args, kwargs)
-    aliases = dict(zip(recorders, _Alone.apply(list(recorders.values()), *params), strict=True))
+    aliases = _Alone.apply(trained.recorders, outer_pass(), trained.recorders[0].leaf, *trained.params)
     kept: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for held, name, param in places:
-            held[name] = aliases[id(param)]
+        for held, name, _, at in trained.places:
+            held[name] = aliases[at]
         for ref in inventory.recurrent:  # they keep their weights in a list, too, and make it anew where those are others
             layer = vars(ref())
             names, held = layer.get("_flat_weights_names", ()), layer["_parameters"]
@@ -57,7 +89,9 @@ def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: d
                 layer.update(_flat_weights=[held[name] for name in names], _flat_weight_refs=[None] * len(names))
         return run_plain(model, args, kwargs)
     finally:
-        for held, name, value in (*places, *kept):
+        for held, name, param, _ in trained.places:
+            held[name] = param
+        for held, name, value in kept:
             held[name] = value
 
 

@@ -124,7 +124,7 @@ def test_one_after_three_and_both_in_one_pass() -> None:
         assert ours.scale.grad_sample.shape[0] == len(batch)
         expected = torch.autograd.grad(squares(model(batch)).mean(), model.scale)[0]
         torch.testing.assert_close(ours.scale.grad_sample.mean(0), expected)
-    with pytest.raises(RuntimeError, match=r"batches of|was reached by"):
+    with pytest.raises(RuntimeError, match="was reached by"):
         (squares(ours(three)).mean() + squares(ours(ids)).mean()).backward()
 
 
