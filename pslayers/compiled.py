@@ -258,7 +258,7 @@ def _expansion(token: Tensor, name: str, size: int) -> Expansion:
     state, param = module.__dict__.get("_ps"), module._parameters[name]
     if state is None:
         raise RuntimeError(f"A compiled model's `{name}` was restored (ps.restore_model) before its backward pass.")
-    recorder = recorder_of(param, f"{state.path}.{name}", state.settings, module)
+    recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, module)
     scale = Scale(float(max(size, 1)) if state.settings.loss_reduction == "mean" else 1.0)
     return _Delivered(param.detach(), recorder.like(size), scale, recorder)
 

@@ -85,7 +85,7 @@ def convert_model(
     try:
         for row in rows:
             if row.target is not None:
-                _swap(row, settings, path=row.path or type(model).__name__)
+                _swap(row, settings)
             if on_unsupported == "freeze" and not row.recorded:
                 frozen += row.trainable
                 for param in row.trainable:
@@ -110,15 +110,17 @@ def convert_model(
     return model
 
 
-def _swap(row: Row, settings: Settings, path: str) -> None:
+def _swap(row: Row, settings: Settings) -> None:
     assert row.target is not None
     try:
         row.module.__class__ = row.target
     except TypeError as error:  # a class with an object layout of its own
-        raise ConversionError(f"`{path}` ({row.original.__name__}) cannot change its class: {error}.") from error
+        raise ConversionError(
+            f"`{row.path or row.original.__name__}` ({row.original.__name__}) cannot change its class: {error}."
+        ) from error
     assert isinstance(row.module, Converted)
     earlier = row.module.__dict__.get("_ps")
-    row.module._ps = state = State(settings, path, row.module)
+    row.module._ps = state = State(settings, row.path, row.module)
     state.forward = earlier.forward if earlier is not None else None
     if (own := _own_method(row.module)) is not None:  # it would hide that of the class
         state.forward = own
@@ -181,7 +183,7 @@ def restore_model(model: M) -> M:
 
 def settings_of(model: nn.Module) -> list[Settings]:
     """The settings that the converted modules of `model` go by (one, unless parts were converted apart)."""
-    found = (model._ps_inventory() if isinstance(model, Converted) else Inventory(model, 0)).settings
+    found = (model._ps_inventory() if isinstance(model, Converted) else Inventory(model, "", 0)).settings
     if not found:
         raise ValueError(f"{type(model).__name__} has no converted module: call ps.convert_model(model) first.")
     return list(found)

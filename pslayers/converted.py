@@ -14,6 +14,7 @@ from . import compiled, sharding
 from .expand import Batch, Settings, clear, local, transforming
 from .inventory import Inventory
 from .proof import Unprovable, Watched, disagreement, judged, past_expansions, rows_agree
+from .record import recorder_of
 from .single import run_alone, run_plain
 from .snapshot import Snapshot
 from .tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
@@ -27,7 +28,8 @@ class State:
 
     def __init__(self, settings: Settings, path: str, module: nn.Module) -> None:
         State.conversions += 1
-        self.settings, self.path = settings, path
+        self.settings, self.path = settings, path or type(module).__name__
+        self.prefix = f"{path}." if path else ""  # of its parameters' names, as named_parameters gives them
         self.token = compiled.token_of(module)  # by which compiled code knows the module
         # kinds of calls (training, dims of the inputs) in which rows were proved to be the samples'
         self.proved: set[tuple[bool, tuple[int, ...]]] = set()
@@ -39,9 +41,10 @@ class State:
         # tracked: (number of the call, place of the tensor, its dims): layout
         self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
         self.inventory: Inventory | None = None
+        self.roomy = -1  # the batch size that there is memory for
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "inventory": None}
+        return {**self.__dict__, "inventory": None, "roomy": -1}
 
     def layouts_of(self, call: int, slot: str, ndim: int) -> list[Layout]:
         """The layouts of what a call takes ("in") or returns ("out")."""
@@ -67,7 +70,7 @@ class Converted(_Mixin):
 
     def _ps_state(self) -> State:
         if self._ps is None:
-            self._ps = State(Settings(), type(self).__name__, self)
+            self._ps = State(Settings(), "", self)
         return self._ps
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
@@ -112,6 +115,8 @@ class Converted(_Mixin):
         unproved = recorded and trackable and kind not in state.proved
         if apart and unproved:
             raise self._ps_apart()
+        if recorded and size != state.roomy and not transforming() and not sharding.in_use():
+            self._ps_make_room(size)
         random, before = random_state() if trackable else None, Snapshot(self) if unproved else None
         if before is not None and _packed():  # a checkpoint around this call, say, counts what is saved: prove on a run beside
             with saved_tensors_hooks(_keep, _keep):
@@ -139,6 +144,14 @@ class Converted(_Mixin):
         if before is not None:
             before.restore()
         return self._ps_learn(run, args, kwargs, size)
+
+    def _ps_make_room(self, size: int) -> None:
+        """Have memory for all rows before there are activations, between which it would leave holes."""
+        state, inventory = self._ps_state(), self._ps_inventory()
+        for held, name, path, _, module in inventory.slots:
+            if isinstance(param := held[name], nn.Parameter) and param.requires_grad:
+                recorder_of(param, inventory.prefix + path, state.settings, module()).like(size)
+        state.roomy = size
 
     def _ps_apart(self) -> ValueError:
         return ValueError(
@@ -210,7 +223,7 @@ class Converted(_Mixin):
         state = self._ps_state()
         known = state.inventory
         if known is None or not known.holds(self, State.conversions):
-            known = state.inventory = Inventory(self, State.conversions)
+            known = state.inventory = Inventory(self, state.prefix, State.conversions)
         return known
 
     def _ps_check_given(self, name: str, weight: Tensor, size: int) -> None:

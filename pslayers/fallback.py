@@ -95,7 +95,7 @@ def _watch(module: Any, weights: dict[str, Tensor], formed: set[str]) -> None:
     state = module._ps_state()
     for name, param in own_parameters(module):
         if name in weights and isinstance(param, nn.Parameter):
-            recorder_of(param, f"{state.path}.{name}", state.settings).unexpanded = name not in formed
+            recorder_of(param, f"{state.prefix}{name}", state.settings).unexpanded = name not in formed
 
 
 def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
@@ -119,7 +119,7 @@ def _weights(module: Any, given: set[str], own: bool) -> dict[str, Tensor]:
             weights[name] = param
         elif param.requires_grad and isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
             holder = module.get_submodule(name.rpartition(".")[0])
-            recorder = recorder_of(param, f"{state.path}.{name}", state.settings, holder)
+            recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
             rows = recorder.rows(batch.size)
             weights[name] = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
     return weights

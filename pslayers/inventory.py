@@ -22,8 +22,8 @@ class Inventory:
     It does not hold the module itself: its owner would keep itself alive.
     """
 
-    def __init__(self, root: Any, conversions: int) -> None:
-        self.conversions = conversions
+    def __init__(self, root: Any, prefix: str, conversions: int) -> None:
+        self.prefix, self.conversions = prefix, conversions  # what names of parameters begin with
         self.modules: list[tuple[dict[str, Any], tuple[Any, ...]]] = []  # a module's children: where they are held, and who
         self.names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.slots: list[Slot] = []

@@ -293,6 +293,47 @@ def test_streaming_hands_over_each_parameters_rows_and_keeps_none() -> None:
     torch.testing.assert_close(model[0].weight.grad_sample, expected["0.weight"])
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_streamed_names_are_those_of_the_models_parameters(size: int) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.scale = (
+                nn.Sequential(nn.Linear(3, 4), nn.MultiheadAttention(4, 2, batch_first=True)),
+                nn.Parameter(torch.ones(4)),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.body[0](x)
+            return self.body[1](h, h, h)[0] * self.scale
+
+    names: list[str] = []
+    for model in (nn.Linear(3, 2), Scaled()):
+        ps.convert_model(model)
+        names.clear()
+        with ps.streaming(model, lambda n, rows: names.append(n)):
+            if isinstance(model, Scaled):  # a part by itself at first
+                model.body[0](torch.randn(size, 3)).sum().backward()
+                assert sorted(names) == ["body.0.bias", "body.0.weight"]
+                names.clear()
+            squares(model(torch.randn(size, 1, 3) if isinstance(model, Scaled) else torch.randn(size, 3))).mean().backward()
+        assert sorted(names) == sorted(n for n, _ in model.named_parameters())
+
+
+def test_memory_for_rows_is_there_before_activations_are() -> None:
+    model = ps.convert_model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    there: list[list[bool]] = []
+    model[0].register_forward_pre_hook(
+        lambda *_: there.append(
+            [p._ps_recorder.memory is not None and len(p._ps_recorder.memory) == size for p in model.parameters()]
+        )
+    )
+    for size in (5, 4):
+        there.clear()
+        model(torch.randn(size, 6)).sum().backward()
+        assert all(all(each) for each in there)
+
+
 def test_streamed_rows_lie_in_the_same_memory() -> None:
     model, x, _ = _streamed()
     ps.convert_model(model)

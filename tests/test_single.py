@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 
@@ -124,6 +125,13 @@ def test_one_after_three_and_both_in_one_pass() -> None:
         assert ours.scale.grad_sample.shape[0] == len(batch)
         expected = torch.autograd.grad(squares(model(batch)).mean(), model.scale)[0]
         torch.testing.assert_close(ours.scale.grad_sample.mean(0), expected)
+    one, others = squares(ours(ids)).mean(), squares(ours(three)).mean()
+    for loss, batch in ((others, three), (one, ids)):  # called before the others, and back after them
+        ours.zero_grad()
+        loss.backward()
+        expected = torch.autograd.grad(squares(model(batch)).mean(), model.scale)[0]
+        assert ours.scale.grad_sample.shape[0] == len(batch)
+        torch.testing.assert_close(ours.scale.grad_sample.mean(0), expected)
     with pytest.raises(RuntimeError, match="was reached by"):
         (squares(ours(three)).mean() + squares(ours(ids)).mean()).backward()
 
@@ -135,6 +143,40 @@ def test_a_penalty_on_the_weights_is_the_one_samples_own() -> None:
     for name in ("scale", "rnn.weight_hh_l0"):
         expected = torch.autograd.grad(losses[0], model.get_parameter(name), retain_graph=True)[0]
         torch.testing.assert_close(ours.get_parameter(name).grad_sample[0], expected)
+
+
+def test_a_pass_that_breaks_off_leaves_no_rows_to_later_ones() -> None:
+    model, ours, ids = _pair()
+    first = next(m for m in ours.modules() if isinstance(m, nn.Embedding)).weight
+
+    def broken(_: Tensor) -> None:
+        raise KeyError("broken")
+
+    for _ in range(2):  # in the second, memory is there already
+        hook = first.register_hook(broken)
+        with pytest.raises(KeyError):
+            squares(ours(ids)).mean().backward()
+        hook.remove()
+        ours.zero_grad()
+        (ours.scale * 3).sum().backward()  # no call of the model's: no rows
+        assert all(p.grad_sample is None for p in ours.parameters())
+        ours.zero_grad()
+        squares(ours(ids)).mean().backward()
+        expected = torch.autograd.grad(squares(model(ids)).mean(), [model.tok.weight, model.scale])
+        torch.testing.assert_close([ours.tok.weight.grad_sample[0], ours.scale.grad_sample[0]], list(expected))
+        torch.testing.assert_close([ours.tok.weight.grad, ours.scale.grad], list(expected))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_by_itself_and_in_a_reentrant_checkpoint(first: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        ours.zero_grad()
+        outputs = [ours(2 * x) if plain else checkpoint(ours, x, use_reentrant=True) for plain in (first, not first)]
+        sum(squares(y).mean() for y in outputs).backward()
+        expected = torch.autograd.grad(squares(model(x)).mean() + squares(model(2 * x)).mean(), list(model.parameters()))
+        torch.testing.assert_close([p.grad_sample[0] for p in ours.parameters()], list(expected))
 
 
 def test_two_calls_of_one_in_one_pass_add_up() -> None:

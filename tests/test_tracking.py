@@ -348,7 +348,7 @@ def test_an_output_in_which_samples_interact_beside_others(size: int) -> None:
                 else:
                     torch.testing.assert_close(p.grad_sample[i], g)
     if size > 1:
-        with pytest.raises(RuntimeError, match=r"`TwoTowers\.scale` received a gradient .* in which samples interact"):
+        with pytest.raises(RuntimeError, match=r"`scale` received a gradient .* in which samples interact"):
             ours(x, y)[0].sum().backward()
 
 

@@ -67,7 +67,7 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
         out = self.out_proj
         out.__class__ = PSNonDynamicallyQuantizableLinear
         assert isinstance(out, PSLinear)
-        out._ps = State(self._ps_state().settings, f"{type(self).__name__}.out_proj", out)
+        out._ps = State(self._ps_state().settings, "out_proj", out)
         for param in out.parameters():
             clear(param)
 

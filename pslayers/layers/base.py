@@ -124,7 +124,7 @@ class PSLayer(Converted):
         super().__init__(*args, **kwargs)
         if self.replaces is not None and (problem := self.unsupported(self)):
             raise ValueError(f"{type(self).__name__} {problem}.")
-        self._ps = State(Settings(), type(self).__name__, self)
+        self._ps = State(Settings(), "", self)
         for param in self._parameters.values():
             if param is not None:
                 clear(param)
@@ -188,7 +188,7 @@ class PSLayer(Converted):
                 expanded = name in call.expanded
                 whole = whole and expanded
                 if isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
-                    recorder_of(param, f"{state.path}.{name}", state.settings).unexpanded = not expanded
+                    recorder_of(param, f"{state.prefix}{name}", state.settings).unexpanded = not expanded
         return whole
 
     def _ps_seen(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -337,7 +337,7 @@ class PSLayer(Converted):
         call.expanded.add(name)
         recorder = weight.__dict__.get("_ps_recorder")
         if recorder is None or recorder.settings is not settings or recorder.slot is None or recorder.param() is not weight:
-            recorder = recorder_of(weight, f"{state.path}.{name}", settings, self)
+            recorder = recorder_of(weight, f"{state.prefix}{name}", settings, self)
         return Expansion(weight, recorder.rows(batch.size), call.scale, recorder)
 
     def expand(self, name: str) -> Tensor | None:
