@@ -264,7 +264,8 @@ class Expansion:
         """The gradients of (weight, rows), scaled, for autograd to pass on; all rows but those `written` (of D values) are zero.
 
         The summed one is noted, for the check that nothing else reaches the parameter. The rows of a parameter's only use go to it
-        at once; those of several uses, and those with a graph, meet in the rows leaf.
+        at once, as do those that ``loss.backward(inputs=...)`` lets not go anywhere else; those of several uses, and those with a
+        graph, meet in the rows leaf.
         """
         recorder = self.recorder
         if recorder is None:
@@ -272,9 +273,9 @@ class Expansion:
         if weight_grad is not None:
             recorder.note(weight_grad)
         if rows_grad is not None and not recorder.settings.asked:
-            if recorder.uses <= 1 and not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() and (recorder.uses <= 1 or not recorder.whole_pass()):
                 recorder.take(rows_grad)
-                if written is not None and recorder.memory is not None:
+                if written is not None and recorder.uses <= 1 and recorder.memory is not None:
                     recorder.written = written, recorder.memory._version
                 return weight_grad, None
             recorder.listen()
@@ -347,7 +348,19 @@ def wanted(ctx: Any, *expansions: Expansion | None) -> Sequence[bool]:
                 return ctx.needs_input_grad  # type: ignore[no-any-return]
             break
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # one for each input that requires grad
-    return [need and will_execute(next(nodes), True) for need in ctx.needs_input_grad]
+    found: list[bool] = []
+    weight_goes = False  # of the input before: a weight's rows come after it
+    for need in ctx.needs_input_grad:
+        node = next(nodes) if need else None
+        # nobody names the leaf of rows in ``loss.backward(inputs=...)``: they are made where the parameter gets its gradient
+        found.append(need and (will_execute(node, True) or (weight_goes and leads_to_rows(node))))
+        weight_goes = need and will_execute(node, False)
+    return found
+
+
+def leads_to_rows(node: Any) -> bool:
+    """Whether what goes to this node is put down as rows: it is that of a rows leaf."""
+    return hasattr(getattr(node, "variable", None), "_ps_rows")
 
 
 def will_execute(node: Any, asked: bool) -> bool:

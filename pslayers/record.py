@@ -59,6 +59,7 @@ class Recorder:
         if leaf is None or form != self.form:
             self.release()
             leaf = param.detach().expand(size, *param.shape).requires_grad_()
+            leaf._ps_rows = True  # type: ignore[attr-defined]
             self.leaf, self.form = leaf, form
             self._fit(leaf)
         return leaf

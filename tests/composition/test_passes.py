@@ -350,3 +350,63 @@ def test_exceptions_while_rows_are_asked_for(name: str) -> None:
     with pytest.raises(Stop), ps.recording(ours, False), ps.accumulating(ours, "append"), ps.batch_size(7):
         raise Stop
     assert_rows_right(model, x, converted=ours)
+
+
+# ----------------------------------------------------------------------------------------------------- chosen parameters
+@pytest.mark.parametrize("n", [1, 3])
+@each_model
+def test_a_pass_to_chosen_parameters(name: str, n: int) -> None:
+    """``backward(inputs=...)`` gives `.grad` and rows to those alone."""
+    model, ours, x = build(name, n)
+    expected = rows_by_loop(model, x)
+    some = set(list(expected)[::2])
+    for chosen in (set(expected), some):
+        ours.zero_grad()
+        ours.get_parameter(next(iter(chosen))).sum().backward()  # something on `.grad` already
+        before = {k: None if p.grad is None else p.grad.clone() for k, p in ours.named_parameters()}
+        squares(ours(x)).mean().backward(inputs=[p for k, p in ours.named_parameters() if k in chosen])
+        assert_same(rows_of(ours), {k: r for k, r in expected.items() if k in chosen})
+        for k, p in ours.named_parameters():
+            earlier = before[k]
+            if k in chosen:
+                torch.testing.assert_close(p.grad, expected[k].mean(0) + (0 if earlier is None else earlier))
+            else:
+                assert (p.grad is None) == (earlier is None)
+    squares(ours(x)).mean().backward()
+    assert_same(rows_of(ours), expected)
+
+
+def test_a_pass_to_the_input_alone_gives_no_rows() -> None:
+    _, ours, _ = build("mlp")
+    x = floats(3, 12).requires_grad_()
+    squares(ours(x)).mean().backward(inputs=[x])
+    assert x.grad is not None and not rows_of(ours)
+
+
+def test_chosen_parameters_of_layers_that_are_called_again() -> None:
+    """Several uses, and weights under two names: all parts add up."""
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tok, self.mix, self.out = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
+            self.out.weight = self.tok.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.out(self.mix(torch.tanh(self.mix(self.tok(ids)))))
+
+    model = Again().double()
+    ours, ids = ps.convert_model(copy.deepcopy(model)), torch.randint(0, 9, (3, 5))
+    expected = rows_by_loop(model, ids)
+    for _ in range(2):
+        squares(ours(ids)).mean().backward(inputs=list(ours.parameters()))
+        assert_same(rows_of(ours), expected)
+
+
+def test_chosen_parameters_after_a_batch_of_another_size() -> None:
+    """The graph leads to leaves that were given up meanwhile."""
+    model, ours, x = build("mlp")
+    loss = squares(ours(x)).mean()
+    squares(ours(floats(5, 12))).mean().backward()
+    loss.backward(inputs=list(ours.parameters()))
+    assert_same(rows_of(ours), rows_by_loop(model, x))

@@ -133,6 +133,14 @@ class LayerSuite:
         for p, q in zip(ours.parameters(), layer.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
 
+    def test_a_pass_to_chosen_parameters(self, case: Case) -> None:
+        layer, inputs = self.build(case), self.inputs(case)
+        ours, expected = self.converted(layer), self.loop(layer, inputs, self.batch)
+        for chosen in (list(expected), list(expected)[1:] or list(expected)):
+            self.losses(ours(*inputs), self.batch).mean().backward(inputs=[ours.get_parameter(k) for k in chosen])
+            assert [k for k, p in ours.named_parameters() if p.grad_sample is not None] == chosen
+            self.assert_rows(ours, {k: expected[k] for k in chosen})
+
     def test_input_gradient(self, case: Case) -> None:
         layer = self.build(case)
         grads = []
