@@ -168,11 +168,12 @@ def _factors(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> tu
 # Nanoseconds on two cores, fitted to some 750 shapes; what decides is their ratios. The fused kernel pays for every value of the
 # result (another memory layout inside), for what it reads, and for blocks of channels, odd numbers of which go slower; it copies
 # patches where it moves far beyond the edge, or has few channels in. A product with patches pays for copying those, run by run
-# (there is nothing to copy for a kernel of one), and is slow for few columns.
+# (there is nothing to copy for a kernel of one), is slow for few columns, and a little slower for long sums.
 FUSED_MULTIPLY, FUSED_RESULT, FUSED_INPUT, FUSED_CALL = 0.0065, 0.3, 0.17, 65e3
 FUSED_ODD, FUSED_LARGE, FUSED_FAR, FAR = 2.8, 1.1, 0.8, 32
 FEW, FEW_MULTIPLY, FEW_RESULT, FEW_PATCH = 8, 0.008, 0.15, 0.4
 IM2COL_MULTIPLY, IM2COL_RESULT, IM2COL_PATCH, IM2COL_RUN, IM2COL_CALL = 0.0083, 0.22, 0.035, 1.9, 28e3
+IM2COL_LONG, LONG = 1.2, 256
 PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_PATCH, PRODUCT_RUN, PRODUCT_CALL = 0.0064, 0.15, 0.1, 2.3, 25e3
 
 
@@ -198,6 +199,7 @@ def _fastest(x: torch.Size, gy: torch.Size, shape: torch.Size, geometry: Geometr
         slower = (FUSED_ODD if o % 8 and o > 2 else 1.0) * (FUSED_LARGE if max(shape[3:]) > 3 else 1.0)
         far = patches * FUSED_FAR if max(*geometry.dilation, *geometry.padding) >= FAR else 0.0
         fused = groups * kernel * _blocked(o) * _blocked(i) * (FUSED_RESULT + FUSED_MULTIPLY * slower * positions) + far
+    wide *= IM2COL_LONG if positions >= LONG and o > 16 else 1.0
     im2col = values * IM2COL_RESULT + wide * IM2COL_MULTIPLY * positions + copied * (IM2COL_PATCH + IM2COL_RUN / gy[-1])
     costs = {"fused": fused + inputs * FUSED_INPUT + FUSED_CALL / shape[0], "im2col": im2col + IM2COL_CALL / shape[0]}
     if onednn:
