@@ -115,7 +115,7 @@ class Converted(_Mixin):
         unproved = recorded and trackable and kind not in state.proved
         if apart and unproved:
             raise self._ps_apart()
-        if recorded and size != state.roomy and not transforming() and not sharding.in_use():
+        if recorded and size != state.roomy:
             self._ps_make_room(size)
         random, before = random_state() if trackable else None, Snapshot(self) if unproved else None
         if before is not None and _packed():  # a checkpoint around this call, say, counts what is saved: prove on a run beside
@@ -147,11 +147,21 @@ class Converted(_Mixin):
 
     def _ps_make_room(self, size: int) -> None:
         """Have memory for all rows before there are activations, between which it would leave holes."""
+        if transforming() or sharding.in_use():
+            return
         state, inventory = self._ps_state(), self._ps_inventory()
         for held, name, path, _, module in inventory.slots:
             if isinstance(param := held[name], nn.Parameter) and param.requires_grad:
                 recorder_of(param, inventory.prefix + path, state.settings, module()).like(size)
         state.roomy = size
+
+    def _ps_leave_room(self) -> None:
+        """Let runs on trial have the memory for rows."""
+        for held, name, *_ in self._ps_inventory().slots:
+            if (recorder := getattr(held[name], "_ps_recorder", None)) is not None:
+                recorder.release()
+                recorder.memory = recorder.fits = None
+        self._ps_state().roomy = -1
 
     def _ps_apart(self) -> ValueError:
         return ValueError(
@@ -199,12 +209,15 @@ class Converted(_Mixin):
         modules: dict[int, Any] = {id(m): m for m in self.modules()}
         states = [m._ps_state() for m in modules.values() if isinstance(m, Converted)]
         before = [(state, state.learned()) for state in states]
+        self._ps_leave_room()
         try:
             found, tracker = track(bound, self, args, kwargs, batch)
             for (key, call, place, ndim), layout in found.items():
                 modules[key]._ps_state().layouts[call, place, ndim] = layout
             self._ps_settle(bound, args, kwargs, tracker, batch)
             del found, tracker  # which hold what the layers were given
+            if batch.settings.recording and torch.is_grad_enabled():
+                self._ps_make_room(size)
             return self._ps_prove(run, args, kwargs, size)
         except BaseException:
             for state, learned in before:

@@ -1,6 +1,7 @@
 """Reading: one call, chunks, the functional form, recording."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pslayers as ps
+from pslayers.expand import local
 
 from .oracle import loop, square, squares
 
@@ -332,6 +334,21 @@ def test_memory_for_rows_is_there_before_activations_are() -> None:
         there.clear()
         model(torch.randn(size, 6)).sum().backward()
         assert all(all(each) for each in there)
+
+
+def test_runs_on_trial_have_the_memory_of_rows() -> None:
+    """Which dim is the batch's is not told by the shapes, so that the model is run on changed samples."""
+    model = ps.convert_model(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    seen: list[tuple[bool, bool]] = []
+
+    def look(*_: Any) -> None:
+        recorders = [p.__dict__.get("_ps_recorder") for p in model.parameters()]
+        seen.append((local.tracker is not None, any(r is not None and r.memory is not None for r in recorders)))
+
+    model[0].register_forward_pre_hook(look)
+    model(torch.randn(5, 5, 3)).sum().backward()
+    assert (True, False) in seen and (True, True) in seen and seen[-1] == (False, True)  # trial, plain, recorded
+    assert all(p.grad_sample.shape[0] == 5 for p in model.parameters())
 
 
 def test_streamed_rows_lie_in_the_same_memory() -> None:

@@ -199,8 +199,8 @@ def _fastest(x: torch.Size, gy: torch.Size, shape: torch.Size, geometry: Geometr
         slower = (FUSED_ODD if o % 8 and o > 2 else 1.0) * (FUSED_LARGE if max(shape[3:]) > 3 else 1.0)
         far = patches * FUSED_FAR if max(*geometry.dilation, *geometry.padding) >= FAR else 0.0
         fused = groups * kernel * _blocked(o) * _blocked(i) * (FUSED_RESULT + FUSED_MULTIPLY * slower * positions) + far
-    wide *= IM2COL_LONG if positions >= LONG and o > 16 else 1.0
-    im2col = values * IM2COL_RESULT + wide * IM2COL_MULTIPLY * positions + copied * (IM2COL_PATCH + IM2COL_RUN / gy[-1])
+    longer = IM2COL_LONG if positions >= LONG and o > 16 else 1.0
+    im2col = values * IM2COL_RESULT + wide * IM2COL_MULTIPLY * longer * positions + copied * (IM2COL_PATCH + IM2COL_RUN / gy[-1])
     costs = {"fused": fused + inputs * FUSED_INPUT + FUSED_CALL / shape[0], "im2col": im2col + IM2COL_CALL / shape[0]}
     if onednn:
         product = values * (PRODUCT_RESULT + PRODUCT_MULTIPLY * positions) + copied * (PRODUCT_PATCH + PRODUCT_RUN / gy[-1])
