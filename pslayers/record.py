@@ -167,13 +167,13 @@ class Recorder:
         notes, self.notes, self.checked, pass_id = self.notes, [], True, torch._C._current_graph_task_id()
         noted = bool(notes) and self.notes_pass == pass_id
         if self.alone is not None and self.pass_id == pass_id:  # that part was taken on its way
-            row, self.alone, self.alone_pass = (grad - self.alone).unsqueeze(0), None, -1
+            taken, self.alone, self.alone_pass = self.alone, None, -1
             if noted:
                 raise RuntimeError(
                     f"`{self.name}` was reached by a batch of one and by another one in the same backward pass: use one batch "
                     f"size in a backward pass, or a pass for each batch, under ps.accumulating(model, 'append')."
                 )
-            self.take(row)
+            self.take((grad - taken).unsqueeze(0))
             return
         if self.alone_pass == pass_id and not (noted and self.settings.rows == 1):
             row, self.alone_pass = grad.unsqueeze(0), -1

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expand import Op, Settings, local, will_execute
+from .expand import Op, Settings, by_original_layers, will_execute
 from .inventory import Inventory
 from .record import Recorder, outer_pass, recorder_of, take_alone
 
@@ -97,8 +97,5 @@ def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: d
 
 def run_plain(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call by the original layers, with whatever parameters there are."""
-    before, local.general = local.general, True  # as by_original_layers, whose call would cost a tenth of a small layer's
-    try:
+    with by_original_layers():
         return model.forward(*args, **kwargs)
-    finally:
-        local.general = before
