@@ -134,10 +134,10 @@ class _GRU:
         if p.steps.padding is not None:  # a closed gate carries the state through
             z[p.steps.padding] = 1
         _tanh(n.addcmul_(r, to_n))
-        new = 1 - z
-        torch.sub(p.before, n, out=to_z).mul_(z).mul_(new)
-        torch.addcmul(new, new * n, n, value=-1, out=n)
-        torch.mul(to_n, n, out=to_r).mul_(torch.addcmul(r, r, r, value=-1))
+        torch.sub(1, z, out=to_r)  # which is free until its turn
+        torch.sub(p.before, n, out=to_z).mul_(z).mul_(to_r)
+        torch.addcmul(to_r, to_r, n.square_(), value=-1, out=n)
+        torch.mul(to_n, n, out=to_r).mul_(r).addcmul_(to_r, r, value=-1)
         torch.mul(n, r, out=to_n)
 
         later: tuple[Tensor, ...] | None = None
@@ -166,7 +166,10 @@ class _RNN:
 
     def gate_grads(self, p: Pass) -> GateGrads:
         """The derivative is known from h, and the walk makes the gradient of h that of the one gate."""
-        slope = 1 - ((p.after <= 0).to(p.after.dtype) if self.relu else p.after * p.after)
+        if self.relu:
+            slope = (p.after <= 0).logical_not_().to(p.after.dtype)  # a NaN lets NaNs through, as in torch's
+        else:
+            slope = torch.addcmul(p.after.new_ones(()), p.after, p.after, value=-1)
         if p.steps.padding is not None:
             slope[p.steps.padding] = 0
         later = None
