@@ -1,9 +1,10 @@
 """Peak memory: each engine in a process of its own.
 
-On Linux the processor's memory is the kernel's count of the process (VmHWM, reset before the steps), above what the process held
-after plain steps had loaded torch's kernels and all they made was freed and handed back. So whatever an engine holds counts, its
-state and its allocator's included, and not only what it needs at once. A few MiB of it are the process's own: differences below
-that mean nothing. On a GPU it is the allocator's peak above model and inputs.
+On Linux the processor's memory is the kernel's count of the process (VmHWM, reset before the steps) without the code and data that
+are read from files and shared (RssFile: each first use of a library's function reads some more), above what the process held after
+plain steps, when all they made was freed and handed back. So whatever an engine holds counts, its state and its allocator's
+included, and not only what it needs at once. A few MiB of it are the process's own: differences below that mean nothing. On a GPU
+it is the allocator's peak above model and inputs.
 """
 
 import contextlib
@@ -158,7 +159,7 @@ def in_use(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated(device)
-    return _status("VmRSS") or _most_ever()
+    return _own("VmRSS")
 
 
 def reset_peak(device: torch.device) -> None:
@@ -173,7 +174,13 @@ def peak(device: torch.device) -> int:
     """The most bytes held since."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _status("VmHWM") or _most_ever()
+    return _own("VmHWM")
+
+
+def _own(field: str) -> int:
+    """The field without what is read from files (since these pages stay, a peak before some came is counted too low by them)."""
+    held = _status(field)
+    return _most_ever() if held is None else held - (_status("RssFile") or 0)
 
 
 def _most_ever() -> int:

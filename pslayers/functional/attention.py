@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend
 
-from ..expand import Expansion, Op, per_sample, shared, wanted
+from ..expand import Expansion, Op, composite_backward, per_sample, shared, transforming, wanted
 from .common import SUM_FROM_ROWS, by_sample, check_rows, of_dtype, owned
 from .linear import linear, product
 from .products import affine, outer, outer_each
@@ -57,10 +58,11 @@ def multi_head_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention between in- and out-projection, a head on each E / H features: ``softmax(q @ k.T / sqrt(E / H) + mask) @ v``.
 
-    It has no weights; in contrast to torch's fused kernels it can be differentiated any number of times.
+    It has no weights. By torch's fused kernels where torch would take them; in contrast to these it can be differentiated any
+    number of times.
 
     Shapes: q (N, L, E), k and v (N, S, E), mask (N or 1, H or 1, L or 1, S), added; result (N, L, E), and the attention weights
-    (N, H, L, S) if they are needed, else None. Memory: N x H x L x S values.
+    (N, H, L, S) if they are needed, else None. Memory: N x H x L x S values where no fused kernel is taken.
     """
     q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (N, H, L or S, E / H)
     if mask is not None:
@@ -68,11 +70,68 @@ def multi_head_attention(
     weights = None
     if need_weights:
         out, weights = _explicit(q, k, v, mask, dropout)
-    elif dropout and not q.is_cpu:  # the fused kernels draw random numbers in an order of their own
+    elif torch.compiler.is_compiling() or (dropout and not q.is_cpu):  # the random numbers are the kernel's
         out = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
-    else:  # torch's own composite of differentiable ops; as fast on CPU as the fused kernel
-        out = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, is_causal)[0]
+    elif _fusible(q, k, v, mask, dropout, is_causal):
+        out = _Fused.apply(q, k, v, mask, is_causal)
+    else:
+        out = _composite(q, k, v, mask, dropout, is_causal)
     return out.transpose(1, 2).flatten(2), weights
+
+
+def _fusible(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool) -> bool:
+    """Whether torch would take a fused kernel, and nothing else than q, k and v gets a gradient from it."""
+    if transforming() or (mask is not None and mask.requires_grad):
+        return False
+    return bool(torch._fused_sdp_choice(q, k, v, mask, dropout, is_causal) != SDPBackend.MATH.value)
+
+
+# the fused kernel and its backward pass, which also takes what the former returns
+KERNELS: dict[str, tuple[Any, Any]] = {
+    "cpu": (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    )
+}
+
+
+def _composite(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool) -> Tensor:
+    """torch's own, of differentiable ops."""
+    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, is_causal)[0]
+    return out
+
+
+class _Fused(Op):
+    """Attention by torch's fused kernels, whose backward pass cannot be differentiated: if it is to be, it is the composite's.
+
+    Other devices' kernels differ in what they keep for their backward pass: there, `F.scaled_dot_product_attention` runs once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        if q.device.type in KERNELS:
+            out, *kept = KERNELS[q.device.type][0](q, k, v, 0.0, is_causal, attn_mask=mask)
+            kept = [out, *kept]
+        else:
+            out, kept = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal), []
+        ctx.is_causal = is_causal
+        ctx.save_for_backward(q, k, v, mask, *kept)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, *kept = ctx.saved_tensors
+        found: Sequence[Tensor | None]
+        if torch.is_grad_enabled():
+            found = composite_backward(lambda q, k, v: _composite(q, k, v, mask, 0.0, ctx.is_causal), (q, k, v), grads)
+        elif kept:
+            found = KERNELS[q.device.type][1](*grads, q, k, v, *kept, 0.0, ctx.is_causal, attn_mask=mask)
+        else:
+            with torch.enable_grad():
+                q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+                out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, ctx.is_causal)
+            found = torch.autograd.grad(out, (q, k, v), grads)
+        return *found, None, None
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:

@@ -43,8 +43,8 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
     Shapes: query (L, B, E), key (S, B, K), value (S, B, V), or batch first; attn_mask (L, S) or (B * H, L, S), key_padding_mask
     (B, S); result (L, B, E), and attention weights (B, L, S) or (B, H, L, S); `grad_sample` (B, 3 E, E), or (B, E, E), (B, E, K),
     (B, E, V), (B, 3 E), (B, 1, 1, E). Also k * B rows, k a sample; one row, (L, 1, E) or (L, E), is shared by all samples, and the
-    results then have B. Memory: B times that of the weights, and B x H x L x S values: attention is computed by differentiable
-    ops, which in contrast to torch's fused kernels can be differentiated any number of times (but for dropout without
+    results then have B. Memory: B times that of the weights, and B x H x L x S values where torch takes no fused kernel (attention
+    weights that are returned, second derivatives). It can be differentiated any number of times (but for dropout without
     `need_weights` on GPU, where the kernel draws the random numbers). Source: Vaswani et al. 2017 (arXiv:1706.03762).
 
     Example:

@@ -362,3 +362,62 @@ def test_transformers(kind: str, train: bool, masks: tuple[str, ...]) -> None:
         inputs = floats(B, S, E), floats(B, L, E), padding(B)
         ours = ps.convert_model(copy.deepcopy(model), example=inputs)
         assert_rows_right(model, *inputs, converted=ours)
+
+
+# ---------------------------------------------------------------------------------------------------------- the fused kernels
+def nodes(t: Tensor) -> set[str]:
+    todo, found = [t.grad_fn], {}
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found[node] = node.name()
+            todo += [n for n, _ in node.next_functions]
+    return set(found.values())
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["cpu", "other-devices"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_fused_kernels_are_taken_where_torch_takes_them(known: bool, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not known:
+        monkeypatch.setattr("pslayers.functional.attention.KERNELS", {})
+    layer, ours = pair(batch_first=True)
+    x, pad = floats(B, S, E), padding(B) if masked else None
+    out = ours(x, x, x, key_padding_mask=pad, need_weights=False)[0]
+    torch.testing.assert_close(out, layer(x, x, x, key_padding_mask=pad, need_weights=False)[0])
+    assert "_FusedBackward" in nodes(out)
+    out.square().sum((1, 2)).mean().backward()
+
+    def loss(net: nn.Module, i: int) -> Tensor:
+        own = x[i : i + 1]
+        return net(own, own, own, key_padding_mask=pad[i : i + 1] if masked else None, need_weights=False)[0].square().sum()
+
+    assert_loop(ours, layer, loss)
+    with MATH():
+        assert "_FusedBackward" not in nodes(ours(x, x, x, need_weights=False)[0])
+
+
+def test_second_derivatives_where_fused_kernels_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pslayers.functional.attention.KERNELS", {})
+    layer, ours = pair(batch_first=True)
+    x = floats(B, L, E)
+    out = ours(x, x, x, need_weights=False)[0]
+    rows = torch.autograd.grad(out.square().sum(), ours.in_proj_weight, create_graph=True)[0]
+    found = torch.autograd.grad(rows.square().sum(), list(ours.parameters()), materialize_grads=True)
+    with MATH():
+        g = torch.autograd.grad(layer(x, x, x, need_weights=False)[0].square().sum(), layer.in_proj_weight, create_graph=True)[0]
+        true = torch.autograd.grad(g.square().sum(), list(layer.parameters()), materialize_grads=True)
+    for one, other in zip(found, true, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_gradient_of_a_learned_mask(taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if taken:  # as by kernels of GPUs
+        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION.value)
+    layer, ours = pair(batch_first=True)
+    x, grads = floats(B, L, E), []
+    for net in (ours, layer):
+        bias = torch.arange(L * L, dtype=x.dtype).view(L, L).requires_grad_()
+        net(x, x, x, attn_mask=bias, need_weights=False)[0].square().sum((1, 2)).mean().backward()
+        grads.append(bias.grad)
+    torch.testing.assert_close(*grads)
