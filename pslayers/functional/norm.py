@@ -84,7 +84,7 @@ class _LayerNorm(Separate):
 
     def weight_grad(self, gy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
         mean, rstd = statistics
-        return self.bias_grad(((x - mean) * rstd).mul_(gy))
+        return _sum_between((x - mean).mul_(gy), self.shape, rstd)
 
     def bias_grad(self, gy: Tensor) -> Tensor:
         return _sum_between(gy, self.shape)
@@ -111,7 +111,7 @@ class _RMSNorm(Separate):
         return (gy - x * ((gy * x).mean(dims, keepdim=True) * rstd.square())) * rstd
 
     def weight_grad(self, gy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        return self.bias_grad((x * statistics[0]).mul_(gy))
+        return _sum_between(x * gy, self.shape, statistics[0])
 
     def bias_grad(self, gy: Tensor) -> Tensor:
         return _sum_between(gy, self.shape)
@@ -121,11 +121,17 @@ class _RMSNorm(Separate):
         return y if weight is None else y * _spread(weight, x, self.shape)
 
 
-def _sum_between(gy: Tensor, shape: tuple[int, ...]) -> Tensor:
-    n = gy.shape[0]
-    if gy.ndim == 1 + len(shape):
-        return gy
-    return gy.reshape(n, gy.numel() // max(n * math.prod(shape), 1), *shape).sum(1)  # (N, *S)
+def _sum_between(values: Tensor, shape: tuple[int, ...], times: Tensor | None = None) -> Tensor:
+    """The sum over all dims between the first and those of `shape`, of `values` times a statistic: (N, *S)."""
+    n, size = values.shape[0], math.prod(shape)
+    if values.ndim == 1 + len(shape):
+        return values if times is None else values * times
+    t = values.numel() // max(n * size, 1)
+    if times is None:
+        return values.reshape(n, t, *shape).sum(1)
+    if not values.is_cpu:  # where a product may be rounded more (tf32)
+        return _sum_between(values * times, shape)
+    return torch.bmm(times.reshape(n, 1, t), values.reshape(n, t, size)).view(n, *shape)  # sums in the same pass
 
 
 def _spread(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
