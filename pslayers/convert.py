@@ -217,7 +217,7 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
             if not callable_module(module) and path:
                 continue  # what it holds is its caller's
             general = on_unsupported == "general" and callable_module(module) and (path in whole or bool(row.trainable))
-            if general or _calls_layers(module):
+            if general or _calls_layers(module, on_unsupported == "general"):
                 row = replace(row, target=container_class(row.original), general=general)
             if row.trainable:
                 names = ", ".join(n for n, p in own_parameters(module) if p.requires_grad)
@@ -300,10 +300,12 @@ def _no_replacement(cls: type[nn.Module]) -> str:
     return f"has no replacement (as a subclass of {base.__name__} it may compute something else)"
 
 
-def _calls_layers(module: nn.Module) -> bool:
-    """Whether the module has a forward and layers below it."""
+def _calls_layers(module: nn.Module, general: bool) -> bool:
+    """Whether the module has a forward, and below it layers, or with `general` whatever has parameters."""
+    below = (m for m in module.modules() if m is not module)
     return callable_module(module) and any(
-        isinstance(m, PSLayer) or type(m) in REGISTRY for m in module.modules() if m is not module
+        isinstance(m, PSLayer) or type(m) in REGISTRY or (general and any(p.requires_grad for _, p in own_parameters(m)))
+        for m in below
     )
 
 

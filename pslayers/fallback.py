@@ -1,7 +1,9 @@
 """Modules without a replacement: how their forward is run so that each sample has parameters of its own.
 
-Three ways, the fastest first; a way is taken only after it has been proved on the very inputs of the module's call:
+Four ways, the fastest first; a way is taken only after it has been proved on the very inputs of the module's call:
 
+- "direct": the module's own parameters are replaced by tensors that stand for one of each sample (`PerSample`), and know what to do
+  in torch's ops. What lies below stays on its fast ops.
 - "broadcast": the module's own parameters are replaced by per-sample ones, shaped so that the forward's broadcasting does the
   rest: a class token (1, 1, D) by (B, 1, D), a LayerScale (D,) by (B, 1, D). What lies below stays on its fast ops.
 - "vmap": the forward runs under torch.func.vmap, everything trainable below it per sample.
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from .expand import Expansion, Scale, by_original_layers, local
+from .per_sample import PerSample
 from .record import recorder_of
 from .redirect import Redirect
 from .snapshot import trial, unchanged
@@ -56,6 +59,9 @@ class Plan:
     fast: frozenset[str] = frozenset()
 
 
+OWN = ("broadcast", "direct")  # ways in which a module's own parameters alone are replaced
+
+
 class NoWayError(Exception):
     """No way of running the module was proved right."""
 
@@ -70,12 +76,12 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     """A call of a module by its plan."""
     batch = local.batch
     assert batch is not None
-    weights = _weights(module, given, own=plan.way == "broadcast")
-    if plan.way == "broadcast":
-        _watch(module, weights, {name for name, _ in plan.forms})
+    weights = _weights(module, given, own=plan.way in OWN)
+    if plan.way in OWN:
+        _watch(module, weights, plan.fast)
     taken = {id(t) for t in tensors_in((args, kwargs))}
     output = _run(module, forward, plan, (args, kwargs), weights, batch.size)
-    if batch.outputs is not None and plan.way == "broadcast":  # the caller may index what now has a row for each sample
+    if batch.outputs is not None and plan.way in OWN:  # the caller may index what now has a row for each sample
         batch.outputs.add([(w, 0, None) for w in weights.values()])
     elif batch.outputs is not None:  # inside, the way itself keeps samples apart
         made = (*tensors_in([output]), *written_to((args, kwargs), taken))
@@ -90,7 +96,7 @@ def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | Non
     return t, layout[1], owners
 
 
-def _watch(module: Any, weights: dict[str, Tensor], formed: set[str]) -> None:
+def _watch(module: Any, weights: dict[str, Tensor], formed: frozenset[str]) -> None:
     """Parameters that reach but outputs in which samples interact have no rows: an error by name, should they get a gradient."""
     state = module._ps_state()
     for name, param in own_parameters(module):
@@ -145,6 +151,9 @@ def choose(module: Any, forward: Forward, call: Call, layouts: Layouts, size: in
         proof = _Proof(module, forward, call, layouts.outputs, size)
     except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller
         raise NoWayError(f"it cannot be called by itself again ({type(error).__name__}: {error})") from error
+    own = frozenset(parameters_of(module, own=True))
+    if not whole and MIXED not in layouts.outputs and proof.holds(plan := Plan("direct", layouts, fast=own)):
+        return plan
     if not whole and (forms := _forms(module, proof, layouts)) is not None:
         return Plan("broadcast", layouts, forms, fast=frozenset(name for name, _ in forms))
     if MIXED in layouts.outputs:
@@ -186,7 +195,7 @@ class _Proof:
         self.plain = self._outputs({})
 
     def holds(self, plan: Plan) -> bool:
-        names = [name for name, _ in plan.forms] if plan.way == "broadcast" else list(self.values)
+        names = [name for name, _ in plan.forms] or list(plan.fast) or list(self.values)
         weights = {n: torch.stack([self.others[n] if c else self.values[n] for c in self.changed]) for n in names}
         expected = self._outputs({n: self.others[n] for n in names})
         with torch.no_grad(), trial(self.module):
@@ -211,7 +220,7 @@ class _Proof:
 
     def _differentiable(self, plan: Plan, names: list[str]) -> bool:
         """Whether the rows add up to the plain gradient: a custom backward may know of shared parameters only."""
-        size, grads = self.size, []
+        size, grads = self.size, list[tuple[Tensor | None, ...]]()
         shared = {n: self.values[n].clone().requires_grad_() for n in names}
         each = {n: self.values[n].expand(size, *self.values[n].shape).requires_grad_() for n in names}
         # asked for too where a real run needs them: torch's group_norm crashes on channels_last images that need none
@@ -225,10 +234,13 @@ class _Proof:
                     outputs.append(_run(self.module, self.forward, plan, _copy(self.call), each, size, redirect))
                 for output, inputs in zip(outputs, (shared, each), strict=True):
                     loss = sum(_summed(t, layout, size) for t, layout in zip(tensors_in([output]), self.outputs, strict=True))
-                    if not isinstance(loss, Tensor) or not loss.requires_grad:
+                    if isinstance(loss, Tensor) and loss.requires_grad:
+                        found = torch.autograd.grad(loss, [*inputs.values(), *taken], allow_unused=True)
+                        grads.append(found[: len(inputs)])
+                    elif not grads:  # nothing has a gradient
                         return True
-                    found = torch.autograd.grad(loss, [*inputs.values(), *taken], allow_unused=True)
-                    grads.append(found[: len(inputs)])
+                    else:
+                        grads.append((None,) * len(inputs))
             except Exception as error:
                 self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
                 return False
@@ -298,6 +310,9 @@ def _run(
     if plan.way == "broadcast":
         forms = {name: _form(weights[name], dims) for name, dims in plan.forms}
         with _reparametrize_module(module, forms, tie_weights=True):
+            return forward(module, *call[0], **call[1])
+    if plan.way == "direct":
+        with _reparametrize_module(module, {n: PerSample.of(w) for n, w in weights.items()}, tie_weights=True):  # type: ignore[misc]
             return forward(module, *call[0], **call[1])
     redirect = redirect or Redirect(size if plan.fresh else None)
     layouts = iter(plan.layouts.inputs)

@@ -1,4 +1,6 @@
-"""Under vmap, the ops that torch.nn's layers are made of, on the fast forms of `functional`.
+"""Where parameters are the samples' own, the ops that torch.nn's layers are made of, on the fast forms of `functional`.
+
+A forward that runs as it is has a `PerSample` for each parameter: its op is called on the batch.
 
 A module that runs under `torch.func.vmap` with expanded parameters would have its products with real per-sample weights. Here
 an op whose weight is but an expansion goes to its counterpart in `functional` instead: by the vmap rule of an autograd.Function,
@@ -15,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from . import functional as PF
+from .per_sample import OPS, PerSample
 
 Op = Callable[..., Tensor]
 
@@ -39,8 +42,19 @@ class _Redirected(torch.autograd.Function):
         return op(x, *each), 0
 
 
+def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    """The op, by its vmap rule, or with the samples' own weights on the batch."""
+    if not isinstance(weight, PerSample) and not isinstance(bias, PerSample):
+        return _Redirected.apply(op, x, weight, bias)
+    if isinstance(x, PerSample) or x.ndim == 0:
+        return NotImplemented
+    return op(x, *(t.each if isinstance(t, PerSample) else t for t in (weight, bias)))
+
+
 def _expanded(weight: Any) -> bool:
-    """Whether a tensor is an expansion that vmap has batched, once."""
+    """Whether a tensor is the samples' own: an expansion that vmap has batched, once, or a `PerSample`."""
+    if isinstance(weight, PerSample):
+        return True
     functorch = torch._C._functorch
     if not isinstance(weight, Tensor) or not functorch.is_batchedtensor(weight):
         return False
@@ -81,19 +95,19 @@ class Redirect(TorchFunctionMode):
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not _expanded(weight) or input.ndim == 0:
         return NotImplemented
-    return _Redirected.apply(PF.linear, input, weight, bias)
+    return _call(PF.linear, input, weight, bias)
 
 
 def _matmul(input: Tensor, other: Tensor) -> Any:
     if not _expanded(other) or other.ndim != 2 or input.ndim == 0:
         return NotImplemented
-    return _Redirected.apply(_turned, input, other, None)
+    return _call(_turned, input, other, None)
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     if not _expanded(mat2) or (beta, alpha) != (1, 1) or input.ndim != 1:
         return NotImplemented
-    return _Redirected.apply(_turned, mat1, mat2, input)
+    return _call(_turned, mat1, mat2, input)
 
 
 def _turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -114,9 +128,7 @@ def _conv(dims: int) -> Callable[..., Any]:
     ) -> Any:
         if not _expanded(weight):
             return NotImplemented
-        return _Redirected.apply(
-            _flat(lambda x, w, b: op(x, w, b, stride, padding, dilation, groups), dims + 1), input, weight, bias
-        )
+        return _call(_flat(lambda x, w, b: op(x, w, b, stride, padding, dilation, groups), dims + 1), input, weight, bias)
 
     return rule
 
@@ -141,13 +153,13 @@ def _layer_norm(
 ) -> Any:
     if not _affine_expanded(weight, bias):
         return NotImplemented
-    return _Redirected.apply(lambda x, w, b: PF.layer_norm(x, normalized_shape, w, b, eps), input, weight, bias)
+    return _call(lambda x, w, b: PF.layer_norm(x, normalized_shape, w, b, eps), input, weight, bias)
 
 
 def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
     if not _expanded(weight):
         return NotImplemented
-    return _Redirected.apply(lambda x, w, b: PF.rms_norm(x, normalized_shape, w, eps), input, weight, None)
+    return _call(lambda x, w, b: PF.rms_norm(x, normalized_shape, w, eps), input, weight, None)
 
 
 def _group_norm(
@@ -160,7 +172,7 @@ def _group_norm(
     if not _affine_expanded(weight, bias):
         return NotImplemented
     op = _flat(lambda x, w, b: PF.group_norm(x, num_groups, w, b, eps), input.ndim - 1)
-    return _Redirected.apply(op, input, weight, bias)
+    return _call(op, input, weight, bias)
 
 
 def _batch_norm(
@@ -176,7 +188,7 @@ def _batch_norm(
     if training or running_mean is None or running_var is None or not _affine_expanded(weight, bias):
         return NotImplemented
     op = _flat(lambda x, w, b: PF.batch_norm(x, running_mean, running_var, w, b, eps), input.ndim - 1)
-    return _Redirected.apply(op, input, weight, bias)
+    return _call(op, input, weight, bias)
 
 
 def _affine_expanded(weight: Tensor | None, bias: Tensor | None) -> bool:
@@ -189,13 +201,13 @@ def _embedding(
 ) -> Any:
     if not _expanded(weight) or max_norm is not None or any(v is True for v in (*args, *kwargs.values())):
         return NotImplemented
-    return _Redirected.apply(lambda ids, w, _: PF.embedding(ids, w, padding_idx), input, weight, None)
+    return _call(lambda ids, w, _: PF.embedding(ids, w, padding_idx), input, weight, None)
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Any:
     if not _expanded(weight) or input.ndim < 2:
         return NotImplemented
-    return _Redirected.apply(_flat(lambda x, w, _: PF.prelu(x, w), input.ndim - 1), input, weight, None)
+    return _call(_flat(lambda x, w, _: PF.prelu(x, w), input.ndim - 1), input, weight, None)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -234,3 +246,10 @@ _RULES: dict[Any, Callable[..., Any]] = {
     F.prelu: _prelu,
     F.scaled_dot_product_attention: _attention,
 }
+
+
+def _on_the_batch(rule: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda func, *args, **kwargs: rule(*args, **kwargs)
+
+
+OPS.update({func: _on_the_batch(rule) for func, rule in _RULES.items() if rule is not _attention})

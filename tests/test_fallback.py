@@ -60,6 +60,17 @@ class ConvNorm(nn.Module):
         return F.layer_norm(x.permute(0, 2, 3, 1), (3,), self.weight, self.bias).permute(0, 3, 1, 2)
 
 
+class SoftmaxOfWeights(nn.Module):
+    """A function of a parameter that values do not pass one by one, and that broadcasts all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.softmax(-1)
+
+
 class Residual(nn.Module):
     def __init__(self, leaf: nn.Module) -> None:
         super().__init__()
@@ -282,6 +293,7 @@ PATTERNS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "layer-scale": (lambda: Residual(LayerScale(inplace=False)), sequence),
     "layer-scale-in-place": (lambda: Residual(LayerScale(inplace=True)), sequence),
     "conv-norm": (lambda: nn.Sequential(nn.Conv2d(3, 3, 1), ConvNorm(), nn.Conv2d(3, 2, 3)), image),
+    "softmax-of-weights": (lambda: Residual(SoftmaxOfWeights()), sequence),
     "subclass": (lambda: Residual(MyLinear(4, 4)), sequence),
     "transposed-linear": (lambda: Residual(Transposed()), sequence),
     "past-its-layer": (PastItsLayer, sequence),
@@ -312,12 +324,14 @@ def test_pattern(pattern: str) -> None:
 
 
 WAYS = {
-    "class-token": "broadcast",
-    "rms-norm": "broadcast",
-    "conv-norm": "vmap",
+    "class-token": "direct",
+    "softmax-of-weights": "broadcast",
+    "rms-norm": "direct",
+    "conv-norm": "direct",
+    "relative-bias": "direct",
+    "written-into-zeros": "direct",
     "past-its-layer": "vmap",
     "cache": "vmap",
-    "written-into-zeros": "vmap",
     "experts": "loop",
 }
 

@@ -1,0 +1,133 @@
+"""Modules whose parameters are replaced by tensors that stand for one of each sample: right, and only where that is certain."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pslayers as ps
+from pslayers.per_sample import PerSample
+
+from .oracle import assert_rows_right
+from .test_redirect import Leaf
+
+SEQUENCE, IMAGE = (5, 4), (4, 5, 6)
+
+
+class Windows(nn.Module):
+    """Several rows a sample, to which a table gives a bias, as Swin's windows have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = Leaf(lambda x, table: x + table[torch.arange(3) % 2][:, 1:].unsqueeze(0), table=(2, 5))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, 6, 4): two windows of 3 a sample
+        return self.bias(x.unflatten(1, (2, 3)).flatten(0, 1)).unflatten(0, (len(x), 2)).flatten(1, 2)
+
+
+class Tokens(nn.Module):
+    """A token computed from a parameter, in front of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(4, 1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        token = self.token.transpose(0, 1).reshape(1, 1, 8).expand(len(x), -1, -1)
+        return torch.cat([token[..., :4].sigmoid(), x], 1)
+
+
+def _in_place(x: Tensor, w: Tensor) -> Tensor:
+    x = x * 2
+    x *= w.view(1, -1, 1, 1)
+    x.add_(w.reshape(4, 1, 1))
+    return x
+
+
+def _kept(x: Tensor, w: Tensor) -> Tensor:
+    assert w.shape == (4, 3) and w.size(0) == len(w) == 4 and w.ndim == w.dim() == 2 and w.numel() == 12
+    assert w.dtype == x.dtype and w.device == x.device and w.is_floating_point()
+    return x @ w
+
+
+DIRECT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "scale-of-channels": (lambda: Leaf(lambda x, w: x.mul(w.reshape(1, -1, 1, 1)), w=(4,)), IMAGE),
+    "scale-in-place": (lambda: Leaf(_in_place, w=(4,)), IMAGE),
+    "numbers-and-parameters": (
+        lambda: Leaf(lambda x, a, b: x + (2 * a.view(4, 1) + b / 3 - 1).exp().mT, a=(4,), b=(4, 5)),
+        SEQUENCE,
+    ),
+    "functions": (lambda: Leaf(lambda x, w: x * F.softplus(w.view(4, 1, 1)).clamp(max=1.5).to(x), w=(4,)), IMAGE),
+    "transposed-weight": (lambda: Leaf(lambda x, w, b: F.linear(x, w.t(), b), w=(4, 3), b=(3,)), SEQUENCE),
+    "permuted-weight": (lambda: Leaf(lambda x, w: x * w.permute(2, 0, 1).contiguous(), w=(5, 4, 1)), SEQUENCE),
+    "reads": (lambda: Leaf(_kept, w=(4, 3)), SEQUENCE),
+    "beside-what-is-shared": (
+        lambda: Leaf(lambda x, q, v, w: F.linear(x, w, torch.cat([q, torch.zeros_like(x[0, 0, :2]), v])), q=(2,), v=(2,), w=(6, 4)),
+        SEQUENCE,
+    ),
+    "stacked": (lambda: Leaf(lambda x, a, b: x @ torch.stack([a, b], -1), a=(4,), b=(4,)), SEQUENCE),
+    "windows": (Windows, (6, 4)),
+    "tokens": (Tokens, SEQUENCE),
+}
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_rows_are_right(name: str) -> None:
+    build, shape = DIRECT[name]
+    model = build().double()
+    ours = assert_rows_right(model, torch.randn(3, *shape, dtype=torch.float64))
+    assert "direct" in {row.way for row in ps.report(ours).rows}, str(ps.report(ours))
+    assert ps.report(ours).fast == 1
+    for n in (4, 2, 5, 6, 1):
+        ours.zero_grad()
+        assert_rows_right(model, torch.randn(n, *shape, dtype=torch.float64), converted=ours)
+
+
+# forwards of which a look at shapes would hold some batch sizes right, and others wrong
+CONST = torch.randn(4, 4, dtype=torch.float64)
+OTHERS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]], tuple[int, ...]]] = {
+    "times-what-is-shared": (lambda x, w: x @ (CONST * w), {"w": (4,)}, SEQUENCE),
+    "expanded-to-what-is-shared": (lambda x, w: x + w.expand(4, 4).cumsum(0).sum(0), {"w": (1, 4)}, SEQUENCE),
+    "time-major": (lambda x, w: (x.transpose(0, 1) * w.exp().view(1, 1, 4)).transpose(0, 1), {"w": (4,)}, SEQUENCE),
+    "time-major-by-rows": (
+        lambda x, w: (x.transpose(0, 1).reshape(-1, 4) @ w).view(5, len(x), -1).transpose(0, 1),
+        {"w": (4, 2)},
+        SEQUENCE,
+    ),
+    "weight-on-the-left": (lambda x, w: torch.einsum("oi,nti->nto", w, x), {"w": (3, 4)}, SEQUENCE),
+    "written-by-index": (lambda x, w: x.index_add(1, torch.tensor([1]), w.expand(len(x), 1, 4)), {"w": (1, 1, 4)}, SEQUENCE),
+}
+
+
+@pytest.mark.parametrize("first", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_uses_are_right_too(name: str, first: int) -> None:
+    forward, shapes, shape = OTHERS[name]
+    model = Leaf(forward, **shapes)
+    ours = assert_rows_right(model, torch.randn(first, *shape, dtype=torch.float64))
+    for n in (4, 2, 8, 3, 5, 1):
+        ours.zero_grad()
+        assert_rows_right(model, torch.randn(n, *shape, dtype=torch.float64), converted=ours)
+
+
+def test_what_has_no_rule_is_refused() -> None:
+    one = PerSample.of(torch.randn(3, 4))
+    x = torch.randn(3, 5, 4)
+    refused: list[Callable[[], Any]] = [
+        lambda: one.cumsum(0),
+        lambda: one.mul_(2),
+        lambda: one.sum(),
+        lambda: x[0] + one,  # 5 rows of 3 samples
+        lambda: torch.randn(4) + one,
+        lambda: F.linear(one, torch.randn(2, 4)),
+        lambda: F.linear(x, torch.randn(4, 4), one),
+        lambda: one.expand(5, 4),
+        lambda: one.tolist(),
+        lambda: F.scaled_dot_product_attention(one, x, x),
+    ]
+    for use in refused:
+        with pytest.raises(NotImplementedError, match=r"has no rule|has no place"):
+            use()
