@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from .expand import Expansion, Scale, by_original_layers, local
-from .per_sample import PerSample
+from .per_sample import PerSample, standing_in
 from .record import recorder_of
 from .redirect import Redirect
 from .snapshot import trial, unchanged
@@ -312,8 +312,12 @@ def _run(
         with _reparametrize_module(module, forms, tie_weights=True):
             return forward(module, *call[0], **call[1])
     if plan.way == "direct":
-        with _reparametrize_module(module, {n: PerSample.of(w) for n, w in weights.items()}, tie_weights=True):  # type: ignore[misc]
-            return forward(module, *call[0], **call[1])
+        with standing_in(weights) as stand_ins:
+            with _reparametrize_module(module, stand_ins, tie_weights=True):
+                output = forward(module, *call[0], **call[1])
+            stand_ins.clear()
+            output = _of_the_batch(output, plan.layouts.outputs)
+        return output  # noqa: RET504  # what it was must not live when it is asked whether something was kept
     redirect = redirect or Redirect(size if plan.fresh else None)
     layouts = iter(plan.layouts.inputs)
     flat: list[Tensor] = []  # every sample's part in dim 0, a batch of one behind it; or as it is
@@ -361,6 +365,22 @@ def _run(
     assign(call, taken, real)
     whole = iter(together)
     return map_tensors(lambda _: next(whole), output)
+
+
+def _of_the_batch(output: Any, layouts: tuple[Layout, ...]) -> Any:
+    """An output in which no parameter stands for each sample's own: what all samples share in the plain one has a batch dim."""
+    if isinstance(output, Tensor) and not isinstance(output, PerSample):
+        return output
+    tensors = list(tensors_in([output]))
+    if not any(isinstance(t, PerSample) for t in tensors):
+        return output
+    rest = iter(layouts)
+
+    def real(t: Tensor) -> Tensor:
+        layout = next(rest)
+        return t if not isinstance(t, PerSample) else t.over(t.ndim, len(t.each)) if layout == SHARED else t.each
+
+    return map_tensors(real, output)
 
 
 def _form(weight: Tensor, dims: int) -> Tensor:

@@ -4,7 +4,10 @@ A `PerSample` takes a parameter's place. It has the parameter's shape S, and kno
 meets the batch, whose rows are k a sample, each sample's rows meet its own. Ops that no rule knows are refused.
 """
 
-from collections.abc import Callable, Iterable
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +20,29 @@ Rule = Callable[..., Any]
 OPS: dict[Any, Rule] = {}
 
 
+class _Running(threading.local):
+    made: list["weakref.ref[PerSample]"] | None = None  # in the forward that is running
+
+
+_running = _Running()
+
+
+@contextmanager
+def standing_in(weights: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """A `PerSample` for each of the weights (B, *S), for the forward that runs inside.
+
+    Raises:
+        NotImplementedError: the forward has kept one, or what it made of one (a cache): the next one's would be others.
+    """
+    before, _running.made = _running.made, []
+    try:
+        yield {name: PerSample.of(w) for name, w in weights.items()}
+        if any(ref() is not None for ref in _running.made):
+            raise NotImplementedError("a parameter of each sample's own was kept from one call to the next")
+    finally:
+        _running.made = before
+
+
 class PerSample(Tensor):
     """A tensor of shape S for each sample: `each` (B, *S)."""
 
@@ -27,6 +53,8 @@ class PerSample(Tensor):
         """What stands for `each` (B, *S), B not 0."""
         one: PerSample = each.detach()[0].as_subclass(PerSample)
         one.each = each
+        if _running.made is not None:
+            _running.made.append(weakref.ref(one))
         return one
 
     @classmethod
@@ -55,7 +83,7 @@ def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _reshaped(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     like = _plain(func, t, *args, **kwargs)
-    same = isinstance(t, PerSample) and like.numel() == t.numel() and like.dtype == t.dtype
+    same = isinstance(t, PerSample) and like.dtype == t.dtype  # not view(dtype)
     return PerSample.of(t.each.reshape(len(t.each), *like.shape)) if same else NotImplemented
 
 
@@ -126,7 +154,7 @@ def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: 
 _READ = [
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")),
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
-    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__, Tensor.__repr__),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 ]
 _RESHAPE = [

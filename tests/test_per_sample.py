@@ -40,6 +40,33 @@ class Tokens(nn.Module):
         return torch.cat([token[..., :4].sigmoid(), x], 1)
 
 
+class Returned(nn.Module):
+    """Positions from a table, returned as they are, without a batch dim or with one of 1."""
+
+    def __init__(self, dims: tuple[int, ...]) -> None:
+        super().__init__()
+        self.positions = Leaf(lambda x, table: table[..., : x.shape[1], :], table=(*dims, 7, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.positions(x)
+
+
+class Cached(nn.Module):
+    """Position biases that may be kept from call to call, as LeViT keeps them."""
+
+    def __init__(self, keep: bool) -> None:
+        super().__init__()
+        self.table, self.keep, self.kept = nn.Parameter(torch.randn(9)), keep, dict[str, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.kept.get("bias")
+        if bias is None:
+            bias = self.table[torch.arange(5)[:, None] + torch.arange(4)]
+        if self.keep:
+            self.kept["bias"] = bias
+        return x * bias
+
+
 def _in_place(x: Tensor, w: Tensor) -> Tensor:
     x = x * 2
     x *= w.view(1, -1, 1, 1)
@@ -70,6 +97,8 @@ DIRECT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     ),
     "stacked": (lambda: Leaf(lambda x, a, b: x @ torch.stack([a, b], -1), a=(4,), b=(4,)), SEQUENCE),
     "windows": (Windows, (6, 4)),
+    "returned": (lambda: Returned(()), SEQUENCE),
+    "returned-with-a-batch-dim": (lambda: Returned((1,)), SEQUENCE),
     "tokens": (Tokens, SEQUENCE),
 }
 
@@ -113,6 +142,21 @@ def test_other_uses_are_right_too(name: str, first: int) -> None:
         assert_rows_right(model, torch.randn(n, *shape, dtype=torch.float64), converted=ours)
 
 
+def test_nothing_is_kept_from_one_call_to_the_next() -> None:
+    model, keeps = (nn.Sequential(nn.Linear(4, 4), Cached(keep)).double() for keep in (False, True))
+    keeps.load_state_dict(model.state_dict())
+    ours = ps.convert_model(keeps)
+    for n in (3, 3, 4, 2, 3):
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), ours.parameters(), strict=True):
+                p.add_(0.1)
+                q.copy_(p)
+        ours.zero_grad()
+        assert_rows_right(model, torch.randn(n, *SEQUENCE, dtype=torch.float64), converted=ours)
+        assert not any(isinstance(t, PerSample) for t in ours[1].kept.values())
+        ours[1].kept.clear()
+
+
 def test_what_has_no_rule_is_refused() -> None:
     one = PerSample.of(torch.randn(3, 4))
     x = torch.randn(3, 5, 4)
@@ -122,6 +166,9 @@ def test_what_has_no_rule_is_refused() -> None:
         lambda: one.sum(),
         lambda: x[0] + one,  # 5 rows of 3 samples
         lambda: torch.randn(4) + one,
+        lambda: torch.randn(3) + PerSample.of(torch.randn(3, 3)),
+        lambda: torch.addcmul(torch.randn(6, 1), torch.randn(3, 4), one),  # which of them is the batch?
+        lambda: one.view(torch.int32),
         lambda: F.linear(one, torch.randn(2, 4)),
         lambda: F.linear(x, torch.randn(4, 4), one),
         lambda: one.expand(5, 4),
