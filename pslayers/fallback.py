@@ -16,6 +16,7 @@ other samples' those of the module as it is.
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -79,11 +80,13 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     weights = _weights(module, given, own=plan.way in OWN)
     if plan.way in OWN:
         _watch(module, weights, plan.fast)
+    if batch.outputs is None:
+        return _run(module, forward, plan, (args, kwargs), weights, batch.size)
     taken = {id(t) for t in tensors_in((args, kwargs))}
     output = _run(module, forward, plan, (args, kwargs), weights, batch.size)
-    if batch.outputs is not None and plan.way in OWN:  # the caller may index what now has a row for each sample
+    if plan.way in OWN:  # the caller may index what now has a row for each sample
         batch.outputs.add([(w, 0, None) for w in weights.values()])
-    elif batch.outputs is not None:  # inside, the way itself keeps samples apart
+    else:  # inside, the way itself keeps samples apart
         made = (*tensors_in([output]), *written_to((args, kwargs), taken))
         layouts = (*plan.layouts.outputs, *plan.layouts.written)
         batch.outputs.add([_owned(t, lay, batch.size) for t, lay in zip(made, layouts, strict=True)])
@@ -124,7 +127,7 @@ def _weights(module: Any, given: set[str], own: bool) -> dict[str, Tensor]:
             module._ps_check_given(name, param, batch.size)
             weights[name] = param
         elif param.requires_grad and isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
-            holder = module.get_submodule(name.rpartition(".")[0])
+            holder = module.get_submodule(name.rpartition(".")[0]) if "." in name else module
             recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
             rows = recorder.rows(batch.size)
             weights[name] = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
@@ -309,11 +312,11 @@ def _run(
     """The call with per-sample `weights` (B, *S)."""
     if plan.way == "broadcast":
         forms = {name: _form(weights[name], dims) for name, dims in plan.forms}
-        with _reparametrize_module(module, forms, tie_weights=True):
+        with _in_place_of(module, forms):
             return forward(module, *call[0], **call[1])
     if plan.way == "direct":
         with standing_in(weights) as stand_ins:
-            with _reparametrize_module(module, stand_ins, tie_weights=True):
+            with _in_place_of(module, stand_ins):
                 output = forward(module, *call[0], **call[1])
             stand_ins.clear()
             output = _of_the_batch(output, plan.layouts.outputs)
@@ -365,6 +368,23 @@ def _run(
     assign(call, taken, real)
     whole = iter(together)
     return map_tensors(lambda _: next(whole), output)
+
+
+@contextmanager
+def _in_place_of(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Tensors in the place of the module's own parameters."""
+    places = []
+    for name, tensor in tensors.items():
+        *inner, last = name.split(".")
+        places.append(((module.get_submodule(".".join(inner)) if inner else module)._parameters, last, tensor))
+    before = [(held, name, held[name]) for held, name, _ in places]
+    try:
+        for held, name, tensor in places:
+            held[name] = tensor  # type: ignore[assignment]
+        yield
+    finally:
+        for held, name, param in before:
+            held[name] = param
 
 
 def _of_the_batch(output: Any, layouts: tuple[Layout, ...]) -> Any:
