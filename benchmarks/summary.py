@@ -1,6 +1,6 @@
 """The README's table and pictures, from committed results.
 
-python -m benchmarks.summary                                        # study*.json and compiled.json of results/ into README.md
+python -m benchmarks.summary                                        # the files of results/ into README.md
 python -m benchmarks.summary mine.json --readme none                # print the table, draw the pictures beside the first file
 """
 
@@ -27,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
         "--readme", default=str(HERE.parent / "README.md"), help='file whose block between the marks is replaced, or "none"'
     )
     p.add_argument("--compiled", type=Path, default=HERE / "results" / "compiled.json", help="results of the compiled engines")
+    p.add_argument(
+        "--architectures", type=Path, default=HERE / "results" / "architectures.json", help="results of the public architectures"
+    )
     p.add_argument("--slow", action="store_true", help="list the cells that are slower than a peer, or far from the limit")
     options = p.parse_args(argv)
     if not options.results:
@@ -41,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     text = tables.short(document)
     if options.compiled.exists():
         text += "\n" + tables.compiled(json.loads(options.compiled.read_text())["cells"])
+    if options.architectures.exists():
+        text += "\n" + tables.architectures(json.loads(options.architectures.read_text())["cells"])
     if options.readme == "none":
         print(text)
     else:

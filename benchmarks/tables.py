@@ -122,6 +122,24 @@ def compiled(cells: Iterable[Cell]) -> str:
     return markdown_table(head, rows) if rows else ""
 
 
+def architectures(cells: Iterable[Cell]) -> str:
+    """For the README: a row for each public architecture."""
+    head = ("architecture", "parameters", "best peer", "its time / ours", "our time / limit", "our time / plain")
+    rows = [
+        (
+            f"{c['case'].rpartition(':')[2]}, B={c['batch_size']}",
+            f"{c['parameters'] / 1e6:.2f} M",
+            peers(c)[0] if peers(c) else "none right",
+            number(to_best(c)),
+            number(to_limit(c)),
+            number(ratio(c, "pslayers", "plain")),
+        )
+        for c in cells
+        if "skipped" not in c
+    ]
+    return markdown_table(head, rows)
+
+
 def _of_case(name: str, cells: list[Cell]) -> tuple[str, ...]:
     best = [v for c in cells if (v := to_best(c)) is not None]
     limit = [v for c in cells if (v := to_limit(c)) is not None]

@@ -77,6 +77,8 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     """A call of a module by its plan."""
     batch = local.batch
     assert batch is not None
+    if plan.way not in OWN:
+        given = module._ps_given()  # below it too
     weights = _weights(module, given, own=plan.way in OWN)
     if plan.way in OWN:
         _watch(module, weights, plan.fast)

@@ -63,7 +63,9 @@ def _expanded(weight: Any) -> bool:
 
 
 def _data_ptr(expanded: Tensor) -> int:
-    return torch._C._functorch.get_unwrapped(expanded).data_ptr()
+    while torch._C._functorch.is_functorch_wrapped_tensor(expanded):  # by vmap, and by what it runs in
+        expanded = torch._C._functorch.get_unwrapped(expanded)
+    return expanded.data_ptr()
 
 
 class Redirect(TorchFunctionMode):

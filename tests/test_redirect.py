@@ -180,6 +180,30 @@ def test_gradients_of_rows(name: str, way: str) -> None:
         torch.testing.assert_close(torch.zeros_like(e) if g is None else g, e, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", LEAVES)
+def test_transforms_of_the_functional_form(name: str, way: str) -> None:
+    build, shape = LEAVES[name]
+    model, x = build().double().eval(), _batch(3, shape)
+    ours = ps.convert_model(build().double().eval(), example=x)
+    ours.load_state_dict(model.state_dict())
+    params = {
+        k: p.detach() * torch.linspace(0.5, 1, 3).double().view(3, *[1] * (p.ndim - 1))
+        for k, p in ps.expand_params(ours, 3).items()
+    }
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return squares(torch.func.functional_call(ours, weights, (x,))).sum()
+
+    for weights in (params, {k: p.detach() for k, p in ps.expand_params(ours, 3).items()}):
+        found = torch.func.grad(loss)(weights)
+        for i, one in enumerate(x.split(1)):
+            own = {k: p[i].clone().requires_grad_() for k, p in weights.items()}
+            out = square(torch.func.functional_call(model, own, (one,)), 0)
+            true = torch.autograd.grad(out, list(own.values()), materialize_grads=True)
+            for k, g in zip(own, true, strict=True):
+                torch.testing.assert_close(found[k][i], g, rtol=1e-8, atol=1e-9)
+
+
 def test_sum_loss_and_chunks() -> None:
     build, shape = LEAVES["addmm"]
     model, x = build(), _batch(5, shape)

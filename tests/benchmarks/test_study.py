@@ -167,16 +167,16 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "compiled.json").write_text(json.dumps({"cells": [one]}))
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
-    assert (
-        summary.main([str(tmp_path / "a.json"), "--readme", str(readme), "--slow", "--compiled", str(tmp_path / "compiled.json")])
-        == 0
-    )
+    (tmp_path / "architectures.json").write_text(json.dumps({"cells": [cell("benchmarks.architectures:vit", 2.5)]}))
+    others = [part for name in ("compiled", "architectures") for part in (f"--{name}", str(tmp_path / f"{name}.json"))]
+    assert summary.main([str(tmp_path / "a.json"), "--readme", str(readme), "--slow", *others]) == 0
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| best peer's time / ours, worst cell | at least 1.0x | 1.25x (two, B=16) | met |" in text
     assert "| our time / limit, worst cell | at most 1.6x | 2.00x (two, B=16) | missed |" in text
     assert "| one | 1 | 2.00x (2.00x) | 1.25x (1.25x) | 0.54x |" in text
     assert "| one, B=16 | 3.00x | 1.20x | 1.00x |" in text
+    assert "| vit, B=16 | 4.19 M | torch.func | 2.00x | 1.25x | 2.50x |" in text
     assert "](summary-time-width.svg)" in text and (tmp_path / "summary-time-width.svg").exists()
     assert "two, B=16: torch.func / ours 1.25x, ours / limit 2.00x" in capsys.readouterr().out
     full = tables.full(json.loads((tmp_path / "a.json").read_text()))
