@@ -47,8 +47,8 @@ class Row:
 
     @property
     def handled(self) -> str:
-        """The replacement's name; how it is run without one ("broadcast", "vmap", "loop", by itself or with a container of it);
-        "skipped" (trainable parameters without rows); or "container" of other modules.
+        """The replacement's name; how it is run without one ("direct", "broadcast", "vmap", "loop", by itself or with a container
+        of it); "skipped" (trainable parameters without rows); or "container" of other modules.
         """
         if self.general or self.way:
             return self.way or "general, at the first call"
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def fast(self) -> float:
-        """The share of the trainable values that are on fast ops (replacements, and what vmap or broadcasting sends there)."""
+        """The share of the trainable values that are on fast ops (replacements, and what other ways send there)."""
         found = {id(p): p.numel() for row in self.rows for p in row.fast}
         return sum(found.values()) / max(self.parameters, 1)
 
