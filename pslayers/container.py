@@ -11,6 +11,7 @@ from . import compiled, fallback
 from .converted import Converted, random_state, set_random_state
 from .expand import Batch, local, transforming
 from .layers.base import PSLayer
+from .per_sample import NoRuleError
 from .snapshot import Snapshot
 from .tracking import TABLE, Ambiguous, Tracker, parameters_used
 from .trees import ndims, own_parameters, tensors_in
@@ -62,7 +63,12 @@ class PSContainer(Converted):
                 f"`{state.path}` ({type(self).__name__}) was called in a way that differs from run to run of the same batch, so "
                 f"its samples cannot be told apart: write a layer for it (ps.PSLayer)."
             )
-        return fallback.run(self, original, plan, args, kwargs, given)
+        try:
+            return fallback.run(self, original, plan, args, kwargs, given)
+        except NoRuleError:  # which it did not need when it was proved
+            if batch.trackable:
+                raise Ambiguous from None
+            raise
 
     def _ps_learn(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """As the base's; where the layers cannot be run each by itself, the whole module is run with per-sample parameters."""

@@ -16,6 +16,11 @@ from torch.nn import functional as F
 
 Rule = Callable[..., Any]
 
+
+class NoRuleError(NotImplementedError):
+    """A forward does what no rule knows of parameters of each sample's own."""
+
+
 # ops whose weight may be a PerSample; `redirect` enters them
 OPS: dict[Any, Rule] = {}
 
@@ -32,13 +37,13 @@ def standing_in(weights: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """A `PerSample` for each of the weights (B, *S), for the forward that runs inside.
 
     Raises:
-        NotImplementedError: the forward has kept one, or what it made of one (a cache): the next one's would be others.
+        NoRuleError: the forward has kept one, or what it made of one (a cache): the next one's would be others.
     """
     before, _running.made = _running.made, []
     try:
         yield {name: PerSample.of(w) for name, w in weights.items()}
         if any(ref() is not None for ref in _running.made):
-            raise NotImplementedError("a parameter of each sample's own was kept from one call to the next")
+            raise NoRuleError("a parameter of each sample's own was kept from one call to the next")
     finally:
         _running.made = before
 
@@ -59,18 +64,18 @@ class PerSample(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """By the rule for `func`; NotImplementedError where there is none."""
+        """By the rule for `func`; NoRuleError where there is none."""
         kwargs, rule = kwargs or {}, OPS.get(func) or _RULES.get(func)
         result = NotImplemented if rule is None else rule(func, *args, **kwargs)
         if result is NotImplemented:
-            raise NotImplementedError(f"`{getattr(func, '__name__', func)}` has no rule for a parameter of each sample's own")
+            raise NoRuleError(f"`{getattr(func, '__name__', func)}` has no rule for a parameter of each sample's own")
         return result
 
     def over(self, x_ndim: int, rows: int) -> Tensor:
-        """`each` as it broadcasts with a tensor of `x_ndim` dims that holds `rows` rows, k a sample; NotImplementedError."""
+        """`each` as it broadcasts with a tensor of `x_ndim` dims that holds `rows` rows, k a sample; NoRuleError."""
         size, shape = self.each.shape[0], (*(1,) * (x_ndim - self.ndim), *self.shape)
         if self.ndim > x_ndim or shape[0] != 1 or rows % size or not rows:
-            raise NotImplementedError(f"a parameter of shape {tuple(self.shape)} has no place in {rows} rows of {size} samples")
+            raise NoRuleError(f"a parameter of shape {tuple(self.shape)} has no place in {rows} rows of {size} samples")
         each = self.each.reshape(size, *shape[1:])
         return each if rows == size else each.repeat_interleave(rows // size, 0)
 
@@ -152,7 +157,7 @@ def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: 
 
 
 _READ = [
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__, Tensor.__repr__),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
@@ -180,6 +185,7 @@ def _named(names: Iterable[str]) -> list[Any]:
 
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_READ, _plain),
+    Tensor.requires_grad.__get__: lambda func, t: t.each.requires_grad,  # type: ignore[attr-defined]
     **dict.fromkeys(_RESHAPE, _reshaped),
     **dict.fromkeys([Tensor.transpose, torch.transpose, Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__], _transposed),  # type: ignore[attr-defined]
     **dict.fromkeys([Tensor.permute, torch.permute], _permuted),

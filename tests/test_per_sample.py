@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pslayers as ps
-from pslayers.per_sample import PerSample
+from pslayers.per_sample import NoRuleError, PerSample
 
 from .oracle import assert_rows_right
 from .test_redirect import Leaf
@@ -76,7 +76,7 @@ def _in_place(x: Tensor, w: Tensor) -> Tensor:
 
 def _kept(x: Tensor, w: Tensor) -> Tensor:
     assert w.shape == (4, 3) and w.size(0) == len(w) == 4 and w.ndim == w.dim() == 2 and w.numel() == 12
-    assert w.dtype == x.dtype and w.device == x.device and w.is_floating_point()
+    assert w.dtype == x.dtype and w.device == x.device and w.is_floating_point() and w.requires_grad >= torch.is_grad_enabled()
     return x @ w
 
 
@@ -157,6 +157,18 @@ def test_nothing_is_kept_from_one_call_to_the_next() -> None:
         ours[1].kept.clear()
 
 
+def test_a_forward_that_does_something_new_later_is_proved_anew() -> None:
+    long = Leaf(lambda x, w: x * (w if x.shape[1] < 6 else w.cumsum(0)), w=(4,))
+    model = nn.Sequential(nn.Linear(4, 4), long, nn.Linear(4, 2)).double()
+    ours = assert_rows_right(model, torch.randn(3, *SEQUENCE, dtype=torch.float64))
+    ways = []
+    for time in (5, 7, 5, 8):
+        ours.zero_grad()
+        assert_rows_right(model, torch.randn(3, time, 4, dtype=torch.float64), converted=ours)
+        ways.append(next(row.way for row in ps.report(ours).rows if row.path == "1"))
+    assert ways == ["direct", "vmap", "vmap", "vmap"]
+
+
 def test_what_has_no_rule_is_refused() -> None:
     one = PerSample.of(torch.randn(3, 4))
     x = torch.randn(3, 5, 4)
@@ -176,5 +188,5 @@ def test_what_has_no_rule_is_refused() -> None:
         lambda: F.scaled_dot_product_attention(one, x, x),
     ]
     for use in refused:
-        with pytest.raises(NotImplementedError, match=r"has no rule|has no place"):
+        with pytest.raises(NoRuleError, match=r"has no rule|has no place"):
             use()
