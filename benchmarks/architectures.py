@@ -79,7 +79,7 @@ def bert(b: int) -> Problem:
 def albert(b: int) -> Problem:
     """One layer of width 128 used 6 times, 64 tokens."""
     sizes = {"embedding_size": 64, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 512}
-    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0}
     return _language("AlbertForSequenceClassification", "AlbertConfig", b, "logits", **sizes, **off)
 
 

@@ -65,6 +65,8 @@ def interleaved(
     engines = {k.name: k(copy.deepcopy(problem.model), problem.loss, autocast) for k in kinds}
     peers = {k.name for k in kinds if k.peer}
     times: dict[str, list[float]] = {name: [] for name in engines}
+    if not engines:
+        return times
     with quiet_collector():
         steps, turn_cost = {}, 0.0
         for name, engine in engines.items():

@@ -8,6 +8,7 @@ weights fills both. Keeping them apart means that no pass over the B x P memory 
 and that whatever asks for one of the two (``torch.autograd.grad``) neither pays for nor disturbs the other.
 """
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -158,8 +159,26 @@ UNSCALED = Scale()
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
+def _without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def plain(ctx: Any, *grads: Tensor) -> Any:
+        if not torch._C._is_any_autocast_enabled():
+            return backward(ctx, *grads)
+        with torch._C._DisableAutocast():  # type: ignore[attr-defined]
+            return backward(ctx, *grads)
+
+    return plain
+
+
 class Op(torch.autograd.Function):
-    """An autograd.Function whose call costs less: no transform of torch.func goes into it, so nothing is looked at for one."""
+    """An autograd.Function whose call costs less: no transform of torch.func goes into it, so nothing is looked at for one.
+
+    Its backward pass computes in the precision that the forward pass has left, inside of a user's autocast too.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.backward = staticmethod(_without_autocast(cls.__dict__["backward"].__func__))  # type: ignore[assignment]
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

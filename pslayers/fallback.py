@@ -15,7 +15,7 @@ other samples' those of the module as it is.
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from .expand import Expansion, Scale, by_original_layers, local
-from .per_sample import PerSample, standing_in
+from .per_sample import NoRuleError, PerSample, standing_in
 from .record import recorder_of
 from .redirect import Redirect
 from .snapshot import trial, unchanged
@@ -88,9 +88,9 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     output = _run(module, forward, plan, (args, kwargs), weights, batch.size)
     if plan.way in OWN:  # the caller may index what now has a row for each sample
         batch.outputs.add([(w, 0, None) for w in weights.values()])
-    else:  # inside, the way itself keeps samples apart
-        made = (*tensors_in([output]), *written_to((args, kwargs), taken))
-        layouts = (*plan.layouts.outputs, *plan.layouts.written)
+    if plan.way != "broadcast":  # inside, the way itself keeps samples apart
+        made = (*tensors_in([output]), *(() if plan.way == "direct" else written_to((args, kwargs), taken)))
+        layouts = (*plan.layouts.outputs, *(() if plan.way == "direct" else plan.layouts.written))
         batch.outputs.add([_owned(t, lay, batch.size) for t, lay in zip(made, layouts, strict=True)])
     return output
 
@@ -197,10 +197,11 @@ class _Proof:
         self.redirected: set[str] = set()
         self.values = {name: p.detach() for name, p in parameters_of(module, own=False).items()}
         self.others = {name: p * 1.1 + 0.1 * (p.abs().mean() + 0.1) * noise(p) for name, p in self.values.items()}
+        self.rounding = _rounding(call, self.values.values())
         self.plain = self._outputs({})
 
     def holds(self, plan: Plan) -> bool:
-        names = [name for name, _ in plan.forms] or list(plan.fast) or list(self.values)
+        names = [name for name, _ in plan.forms] or [name for name in plan.fast if name in self.values] or list(self.values)
         weights = {n: torch.stack([self.others[n] if c else self.values[n] for c in self.changed]) for n in names}
         expected = self._outputs({n: self.others[n] for n in names})
         with torch.no_grad(), trial(self.module):
@@ -251,8 +252,9 @@ class _Proof:
                 return False
         # some gradients are nothing but rounding (a bias before a softmax): judge by the largest
         largest = max((g.nan_to_num(0, 0, 0).abs().max().item() for g in grads[0] if g is not None and g.numel()), default=0.0)
+        close = max(1e-3, 16 * self.rounding), max(1e-4, 4 * self.rounding) * largest
         for plain, rows in zip(*grads, strict=True):
-            if plain is not None and (rows is None or not torch.allclose(rows.sum(0), plain, 1e-3, 1e-4 * largest, True)):
+            if plain is not None and (rows is None or not torch.allclose(rows.sum(0), plain, *close, True)):
                 self.problem = f"the rows do not add up to the gradient ({plan.way})"
                 return False
         self.redirected = {name for name, w in each.items() if w.data_ptr() in redirect.weights and plan.way == "vmap"}
@@ -270,12 +272,20 @@ class _Proof:
         scale = (other - plain).nan_to_num(0, 0, 0).abs().max()
         same = (found == expected) | (found.isnan() & expected.isnan())  # infinities, as in masks
         error = torch.where(same, 0, (found - expected).abs())
-        return bool(error.max() <= 1e-3 * scale + 1e-5 * plain.abs().nan_to_num(0, 0, 0).max())
+        close = max(1e-3, 16 * self.rounding), max(1e-5, 4 * self.rounding)
+        return bool(error.max() <= close[0] * scale + close[1] * plain.abs().nan_to_num(0, 0, 0).max())
 
     def _outputs(self, weights: dict[str, Tensor]) -> list[Tensor]:
         args, kwargs = _copy(self.call)
         with torch.no_grad(), trial(self.module), _reparametrize_module(self.module, weights, tie_weights=True):
             return [t for t in tensors_in([self.forward(self.module, *args, **kwargs)]) if isinstance(t, Tensor)]
+
+
+def _rounding(call: Call, params: Iterable[Tensor]) -> float:
+    """The relative error of one number in the coarsest precision that a call computes in."""
+    tensors = [t for t in (*tensors_in(call), *params) if isinstance(t, Tensor) and t.is_floating_point()]
+    cast = {t.device.type for t in tensors if torch.is_autocast_enabled(t.device.type)}
+    return max((torch.finfo(d).eps for d in (*(t.dtype for t in tensors), *map(torch.get_autocast_dtype, cast))), default=0.0)
 
 
 def _summed(t: Any, layout: Layout, size: int) -> Tensor | float:
@@ -317,7 +327,12 @@ def _run(
         with _in_place_of(module, forms):
             return forward(module, *call[0], **call[1])
     if plan.way == "direct":
-        with standing_in(weights) as stand_ins:
+        if weights.keys() - plan.fast:  # not trained when this was proved
+            raise NoRuleError("a parameter is trained that was not")
+        batch = zip(tensors_in(call), plan.layouts.inputs, strict=True)
+        with standing_in(
+            weights, [t for t, lay in batch if isinstance(t, Tensor) and lay in (BATCH_MAJOR, ("dim", 0))]
+        ) as stand_ins:
             with _in_place_of(module, stand_ins):
                 output = forward(module, *call[0], **call[1])
             stand_ins.clear()
@@ -399,7 +414,8 @@ def _of_the_batch(output: Any, layouts: tuple[Layout, ...]) -> Any:
     rest = iter(layouts)
 
     def real(t: Tensor) -> Tensor:
-        layout = next(rest)
+        if (layout := next(rest, None)) is None:
+            raise NoRuleError("it returns more than it did")
         return t if not isinstance(t, PerSample) else t.over(t.ndim, len(t.each)) if layout == SHARED else t.each
 
     return map_tensors(real, output)

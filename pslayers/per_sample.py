@@ -1,12 +1,14 @@
-"""Parameters of which each sample has its own, for a forward that runs once, for the whole batch, as it is written.
+"""Parameters of which each sample has its own, in a forward that runs once, for the whole batch, as it is written.
 
 A `PerSample` takes a parameter's place. It has the parameter's shape S, and knows the B values (B, *S) that it stands for: where it
-meets the batch, whose rows are k a sample, each sample's rows meet its own. Ops that no rule knows are refused.
+meets the batch, whose rows are k a sample, each sample's rows meet its own. What no rule knows is refused. Whose the rows of a
+tensor are is never guessed from a multiple of B: torch's ops take the parameter only to the module's own inputs and views of them,
+whose rows lie where these lie; what goes value by value also to tensors of as many rows.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,25 +29,26 @@ OPS: dict[Any, Rule] = {}
 
 class _Running(threading.local):
     made: list["weakref.ref[PerSample]"] | None = None  # in the forward that is running
+    inputs: Sequence[Tensor] = ()  # of that forward: the batch's, its rows in dim 0, k a sample
 
 
 _running = _Running()
 
 
 @contextmanager
-def standing_in(weights: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """A `PerSample` for each of the weights (B, *S), for the forward that runs inside.
+def standing_in(weights: dict[str, Tensor], inputs: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
+    """A `PerSample` for each of the weights (B, *S), for the forward that runs inside on these inputs (k * B, ...).
 
     Raises:
         NoRuleError: the forward has kept one, or what it made of one (a cache): the next one's would be others.
     """
-    before, _running.made = _running.made, []
+    before, _running.made, _running.inputs = (_running.made, _running.inputs), [], inputs
     try:
         yield {name: PerSample.of(w) for name, w in weights.items()}
         if any(ref() is not None for ref in _running.made):
             raise NoRuleError("a parameter of each sample's own was kept from one call to the next")
     finally:
-        _running.made = before
+        _running.made, _running.inputs = before
 
 
 class PerSample(Tensor):
@@ -72,12 +75,39 @@ class PerSample(Tensor):
         return result
 
     def over(self, x_ndim: int, rows: int) -> Tensor:
-        """`each` as it broadcasts with a tensor of `x_ndim` dims that holds `rows` rows, k a sample; NoRuleError."""
+        """`each` as it broadcasts with a tensor of `x_ndim` dims that holds as many rows as the module's input; NoRuleError."""
         size, shape = self.each.shape[0], (*(1,) * (x_ndim - self.ndim), *self.shape)
-        if self.ndim > x_ndim or shape[0] != 1 or rows % size or not rows:
+        if self.ndim > x_ndim or shape[0] != 1 or all(rows != len(t) for t in _running.inputs):
             raise NoRuleError(f"a parameter of shape {tuple(self.shape)} has no place in {rows} rows of {size} samples")
         each = self.each.reshape(size, *shape[1:])
         return each if rows == size else each.repeat_interleave(rows // size, 0)
+
+
+def of_the_input(x: Tensor) -> bool:
+    """Whether the rows of `x` lie where those of an input of the module lie, one or several in each, so that they are its."""
+    return any(x is t or _within(x, t) for t in _running.inputs)
+
+
+def _within(x: Tensor, t: Tensor) -> bool:
+    x, t = _behind(x), _behind(t)
+    if not x.ndim or x.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() or not x.numel() or len(x) % len(t):
+        return False
+    block, k, offset = t.stride(0), len(x) // len(t), x.storage_offset() - t.storage_offset()
+    apart = _extent(t) < block and x.stride(0) * k == block  # rows that are blocks of memory
+    return apart and offset >= 0 and offset + (k - 1) * x.stride(0) + _extent(x) < block
+
+
+def _behind(t: Tensor) -> Tensor:
+    """What the transforms of torch.func that run have wrapped."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(t):
+        t = functorch.get_unwrapped(t)
+    return t
+
+
+def _extent(t: Tensor) -> int:
+    """How far from its first value a row's last one lies."""
+    return sum((n - 1) * stride for n, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
 
 
 def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +126,10 @@ def _transposed(func: Any, t: Any, dim0: int = 0, dim1: int = 1) -> Any:
     return PerSample.of(t.each.transpose(dim0 % t.ndim + 1, dim1 % t.ndim + 1)) if t.ndim >= 2 else t
 
 
+def _turned(func: Any, t: Any) -> Any:
+    return PerSample.of(t.each.mT) if t.ndim >= 2 else NotImplemented
+
+
 def _permuted(func: Any, t: Any, *dims: Any) -> Any:
     order = dims[0] if isinstance(dims[0], tuple | list) else dims
     return PerSample.of(t.each.permute(0, *(d % t.ndim + 1 for d in order)))
@@ -103,14 +137,14 @@ def _permuted(func: Any, t: Any, *dims: Any) -> Any:
 
 def _indexed(func: Any, t: Any, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
-    if not isinstance(t, PerSample) or any(isinstance(i, PerSample) for i in parts):
-        return NotImplemented
+    if not isinstance(t, PerSample) or any(isinstance(i, PerSample) or (isinstance(i, Tensor) and of_the_input(i)) for i in parts):
+        return NotImplemented  # looked up by the batch's ids: each sample at all of them
     like, each = _plain(func, t, index), t.each[(slice(None), *parts)]
     return PerSample.of(each) if each.shape[1:] == like.shape else NotImplemented
 
 
 def _expanded(func: Any, t: Any, *sizes: Any) -> Any:
-    """To the batch: a leading dim of one becomes the samples'. No other, since that would look alike for some batch sizes."""
+    """To the batch: a leading dim of one becomes the samples'."""
     shape = tuple(sizes[0]) if isinstance(sizes[0], tuple | list) else sizes
     if not isinstance(t, PerSample) or shape[0] == -1:
         return NotImplemented
@@ -187,7 +221,8 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_READ, _plain),
     Tensor.requires_grad.__get__: lambda func, t: t.each.requires_grad,  # type: ignore[attr-defined]
     **dict.fromkeys(_RESHAPE, _reshaped),
-    **dict.fromkeys([Tensor.transpose, torch.transpose, Tensor.t, torch.t, Tensor.T.__get__, Tensor.mT.__get__], _transposed),  # type: ignore[attr-defined]
+    **dict.fromkeys([Tensor.transpose, torch.transpose, Tensor.t, torch.t], _transposed),
+    Tensor.mT.__get__: _turned,  # type: ignore[attr-defined]
     **dict.fromkeys([Tensor.permute, torch.permute], _permuted),
     Tensor.__getitem__: _indexed,
     Tensor.expand: _expanded,

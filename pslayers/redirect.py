@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from . import functional as PF
-from .per_sample import OPS, PerSample
+from .per_sample import OPS, PerSample, of_the_input
 
 Op = Callable[..., Tensor]
 
@@ -46,7 +46,7 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     """The op, by its vmap rule, or with the samples' own weights on the batch."""
     if not isinstance(weight, PerSample) and not isinstance(bias, PerSample):
         return _Redirected.apply(op, x, weight, bias)
-    if isinstance(x, PerSample) or x.ndim == 0:
+    if isinstance(x, PerSample) or not of_the_input(x):
         return NotImplemented
     return op(x, *(t.each if isinstance(t, PerSample) else t for t in (weight, bias)))
 

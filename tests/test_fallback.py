@@ -329,7 +329,7 @@ WAYS = {
     "rms-norm": "direct",
     "conv-norm": "direct",
     "relative-bias": "direct",
-    "written-into-zeros": "direct",
+    "written-into-zeros": "vmap",
     "past-its-layer": "vmap",
     "cache": "vmap",
     "experts": "loop",

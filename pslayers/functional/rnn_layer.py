@@ -4,7 +4,6 @@ Indices as in rnn.py: t time, n row (N = k * B), g gates, i in, h hidden; M weig
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,9 +54,7 @@ class Layer(Op):
         x, y, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
             return None, *_graph_backward(ctx.plan, x, tensors, grads)
-        off = torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext()
-        with off:
-            return None, *_backward(ctx.plan, wanted(ctx, *ctx.plan.expansions)[1:], x, y, tensors, grads)
+        return None, *_backward(ctx.plan, wanted(ctx, *ctx.plan.expansions)[1:], x, y, tensors, grads)
 
 
 def _split(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

@@ -142,6 +142,10 @@ def test_a_slow_peer_drops_out_and_others_do_not(monkeypatch: pytest.MonkeyPatch
     assert {name: len(t) for name, t in times.items()} == {"plain": 7, "pslayers": 7, "loop": 2, "torch.func": 7, "expanded": 1}
 
 
+def test_a_model_on_which_no_engine_agrees_is_not_timed() -> None:
+    assert timing.interleaved([], problem(), None, timing.Effort(3, 3), lambda text: None) == {}
+
+
 def test_memory_of_a_process_that_fails() -> None:
     failed = memory.measure(memory.Job("mlp", 0, 1, f"{HERE}:Nobody"))
     assert "Nobody" in failed["memory_error"]

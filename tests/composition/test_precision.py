@@ -36,8 +36,9 @@ def close_to_truth(found: Tensor, plain: Tensor, truth: Tensor) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------- low precision
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("inside", [False, True], ids=["", "backward-inside"])
 @pytest.mark.parametrize("how", ["autocast-bfloat16", "autocast-float16", "bfloat16", "float16"])
-def test_whole_models(name: str, how: str) -> None:
+def test_whole_models(name: str, how: str, inside: bool) -> None:
     """Rows have the parameter's dtype, whatever autocast computes in, and are as exact as plain torch's."""
     make, batch = MODELS[name]
     model, x = make().double(), batch(4)
@@ -56,7 +57,8 @@ def test_whole_models(name: str, how: str) -> None:
     except RuntimeError as error:
         pytest.skip(f"torch's own layers cannot: {str(error).splitlines()[0][:100]}")
     ours = ps.convert_model(copy.deepcopy(plain))
-    loss(ours, x).backward()
+    with torch.autocast("cpu", low, enabled=autocast and inside):
+        loss(ours, x).backward()
     for (key, p), *rows in zip(ours.named_parameters(), *each, strict=True):
         assert p.grad_sample.dtype == p.grad.dtype == own
         assert close_to_truth(p.grad_sample, torch.stack(rows), truth[key]), key
@@ -83,10 +85,12 @@ def test_float16_in_every_layer(suite: LayerSuite, case: Case, how: str) -> None
     except RuntimeError as error:
         pytest.skip(f"torch's own layer cannot: {str(error).splitlines()[0][:100]}")
     ours = suite.converted(low)
-    losses(ours, inputs, n).mean().backward()
-    for k, p in ours.named_parameters():
-        assert p.grad_sample.dtype == own
-        assert close_to_truth(p.grad_sample, torch.stack(rows[k]), truth[k]), k
+    for inside in (False, True):
+        with torch.autocast("cpu", torch.float16, enabled=own == torch.float32 and inside):
+            losses(ours, inputs, n).mean().backward()
+        for k, p in ours.named_parameters():
+            assert p.grad_sample.dtype == own
+            assert close_to_truth(p.grad_sample, torch.stack(rows[k]), truth[k]), k
 
 
 # ---------------------------------------------------------------------------------------------------------------- loss scaling
