@@ -1,7 +1,6 @@
 """PSContainer: modules with layers below them, and modules without a replacement, by a class made for each."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from .layers.base import PSLayer
 from .per_sample import NoRuleError
 from .snapshot import Snapshot
 from .tracking import TABLE, Ambiguous, Tracker, parameters_used
-from .trees import ndims, own_parameters, tensors_in
+from .trees import ndims, tensors_in
 
 
 class PSContainer(Converted):
@@ -50,7 +49,7 @@ class PSContainer(Converted):
             return original(self, *args, **kwargs)
         recording = state.settings.recording and torch.is_grad_enabled() and not transforming()
         given = self._ps_given(own=not state.whole)
-        if not given and not (recording and any(p.requires_grad for p in (self.parameters() if state.whole else _own(self)))):
+        if not given and not (recording and fallback.parameters_of(self, own=not state.whole)):
             return original(self, *args, **kwargs)
         call = batch.calls[id(self)] = batch.calls.get(id(self), -1) + 1
         if batch.size <= 1:
@@ -122,10 +121,6 @@ class PSContainer(Converted):
                 if why is not None and module is self:
                     raise why from error
                 _whole(modules, tracker.callers.get((id(module), call)), module, str(error))
-
-
-def _own(module: nn.Module) -> Iterator[nn.Parameter]:
-    return (p for _, p in own_parameters(module))
 
 
 def _take_gradients(tracker: Tracker, recorded: Tracker) -> None:

@@ -89,8 +89,10 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     if plan.way in OWN:  # the caller may index what now has a row for each sample
         batch.outputs.add([(w, 0, None) for w in weights.values()])
     if plan.way != "broadcast":  # inside, the way itself keeps samples apart
-        made = (*tensors_in([output]), *(() if plan.way == "direct" else written_to((args, kwargs), taken)))
-        layouts = (*plan.layouts.outputs, *(() if plan.way == "direct" else plan.layouts.written))
+        made, layouts = list(tensors_in([output])), list(plan.layouts.outputs)
+        if plan.way not in OWN:
+            made += written_to((args, kwargs), taken)
+            layouts += plan.layouts.written
         batch.outputs.add([_owned(t, lay, batch.size) for t, lay in zip(made, layouts, strict=True)])
     return output
 
@@ -129,7 +131,7 @@ def _weights(module: Any, given: set[str], own: bool) -> dict[str, Tensor]:
             module._ps_check_given(name, param, batch.size)
             weights[name] = param
         elif param.requires_grad and isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
-            holder = module.get_submodule(name.rpartition(".")[0]) if "." in name else module
+            holder = module.get_submodule(name.rpartition(".")[0])
             recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
             rows = recorder.rows(batch.size)
             weights[name] = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
@@ -392,8 +394,8 @@ def _in_place_of(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None
     """Tensors in the place of the module's own parameters."""
     places = []
     for name, tensor in tensors.items():
-        *inner, last = name.split(".")
-        places.append(((module.get_submodule(".".join(inner)) if inner else module)._parameters, last, tensor))
+        path, _, last = name.rpartition(".")
+        places.append((module.get_submodule(path)._parameters, last, tensor))
     before = [(held, name, held[name]) for held, name, _ in places]
     try:
         for held, name, tensor in places:

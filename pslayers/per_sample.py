@@ -68,8 +68,11 @@ class PerSample(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """By the rule for `func`; NoRuleError where there is none."""
-        kwargs, rule = kwargs or {}, OPS.get(func) or _RULES.get(func)
-        result = NotImplemented if rule is None else rule(func, *args, **kwargs)
+        kwargs, result = kwargs or {}, NotImplemented
+        if func in _RULES:
+            result = _RULES[func](func, *args, **kwargs)
+        elif func in OPS:
+            result = OPS[func](*args, **kwargs)
         if result is NotImplemented:
             raise NoRuleError(f"`{getattr(func, '__name__', func)}` has no rule for a parameter of each sample's own")
         return result
@@ -89,7 +92,7 @@ def of_the_input(x: Tensor) -> bool:
 
 
 def _within(x: Tensor, t: Tensor) -> bool:
-    x, t = _behind(x), _behind(t)
+    x, t = behind(x), behind(t)
     if not x.ndim or x.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() or not x.numel() or len(x) % len(t):
         return False
     block, k, offset = t.stride(0), len(x) // len(t), x.storage_offset() - t.storage_offset()
@@ -97,7 +100,7 @@ def _within(x: Tensor, t: Tensor) -> bool:
     return apart and offset >= 0 and offset + (k - 1) * x.stride(0) + _extent(x) < block
 
 
-def _behind(t: Tensor) -> Tensor:
+def behind(t: Tensor) -> Tensor:
     """What the transforms of torch.func that run have wrapped."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(t):

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from . import functional as PF
-from .per_sample import OPS, PerSample, of_the_input
+from .per_sample import OPS, PerSample, behind, of_the_input
 
 Op = Callable[..., Tensor]
 
@@ -62,12 +62,6 @@ def _expanded(weight: Any) -> bool:
     return not functorch.is_batchedtensor(inner) and (inner.stride(dim) == 0 or inner.shape[dim] == 1)
 
 
-def _data_ptr(expanded: Tensor) -> int:
-    while torch._C._functorch.is_functorch_wrapped_tensor(expanded):  # by vmap, and by what it runs in
-        expanded = torch._C._functorch.get_unwrapped(expanded)
-    return expanded.data_ptr()
-
-
 class Redirect(TorchFunctionMode):
     """Inside of vmap: ops whose weight is an expansion run in their fast form; `weights` notes where these lie.
 
@@ -85,7 +79,7 @@ class Redirect(TorchFunctionMode):
         if rule is not None:
             result = rule(*args, **(kwargs or {}))
             if result is not NotImplemented:
-                self.weights |= {_data_ptr(t) for t in (*args, *(kwargs or {}).values()) if _expanded(t)}
+                self.weights |= {behind(t).data_ptr() for t in (*args, *(kwargs or {}).values()) if _expanded(t)}
                 return result
         result = func(*args, **(kwargs or {}))
         if self.size is not None and func in _MAKERS and not torch._C._functorch.is_batchedtensor(result):
@@ -248,10 +242,4 @@ _RULES: dict[Any, Callable[..., Any]] = {
     F.prelu: _prelu,
     F.scaled_dot_product_attention: _attention,
 }
-
-
-def _on_the_batch(rule: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda func, *args, **kwargs: rule(*args, **kwargs)
-
-
-OPS.update({func: _on_the_batch(rule) for func, rule in _RULES.items() if rule is not _attention})
+OPS.update(_RULES)

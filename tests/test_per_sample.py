@@ -207,10 +207,6 @@ def test_rows_that_lie_elsewhere_for_some_shapes_alone(move: Callable[..., Tenso
         for n, time in (first, (4, 3), (3, 2), (2, 4), (4, 4), (8, 2)):
             ours.zero_grad()
             x = torch.randn(n, time, 4, dtype=torch.float64)
-            try:
-                ours(x)
-            except ValueError:  # an error by name is right, wrong rows are not
-                break
             assert_rows_right(model, x, converted=ours)
 
 
