@@ -77,6 +77,11 @@ def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, .
         )
     if _inside(module):
         return original(module, *args, **kwargs)
+    if _recording(state.settings) and state.settings.picks:
+        raise RuntimeError(
+            f"`{state.path}` ({type(module).__name__}) gives layers rows that a mask has picked (as in h[mask]): how many each "
+            f"sample has is not known while it is compiled. Leave the module that picks out (torch.compiler.disable)."
+        )
     if _recording(state.settings) and (module.training, ndims((args, kwargs))) not in state.proved:
         raise RuntimeError(
             f"`{state.path}` ({type(module).__name__}) has not been proved right for this kind of call (training or not, dims of "

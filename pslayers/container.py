@@ -12,7 +12,7 @@ from .expand import Batch, local, transforming
 from .layers.base import PSLayer
 from .per_sample import NoRuleError
 from .snapshot import Snapshot
-from .tracking import TABLE, Ambiguous, Tracker, parameters_used
+from .tracking import PICKED, TABLE, Ambiguous, Tracker, parameters_used
 from .trees import ndims, tensors_in
 
 
@@ -43,6 +43,9 @@ class PSContainer(Converted):
     def _ps_run(self, *args: Any, **kwargs: Any) -> Any:
         """A call inside a batch."""
         state, batch, original = self._ps_state(), local.batch, self._ps_forward()
+        if local.picks is not None and state.general and (batched := self._ps_picked(args, kwargs)) is not None:
+            (args, kwargs), back = batched
+            return back(self._ps_run(*args, **kwargs))
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
         if batch is None or not state.general:
@@ -115,8 +118,10 @@ class PSContainer(Converted):
             layouts = fallback.Layouts(*(fallback.places(state, call, slot, value) for slot, value in slots.items()))
             how = (call, module.training, ndims((taken, named)))
             try:
-                forward = module._ps_forward()
-                state.plans[how] = fallback.choose(module, forward, (taken, named), layouts, batch.size, state.whole)
+                forward, picks = module._ps_forward(), id(module) in tracker.pickers
+                if picks or PICKED in layouts.outputs:
+                    state.settings.picks = True
+                state.plans[how] = fallback.choose(module, forward, (taken, named), layouts, batch.size, state.whole, picks)
             except fallback.NoWayError as error:
                 if why is not None and module is self:
                     raise why from error

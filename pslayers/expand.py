@@ -36,21 +36,32 @@ class Settings:
     )  # takes rows, instead of keeping
     workspace: torch.UntypedStorage | None = field(default=None, compare=False, repr=False)  # memory of streamed rows, in turn
     asked: bool = field(default=False, compare=False, repr=False)  # rows go to the call that asks for them
+    picks: bool = field(default=False, compare=False, repr=False)  # modules are called with rows that masks have picked
     partial: bool = False  # some trainable parameters are left without rows, as was asked for
     pass_id: int = field(default=-1, compare=False)
     sizes: set[int] = field(default_factory=set, compare=False, repr=False)  # of the calls that wait for their backward pass
+    picked: dict[int, list[Any]] = field(default_factory=dict, compare=False, repr=False)  # whose rows modules got in these calls
     waiting: bool = field(default=False, compare=False, repr=False)
     rows: int = field(default=-1, compare=False, repr=False)  # samples in the pass that is running
     recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:  # a copy agrees on the same things, and has recorded nothing yet
-        own = {"pass_id": -1, "recorded": {}, "sizes": set(), "waiting": False, "stream": None, "workspace": None, "asked": False}
+        own = {
+            "pass_id": -1,
+            "recorded": {},
+            "sizes": set(),
+            "picked": {},
+            "waiting": False,
+            "stream": None,
+            "workspace": None,
+            "asked": False,
+        }
         return {**self.__dict__, **own}
 
     def called(self, size: int) -> None:
         """Note the batch size of an outermost call: a checkpoint recomputes parts of it during the backward pass."""
         if not self.waiting:
-            self.sizes, self.waiting = set(), True
+            self.sizes, self.picked, self.waiting = set(), {}, True
         self.sizes.add(size)
 
     def begin_pass(self, pass_id: int) -> None:
@@ -111,6 +122,7 @@ class _Local(threading.local):
         self.explicit: int | None = None
         self.tracker: Any = None  # collects what calls take and return while the batch is tracked
         self.call: Any = None  # the call of a layer that is running
+        self.picks: Any = None  # knows whose the rows are that masks pick
         self.general = False  # inside a module whose parameters are per sample already, under vmap or in a loop
 
 

@@ -26,10 +26,11 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from .expand import Expansion, Scale, by_original_layers, local
 from .per_sample import NoRuleError, PerSample, standing_in
+from .picks import sample_by_sample
 from .record import recorder_of
 from .redirect import Redirect
 from .snapshot import trial, unchanged
-from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout, noise
+from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout, noise
 from .trees import assign, map_tensors, own_parameters, tensors_in, written_to
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -99,8 +100,19 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
 
 def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | None]:
     """A tensor that was put together from the samples', the dim of its rows, and whose they are; None: k a sample, in order."""
+    if layout == PICKED:
+        return t, 0, _picked(t)
     owners = torch.arange(size, device=t.device).repeat(t.shape[0] // size) if layout == TIME_MAJOR else None
     return t, layout[1], owners
+
+
+def _picked(t: Tensor) -> Tensor:
+    """Whose the rows of a tensor are that is known to hold picked ones."""
+    owners = local.picks and local.picks.owners(t)
+    if not owners or owners.ids is None:
+        raise NoRuleError("it does not return rows that a mask has picked")
+    ids: Tensor = owners.ids
+    return ids
 
 
 def _watch(module: Any, weights: dict[str, Tensor], formed: frozenset[str]) -> None:
@@ -146,13 +158,16 @@ def fits(plan: Plan, call: Call, size: int) -> bool:
     )
 
 
-def choose(module: Any, forward: Forward, call: Call, layouts: Layouts, size: int, whole: bool) -> Plan:
-    """The fastest way that is proved right for this call; `whole` rules out those that leave what lies below to itself."""
+def choose(module: Any, forward: Forward, call: Call, layouts: Layouts, size: int, whole: bool, picks: bool = False) -> Plan:
+    """The fastest way that is proved right for this call; `whole` rules out those that leave what lies below to itself.
+
+    `picks`: it picks rows by a mask, to which what broadcasts may fit by chance.
+    """
     if given := module._ps_given():  # per-sample weights: proved with those of the first sample
         first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
         with _reparametrize_module(module, first, tie_weights=True):
-            return choose(module, forward, call, layouts, size, whole)
-    if MIXED in (*layouts.inputs, *layouts.written) or set(layouts.outputs) == {MIXED}:
+            return choose(module, forward, call, layouts, size, whole, picks)
+    if {MIXED, PICKED} & {*layouts.inputs, *layouts.written} or set(layouts.outputs) == {MIXED}:
         raise NoWayError("its inputs or outputs cannot be attributed to samples")
     try:
         proof = _Proof(module, forward, call, layouts.outputs, size)
@@ -161,7 +176,7 @@ def choose(module: Any, forward: Forward, call: Call, layouts: Layouts, size: in
     own = frozenset(parameters_of(module, own=True))
     if not whole and MIXED not in layouts.outputs and proof.holds(plan := Plan("direct", layouts, fast=own)):
         return plan
-    if not whole and (forms := _forms(module, proof, layouts)) is not None:
+    if not whole and not picks and PICKED not in layouts.outputs and (forms := _forms(module, proof, layouts)) is not None:
         return Plan("broadcast", layouts, forms, fast=frozenset(name for name, _ in forms))
     if MIXED in layouts.outputs:
         raise NoWayError("samples interact in one of its outputs")
@@ -170,7 +185,16 @@ def choose(module: Any, forward: Forward, call: Call, layouts: Layouts, size: in
             if way == "loop":
                 warnings.warn(f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.", stacklevel=2)
             return replace(plan, fast=frozenset(proof.redirected))
+    inputs = tuple(_of_mask(t, layout, size) for t, layout in zip(tensors_in(call), layouts.inputs, strict=True))
+    if inputs != layouts.inputs:
+        return choose(module, forward, call, layouts._replace(inputs=inputs), size, whole, picks)
     raise NoWayError(proof.problem)
+
+
+def _of_mask(t: Any, layout: Layout, size: int) -> Layout:
+    """Masks are not changed to see where they lead, so they seem to be shared: with as many rows, they may be the samples'."""
+    batch = isinstance(t, Tensor) and t.dtype == torch.bool and t.ndim > 0 and len(t) == size
+    return ("dim", 0) if batch and layout == TABLE else layout
 
 
 def _forms(module: nn.Module, proof: "_Proof", layouts: Layouts) -> tuple[tuple[str, int], ...] | None:
@@ -308,6 +332,8 @@ def _mask(changed: Tensor, like: Tensor, layout: Layout) -> Tensor:
     kind, dim = layout
     if kind == "dim":
         return changed.reshape(*[1] * dim, -1, *[1] * (like.ndim - dim - 1))
+    if layout == PICKED:
+        return changed[_picked(like)].reshape(-1, *[1] * (like.ndim - 1))
     k = like.shape[0] // len(changed)
     rows = changed.repeat_interleave(k) if layout == BATCH_MAJOR else changed.repeat(k)
     return rows.reshape(-1, *[1] * (like.ndim - 1))
@@ -358,6 +384,7 @@ def _run(
         parts = iter(tensors)
         args, kwargs = taken = map_tensors(lambda _: next(parts), call)
         with (
+            sample_by_sample(),
             by_original_layers(),
             unchanged(module, numbers=False),
             _reparametrize_module(module, own, tie_weights=True),
@@ -368,6 +395,7 @@ def _run(
         skeleton[:] = [output, taken, dict(zip(map(id, tensors), itertools.count())), {id(t): i for i, t in enumerate(written)}]
         return (*(t for t in tensors_in([output]) if isinstance(t, Tensor)), *written)
 
+    both = (*plan.layouts.outputs, *plan.layouts.written)
     if plan.way == "vmap":
         with warnings.catch_warnings():  # torch's, of ops that vmap runs sample by sample, of which the user knows nothing
             warnings.filterwarnings("ignore", "There is a performance drop")
@@ -375,9 +403,12 @@ def _run(
     else:
         own = [dict(zip(weights, each, strict=True)) for each in zip(*(w.unbind() for w in weights.values()), strict=True)]
         each = [one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True))) for i in range(size)]
-        outputs = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
-    both = (*plan.layouts.outputs, *plan.layouts.written)
-    together = [_together(t, layout) for t, layout in zip(outputs, both, strict=True)]
+        outputs = tuple(zip(*each, strict=True))  # type: ignore[arg-type]
+    owners = _whose(module, forward, call) if PICKED in plan.layouts.outputs else {}
+    together = [
+        local.picks.joined(parts, owners[i]) if layout == PICKED else _together(parts, layout)
+        for i, (parts, layout) in enumerate(zip(outputs, both, strict=True))
+    ]
     output, taken, given, written = skeleton
     originals, count = list(tensors_in(call)), len(plan.layouts.outputs)
 
@@ -387,6 +418,15 @@ def _run(
     assign(call, taken, real)
     whole = iter(together)
     return map_tensors(lambda _: next(whole), output)
+
+
+def _whose(module: Any, forward: Forward, call: Call) -> dict[int, Tensor]:
+    """{place: whose the rows are} of a call's outputs that hold picked rows: these need not be in the order of the samples."""
+    args, kwargs = _copy(call)
+    with torch.no_grad(), trial(module), by_original_layers():
+        output = forward(module, *args, **kwargs)
+    found = ((place, local.picks.owners(t)) for place, t in enumerate(tensors_in([output])))
+    return {place: owners.ids for place, owners in found if owners is not None}
 
 
 @contextmanager
@@ -439,9 +479,10 @@ def _apart(t: Tensor, layout: Layout, size: int) -> Tensor:
     return t.unflatten(0, (size, -1))
 
 
-def _together(t: Tensor, layout: Layout) -> Tensor:
-    """The samples' outputs (B, ...) in the layout that the plain output has."""
+def _together(t: Tensor | tuple[Tensor, ...], layout: Layout) -> Tensor:
+    """The samples' outputs (B, ...), or one of each, in the layout that the plain output has."""
     kind, dim = layout
+    t = t if isinstance(t, Tensor) else torch.stack(t)
     if kind == "dim":
         return t.movedim(0, dim).flatten(dim, dim + 1)
     if layout == TABLE:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .expand import local
+
 Rule = Callable[..., Any]
 
 
@@ -77,27 +79,38 @@ class PerSample(Tensor):
             raise NoRuleError(f"`{getattr(func, '__name__', func)}` has no rule for a parameter of each sample's own")
         return result
 
-    def over(self, x_ndim: int, rows: int) -> Tensor:
-        """`each` as it broadcasts with a tensor of `x_ndim` dims that holds as many rows as the module's input; NoRuleError."""
+    def over(self, x_ndim: int, rows: int, ids: Tensor | None = None) -> Tensor:
+        """`each` as it broadcasts with a tensor of `x_ndim` dims; NoRuleError.
+
+        That holds as many rows as the module's input, or rows of these samples, if `ids` (rows,) are given.
+        """
         size, shape = self.each.shape[0], (*(1,) * (x_ndim - self.ndim), *self.shape)
-        if self.ndim > x_ndim or shape[0] != 1 or all(rows != len(t) for t in _running.inputs):
+        if self.ndim > x_ndim or shape[0] != 1 or (ids is None and all(rows != len(t) for t in _running.inputs)):
             raise NoRuleError(f"a parameter of shape {tuple(self.shape)} has no place in {rows} rows of {size} samples")
         each = self.each.reshape(size, *shape[1:])
+        if ids is not None:
+            return each.index_select(0, ids)
         return each if rows == size else each.repeat_interleave(rows // size, 0)
 
 
 def of_the_input(x: Tensor) -> bool:
     """Whether the rows of `x` lie where those of an input of the module lie, one or several in each, so that they are its."""
-    return any(x is t or _within(x, t) for t in _running.inputs)
+    return any(x is t or lies_in(x, t) for t in _running.inputs)
 
 
-def _within(x: Tensor, t: Tensor) -> bool:
+def lies_in(x: Tensor, t: Tensor) -> bool:
+    """Whether the rows of `x` lie in those of `t`, one or several in each, in order."""
     x, t = behind(x), behind(t)
     if not x.ndim or x.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() or not x.numel() or len(x) % len(t):
         return False
     block, k, offset = t.stride(0), len(x) // len(t), x.storage_offset() - t.storage_offset()
     apart = _extent(t) < block and x.stride(0) * k == block  # rows that are blocks of memory
     return apart and offset >= 0 and offset + (k - 1) * x.stride(0) + _extent(x) < block
+
+
+def picked_by(t: Tensor) -> Any:
+    """Whose the rows of a tensor are, where masks have picked them: as many as the batch's by chance."""
+    return None if local.picks is None else local.picks.owners(t)
 
 
 def behind(t: Tensor) -> Tensor:
@@ -173,7 +186,11 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         return PerSample.of(func(*aligned, **kwargs))
     if any(t.ndim != ndim or t.shape[0] != batch[0].shape[0] for t in batch):  # is it the batch's, or shared?
         return NotImplemented
-    return func(*(a.over(ndim, batch[0].shape[0]) if isinstance(a, PerSample) else a for a in args), **kwargs)
+    picked = [picked_by(t) for t in batch]
+    ids = None if picked[0] is None else picked[0].ids
+    if any(o is not picked[0] and (o is None or not o.same(picked[0])) for o in picked) or (picked[0] is not None and ids is None):
+        return NotImplemented
+    return func(*(a.over(ndim, batch[0].shape[0], ids) if isinstance(a, PerSample) else a for a in args), **kwargs)
 
 
 def _joined(func: Any, tensors: Any, dim: int = 0) -> Any:
@@ -188,7 +205,7 @@ def _in_place(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(t, PerSample) for t in (query, key, value)):
+    if any(isinstance(t, PerSample) or picked_by(t) for t in (query, key, value)):
         return NotImplemented
     return func(query, key, value, attn_mask.over(query.ndim, len(query)), *args, **kwargs)
 

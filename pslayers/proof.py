@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expand import Batch
-from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, Layout, batch_dim
+from .expand import Batch, local
+from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, batch_dim
 from .trees import tensors_in
 
 
@@ -41,14 +41,18 @@ def disagreement(ours: Any, plain: Any) -> str | None:
     return None
 
 
-def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = None) -> list[tuple[Tensor, Layout]]:
-    """The tensors of a model's output that hold the samples, and how: as tracked, or by their shape.
+def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = None) -> list[tuple[Tensor, int, Tensor]]:
+    """The tensors of a model's output that hold the samples, the dim of their rows, and whose these are: as tracked, or by shape.
 
     One in which samples interact in the original model (the similarities of all pairs) says nothing about whose rows are whose.
     """
-    found = []
+    found: list[tuple[Tensor, int, Tensor]] = []
     for place, t in enumerate(tensors_in([output])):
         if not isinstance(t, Tensor) or not t.requires_grad or not t.ndim or not t.numel() or t.is_complex():
+            continue
+        picked = None if local.picks is None else local.picks.owners(t)
+        if picked is not None:
+            found += [] if picked.ids is None else [(t, 0, picked.ids)]
             continue
         layout, dim = None if layouts is None else layouts[place], batch_dim(t, batch)
         if layout is None and t.shape[dim] == batch.size:
@@ -56,7 +60,8 @@ def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = 
         elif layout is None and t.shape[0] % batch.size == 0 and batch.settings.batch_first:
             layout = BATCH_MAJOR
         if layout not in (None, SHARED, TABLE, MIXED):
-            found.append((t, layout))
+            samples, k = torch.arange(batch.size, device=t.device), t.shape[layout[1]] // batch.size
+            found.append((t, layout[1], samples.repeat(k) if layout == TIME_MAJOR else samples.repeat_interleave(k)))
     return found
 
 
@@ -106,7 +111,7 @@ class Watched:
         return last
 
 
-def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, Layout]], batch: Batch) -> bool | None:
+def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, int, Tensor]], batch: Batch) -> bool | None:
     """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs alone.
 
     None where they seem to, but a NaN leaves it open: no gradient at all times NaN is NaN.
@@ -120,7 +125,8 @@ def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, Layout]], batch:
         device, last = outputs[0][0].device, layers.last()
         for samples in _separating_groups(batch.size):
             layers.samples = torch.tensor(samples, device=device)
-            own = [_of_samples(t, layout, layers.samples, batch.size) for t, layout in outputs]
+            theirs = [torch.isin(owners, layers.samples.to(t.device)) for t, _, owners in outputs]
+            own = [t.index_select(dim, rows.nonzero()[:, 0]) for (t, dim, _), rows in zip(outputs, theirs, strict=True)]
             loss = sum((t.sum() + (t * t).sum() for t in own), torch.zeros((), device=device))
             torch.autograd.grad(loss, last, retain_graph=True, allow_unused=True)
             if layers.agree is False:
@@ -133,14 +139,6 @@ def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, Layout]], batch:
     finally:
         for hook in layers.hooks:
             hook.remove()
-
-
-def _of_samples(t: Tensor, layout: Layout, samples: Tensor, size: int) -> Tensor:
-    kind, dim = layout
-    if kind == "dim":
-        return t.index_select(dim, samples.to(t.device))
-    split = t.unflatten(0, (size, -1) if layout == BATCH_MAJOR else (-1, size))
-    return split.index_select(0 if layout == BATCH_MAJOR else 1, samples.to(t.device))
 
 
 def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:

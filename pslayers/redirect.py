@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from . import functional as PF
-from .per_sample import OPS, PerSample, behind, of_the_input
+from .expand import local
+from .per_sample import OPS, PerSample, behind, of_the_input, picked_by
 
 Op = Callable[..., Tensor]
 
@@ -46,9 +47,10 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     """The op, by its vmap rule, or with the samples' own weights on the batch."""
     if not isinstance(weight, PerSample) and not isinstance(bias, PerSample):
         return _Redirected.apply(op, x, weight, bias)
-    if isinstance(x, PerSample) or not of_the_input(x):
-        return NotImplemented
-    return op(x, *(t.each if isinstance(t, PerSample) else t for t in (weight, bias)))
+    each = [t.each if isinstance(t, PerSample) else t for t in (weight, bias)]
+    if (owners := picked_by(x)) is not None and owners.ids is not None:
+        return local.picks.by_batch(lambda rows: op(rows, *each), x, owners)
+    return NotImplemented if isinstance(x, PerSample) or not of_the_input(x) else op(x, *each)
 
 
 def _expanded(weight: Any) -> bool:

@@ -20,11 +20,14 @@ from .snapshot import trial
 from .trees import map_tensors, own_parameters, tensors_in, written_to
 
 # how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's together or each time
-# step's together; not at all, being the same for all, in one row or without a batch dim (a table); or in no such way
+# step's together; as rows that masks have picked, see `picks`; not at all, being the same for all, in one row or without a batch
+# dim (a table); or in no such way
 Layout = tuple[str, int]
 # a tensor that a call takes or returns: the module's id, the number of the call, its place ("in", 0), its dims
 Key = tuple[int, int, tuple[str, int], int]
-BATCH_MAJOR, TIME_MAJOR, SHARED, TABLE, MIXED = ((kind, 0) for kind in ("batch-major", "time-major", "shared", "table", "mixed"))
+BATCH_MAJOR, TIME_MAJOR, PICKED, SHARED, TABLE, MIXED = (
+    (kind, 0) for kind in ("batch-major", "time-major", "picked", "shared", "table", "mixed")
+)
 FIRST = ("in", 0)
 _PREFERENCE = [*(("dim", d) for d in range(16)), BATCH_MAJOR, TIME_MAJOR]
 
@@ -45,6 +48,7 @@ class Tracker:
     def __init__(self) -> None:
         self.seen: dict[Key, Tensor] = {}
         self.calls: dict[int, int] = {}
+        self.pickers: set[int] = set()  # modules whose forward picks rows by a mask
         self.inner: list[int] = []  # the modules that are being called, the innermost last
         self.callers: dict[tuple[int, int], int | None] = {}  # (module, number of its call): the container that called it
         # the calls of containers, whole: what they take, return, and write into what they take
@@ -140,9 +144,14 @@ def track(
             together = _rerun(run, model, args, kwargs, inputs, samples, batch, plain) or {}
             _note_interactions(layouts, {k: w for k, w in together.items() if k[0] == id(model)}, samples, batch.size)
         changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
+        refused = set() if local.picks is None else local.picks.refused
         for key, x in plain.items():
-            if changed is not None and (where := changed.get(key)) is None:
+            if (owners := None if local.picks is None else local.picks.owners(x)) is not None:
+                layouts[key] = MIXED if owners.ids is None else PICKED
+            elif changed is not None and (where := changed.get(key)) is None:
                 layouts[key] = MIXED  # how many rows there are depends on the data
+            elif key[0] in refused and key[2][0] == "in":
+                layouts[key] = MIXED
             elif key not in layouts and changed is not None and not blind and not (where is not None and where.any()):
                 layouts[key] = _of_constant(x, batch.size)
     return layouts, tracker
@@ -331,8 +340,8 @@ def _explains(layout: Layout, where: Tensor, samples: Sequence[int], size: int) 
 
 
 def _groups(size: int) -> list[list[int]]:
-    """Groups of samples that together tell neighbours and ends apart: the first, the last, every other one, every other pair."""
-    groups = [[0], [size - 1], list(range(0, size, 2)), [i for i in range(size) if i & 2]]
+    """Groups of samples that hold every one, and tell neighbours and ends apart: the first, the last, every other one or pair."""
+    groups = [[0], [size - 1], *(list(range(start, size, 2)) for start in (0, 1)), [i for i in range(size) if i & 2]]
     return [group for i, group in enumerate(groups) if group and group not in groups[:i]]
 
 

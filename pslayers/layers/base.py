@@ -37,6 +37,9 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             return compiled.call_layer(self, ps_forward, args, kwargs)
         if local.call is not None and local.call.layer is self:  # a subclass that calls super().forward: one call, one set of rows
             return ps_forward(self, *args, **kwargs)
+        if local.picks is not None and (batched := self._ps_picked(args, kwargs)) is not None:
+            (args, kwargs), back = batched
+            return back(forward(self, *args, **kwargs))
         if local.tracker is not None:
             return self._ps_seen(ps_forward, args, kwargs)
         if local.general:
@@ -266,6 +269,8 @@ class PSLayer(Converted):
         free = 1 if self.event_dims is None else x.ndim - self.event_dims  # dims that could be the batch's
         n, batch, state = x.shape[0] if x.ndim else 0, local.batch, self._ps_state()
         assert batch is not None
+        if local.picks is not None and x in local.picks.batches:
+            return BATCH_MAJOR
         if free <= 0 or x.ndim == 0:
             if batch.trackable and (batch.calls.get(id(self), 0), FIRST, x.ndim) not in state.layouts:
                 raise Ambiguous  # what it returns gets a dim more: does it broadcast as it did?

@@ -1,0 +1,284 @@
+"""Rows that a mask picks: each sample's own, however many it has; from the first batch on, and in all later ones."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import pslayers as ps
+
+Forward = Callable[["Picking", Tensor, Tensor], Tensor]
+
+
+class Scaled(nn.Module):
+    """A module without a replacement."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x / x.square().mean(-1, keepdim=True).sqrt()).abs().sqrt() * self.scale
+
+
+class Picking(nn.Module):
+    """Layers, some of which get rows (k, 4) that a mask (B, T) picks out of (B, T, 4)."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.before, self.norm, self.scaled, self.after = nn.Linear(4, 4), nn.LayerNorm(4), Scaled(), nn.Linear(4, 3)
+        self.recurrent, self.table, self.weight = nn.LSTM(4, 4, batch_first=True), nn.Embedding(5, 4), nn.Parameter(torch.rand(4))
+        self.picks = forward
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.picks(self, self.before(x).tanh(), mask)
+
+
+def _written_back(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    y = h.new_zeros(*h.shape[:2], 3)
+    y[mask] = m.after(m.norm(h[mask]))
+    return y
+
+
+def _scattered_back(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    rows = mask.flatten().nonzero().squeeze(1)
+    y = m.after(h.reshape(-1, 4)[rows])
+    return torch.zeros(h.shape[0] * h.shape[1], 3, dtype=h.dtype).index_add(0, rows, y).view(*h.shape[:2], 3)
+
+
+def _by_numbers(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    sample, time = mask.nonzero(as_tuple=True)
+    y = m.after(h[sample, time] * torch.where(mask)[1].to(h.dtype).unsqueeze(-1))
+    return h.new_zeros(*h.shape[:2], 3).index_put((sample, time), y)
+
+
+def _numbers_in_one(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    numbers = torch.nonzero(mask)
+    sample, time = numbers.unbind(1)
+    return h.new_zeros(*h.shape[:2], 3).index_put((sample, numbers[:, 1]), m.after(h[sample, time]))
+
+
+def _selected(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    rows = torch.masked_select(h, mask.unsqueeze(-1)).view(-1, 4)
+    return h.new_zeros(*h.shape[:2], 3).masked_scatter(mask.unsqueeze(-1), m.after(rows))
+
+
+def _twice(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    rows = h[mask]
+    large = rows.sum(-1) > 0
+    rows = rows.index_put((large,), m.norm(rows[large]))
+    return m.after(rows)
+
+
+def _together(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    return m.after(torch.cat([h[mask], torch.cat([h[~mask][:, :2], h[~mask][:, 2:]], 1)], dim=0))
+
+
+def _samples(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    some = mask[:, 0]
+    h = h.index_put((some,), m.recurrent(h[some])[0])
+    return m.after(h)
+
+
+def _experts(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    rows, y = h.reshape(-1, 4), h.new_zeros(h.shape[0] * h.shape[1], 4)
+    chosen = F.one_hot(torch.stack([rows.argmax(-1), rows.argmin(-1)], 1), 4).permute(2, 1, 0)
+    for expert, layer in enumerate((m.norm, m.scaled, m.norm, nn.Identity())):
+        place, token = torch.where(chosen[expert])
+        y.index_add_(0, token, layer(rows[token]) * (place + 1).unsqueeze(-1))
+    return m.after(y.view(h.shape))
+
+
+def _flipped(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    y = h.new_zeros(*h.shape[:2], 3)
+    y[mask] = m.after(h[mask].flip(0)).flip(0)
+    return y
+
+
+def _pooled(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    owner = mask.nonzero()[:, 0]
+    return m.after(h.new_zeros(len(h), 4).index_add(0, owner, m.norm(h[mask])))
+
+
+def _by_module(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    return (h[mask] * m.weight) @ torch.ones(4, 2, dtype=h.dtype) + m.after(h[mask])[:, :2]
+
+
+def _looked_up(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    return m.after(m.table(h.argmax(-1)[mask]) + h[mask])
+
+
+PICKS: dict[str, Forward] = {
+    "layer": lambda m, h, mask: m.after(h[mask]),
+    "written-back": _written_back,
+    "scattered-back": _scattered_back,
+    "by-numbers": _by_numbers,
+    "numbers-in-one": _numbers_in_one,
+    "masked-select": _selected,
+    "of-what-was-picked": _twice,
+    "put-together": _together,
+    "samples": _samples,
+    "experts": _experts,
+    "flipped": _flipped,
+    "pooled": _pooled,
+    "by-the-module-itself": _by_module,
+    "ids": _looked_up,
+    "output": lambda m, h, mask: m.after(h)[mask],
+    "between-layers": lambda m, h, mask: m.after(F.gelu(F.dropout(m.norm(h[mask]), 0.0).unsqueeze(1).squeeze(1)) * 2 + 1),
+    "without-replacement": lambda m, h, mask: m.after(m.scaled(h[mask])),
+    "softmax": lambda m, h, mask: m.after(h[mask].softmax(-1) + h[mask].sum(1, keepdim=True) + h[mask].max(1).values[:, None]),
+    "views": lambda m, h, mask: m.after(h[mask].view(-1, 2, 2).flatten(1)),
+    "pieces": lambda m, h, mask: m.after(torch.cat(h[mask].chunk(2, 1), 1).reshape(-1, 4).contiguous()),
+    "sorted": lambda m, h, mask: m.after(h[mask].sort(1).values),
+}
+FIRST = {"all": (4, 1.0), "some": (4, 0.6), "few": (5, 0.2), "one-step": (1, 1.0), "none": (3, 0.0)}
+
+
+def _rows(model: nn.Module, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Each sample's gradient of the sum of squares of what it makes by itself."""
+    named, rows = dict(model.named_parameters()), []
+    for i in range(len(x)):
+        loss = (model(x[i : i + 1], mask[i : i + 1]) ** 2).sum()
+        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
+        rows.append(dict(zip(named, grads, strict=True)))
+    return {name: torch.stack([row[name] for row in rows]) for name in named}
+
+
+def _assert_right(model: nn.Module, ours: nn.Module, x: Tensor, mask: Tensor) -> None:
+    ours.zero_grad()
+    output = ours(x, mask)
+    torch.testing.assert_close(output, model(x, mask))
+    (output**2).sum().backward()
+    for name, rows in _rows(model, x, mask).items():
+        param = ours.get_parameter(name)
+        if param.grad_sample is None:
+            assert not rows.any(), name
+            continue
+        torch.testing.assert_close(param.grad_sample, rows, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(param.grad, rows.sum(0), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("name", PICKS)
+def test_rows_are_right_whatever_was_picked_first(name: str, first: str) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = Picking(PICKS[name]).double()
+        ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+        time, share = FIRST[first]
+        for n, t, part in (
+            (4, time, share),
+            (4, 4, 0.5),
+            (4, 3, 0.3),
+            (2, 5, 0.5),
+            (4, 4, 1.0),
+            (3, 4, 0.5),
+            (1, 4, 0.5),
+            (4, 4, 0.0),
+        ):
+            mask = torch.rand(n, t) < part
+            _assert_right(model, ours, torch.randn(n, t, 4, dtype=torch.float64), mask)
+
+
+FAST = [name for name in PICKS if name not in ("flipped", "by-the-module-itself")]
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_no_sample_is_run_by_itself(name: str) -> None:
+    ours = ps.convert_model(Picking(PICKS[name]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for part in (0.6, 0.3, 1.0):
+            ours(torch.randn(4, 4, 4), torch.rand(4, 4) < part).sum().backward()
+
+
+def test_a_mask_that_the_data_make() -> None:
+    class Unpadded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.encoder, self.head = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            return self.head(self.encoder(self.table(ids))[ids != 0].relu())
+
+    model = Unpadded().double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for n, t in ((4, 4), (4, 3), (3, 5), (4, 4)):
+        ids = torch.randint(1 if (n, t) == (4, 4) else 0, 9, (n, t))
+        _assert_right(model, ours, ids, torch.empty(n, 0))
+
+
+def test_the_batch_in_the_second_dim() -> None:
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.after(self.before(x)[mask] if mask.ndim == 2 else self.before(x).flatten(0, 1)[mask])
+
+    for flat in (False, True):
+        model = Later().double()
+        ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum", batch_first=False)
+        for part in (1.0, 0.5, 0.3, 0.6):
+            x, mask = torch.randn(5, 3, 4, dtype=torch.float64), torch.rand(5, 3) < part
+            ours.zero_grad()
+            (ours(x, mask.flatten() if flat else mask) ** 2).sum().backward()
+            losses = [(model(x[:, i : i + 1], mask[:, i] if flat else mask[:, i : i + 1]) ** 2).sum() for i in range(3)]
+            for name, p in model.named_parameters():
+                expected = torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses])
+                torch.testing.assert_close(ours.get_parameter(name).grad_sample, expected)
+
+
+CHECKPOINTED: dict[str, Forward] = {
+    "with-what-picks": lambda m, h, mask: checkpoint(lambda h: m.after(m.norm(h[mask])), h, use_reentrant=False),
+    "without": lambda m, h, mask: checkpoint(lambda rows: m.after(m.scaled(rows)), h[mask], use_reentrant=False),
+    "two": lambda m, h, mask: torch.cat([checkpoint(m.after, h[some], use_reentrant=False) for some in (mask, ~mask)]),
+    "a-module": lambda m, h, mask: checkpoint(nn.Sequential.forward, _Block(m.norm, m.scaled), h[mask], use_reentrant=False),
+}
+
+
+class _Block(nn.Sequential):
+    """Modules of another's, one after the other."""
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_rows_that_a_checkpoint_recomputes(name: str) -> None:
+    torch.manual_seed(0)
+    model = Picking(CHECKPOINTED[name]).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for part in (1.0, 0.5, 0.4, 0.8):
+        _assert_right(model, ours, torch.randn(4, 4, 4, dtype=torch.float64), torch.rand(4, 4) < part)
+
+
+def test_gradients_of_gradients() -> None:
+    torch.manual_seed(0)
+    model = Picking(PICKS["written-back"]).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    x, mask = torch.randn(4, 4, 4, dtype=torch.float64), torch.rand(4, 4) < 0.5
+    (ours(x, mask) ** 2).sum().backward(create_graph=True)
+    ours.after.weight.grad_sample.square().sum().backward()
+    found = ours.before.weight.grad - torch.autograd.grad((model(x, mask) ** 2).sum(), model.before.weight)[0]
+    squares = []
+    for i in range(4):
+        loss = (model(x[i : i + 1], mask[i : i + 1]) ** 2).sum()
+        squares.append(torch.autograd.grad(loss, model.after.weight, create_graph=True)[0].square().sum())
+    torch.testing.assert_close(found, torch.autograd.grad(sum(squares), model.before.weight)[0])
+
+
+def test_what_a_call_returns_carries_nothing() -> None:
+    ours = ps.convert_model(Picking(PICKS["layer"]))
+    output = ours(torch.randn(4, 4, 4), torch.rand(4, 4) < 0.5)
+    assert not output.__dict__
+
+
+def test_the_mode_is_left_where_nothing_is_picked() -> None:
+    ours = ps.convert_model(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
+    ours(torch.randn(3, 4)).sum().backward()
+    assert not ours._ps_state().settings.picks
