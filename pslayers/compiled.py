@@ -78,17 +78,29 @@ def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, .
     if _inside(module):
         return original(module, *args, **kwargs)
     if _recording(state.settings) and state.settings.picks:
-        raise RuntimeError(
-            f"`{state.path}` ({type(module).__name__}) gives layers rows that a mask has picked (as in h[mask]): how many each "
-            f"sample has is not known while it is compiled. Leave the module that picks out (torch.compiler.disable)."
-        )
+        return _picking(module, args, kwargs)
     if _recording(state.settings) and (module.training, ndims((args, kwargs))) not in state.proved:
-        raise RuntimeError(
-            f"`{state.path}` ({type(module).__name__}) has not been proved right for this kind of call (training or not, dims of "
-            f"the inputs), which cannot be done while it is compiled: call it once without torch.compile, with more than one "
-            f"sample and gradients enabled, or give an example batch, convert_model(model, example=x)."
-        )
+        return _proving(module, args, kwargs)
     return _outermost(module, True, original, args, kwargs)
+
+
+@torch.compiler.disable(
+    reason="pslayers: a converted model has not been proved right for this kind of call (training or not, dims of the inputs), "
+    "which cannot be done while it is compiled: call it once without torch.compile, with more than one sample and gradients "
+    "enabled, or give an example batch, convert_model(model, example=x)"
+)
+def _proving(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A first call of a kind, as it is without torch.compile."""
+    return module.forward(*args, **kwargs)
+
+
+@torch.compiler.disable(
+    reason="pslayers: a converted model gives layers rows that a mask has picked (as in h[mask]), of which each sample has a "
+    "number that is not known while it is compiled"
+)
+def _picking(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call in which masks pick rows, as it is without torch.compile."""
+    return module.forward(*args, **kwargs)
 
 
 def call_layer(layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

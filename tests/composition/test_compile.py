@@ -245,6 +245,37 @@ def test_what_is_not_proved_is_refused() -> None:
         compiled(ours)(floats(5, 12))
 
 
+def test_without_fullgraph_a_first_call_is_the_proof() -> None:
+    model = zoo.mlp().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    run = torch.compile(ours, backend="aot_eager")
+    assert_right(run, ours, model, floats(5, 12))
+    assert graphs() == 0
+    assert_right(run, ours, model, floats(5, 12))
+    assert graphs() == 1
+
+
+class Picking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[..., 0] > 0
+        y = x.new_zeros(*x.shape[:2], 3)
+        y[mask] = self.head(self.inside(x).tanh()[mask])
+        return y
+
+
+def test_rows_that_a_mask_picks_are_refused_or_run_as_they_are() -> None:
+    model, ours = pair(Picking(), floats(4, 3, 4))
+    with pytest.raises(Exception, match="rows that a mask has picked"):
+        compiled(ours)(floats(4, 3, 4))
+    torch.compiler.reset()
+    for _ in range(3):
+        assert_right(torch.compile(ours, backend="aot_eager"), ours, model, floats(4, 3, 4))
+
+
 @pytest.mark.slow
 def test_without_fullgraph_what_cannot_be_compiled_runs_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 3), Scale()).double()
