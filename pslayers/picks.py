@@ -98,6 +98,7 @@ class Picks(TorchFunctionMode):
         super().__init__()
         self.size, self.batch_first = size, batch_first
         self.tags: Any = WeakTensorKeyDictionary()
+        self.behind_one: Any = WeakTensorKeyDictionary()  # whose the rows in dim 1 are, dim 0 being one: h[None, rows]
         self.numbers: Any = WeakTensorKeyDictionary()  # of what masks have picked along a later dim: how long that is
         self.batches: Any = WeakTensorKeyDictionary()  # what modules were given for picked rows
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
@@ -243,17 +244,25 @@ def _given(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) 
 def _index(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     x, index = args[0], args[-1]
     parts = index if isinstance(index, tuple) and index else (index,)
+    if len(parts) == 2 and parts[0] is None:
+        if (owners := _indexed(picks, x, parts[1:])) is not None and owners.ids is not None and result.shape[1] == len(owners.ids):
+            picks.behind_one[result] = owners
+    elif parts[0] is Ellipsis:
+        _other(picks, result, name, args, kwargs)
+    else:
+        picks.tag(result, _indexed(picks, x, parts))
+
+
+def _indexed(picks: Picks, x: Tensor, parts: tuple[Any, ...]) -> Owners | None:
+    """Whose the rows are that an index picks."""
     first, of = parts[0], picks.owners(x)
     if isinstance(first, Tensor) and first.dtype in (torch.bool, torch.uint8) and first.ndim:
-        picks.tag(result, picks.by_mask(first, of))
-    elif of is not None and (isinstance(first, slice) or (isinstance(first, Tensor) and first.ndim == 1)):
-        picks.tag(result, of.at(first))
-    elif of is not None and first is Ellipsis:
-        _other(picks, result, name, args, kwargs)
-    elif of is None and isinstance(first, Tensor) and len(x) == picks.numbers.get(first):
-        picks.tag(result, picks.by_numbers(first, len(x)))  # tokens that a mask (experts, tokens) has found
-    else:
-        picks.tag(result, next((o for i in parts if (o := picks.owners(i)) is not None), None))
+        return picks.by_mask(first, of)
+    if of is not None and (isinstance(first, slice) or (isinstance(first, Tensor) and first.ndim == 1)):
+        return of.at(first)
+    if of is None and isinstance(first, Tensor) and len(x) == picks.numbers.get(first):
+        return picks.by_numbers(first, len(x))  # tokens that a mask (experts, tokens) has found
+    return next((o for i in parts if (o := picks.owners(i)) is not None), None)
 
 
 def _index_select(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -293,7 +302,7 @@ def _cat(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> No
 
 
 def _view(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    if (of := picks.owners(args[0])) is not None and result.ndim:
+    if (of := picks.owners(args[0]) or picks.behind_one.get(args[0])) is not None and result.ndim:
         picks.tag(result, of.viewed(len(result)))
 
 
@@ -355,7 +364,7 @@ _OF_FIRST = (
 # along a dim, or some: the number of that argument, and what it is by default (None: all)
 _REDUCING = ("sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "max", "min", "std", "var", "all", "any", "logsumexp")
 _ALONG: dict[str, tuple[int, int | None]] = {
-    **dict.fromkeys((*_REDUCING, "cumsum", "cumprod", "flip", "squeeze", "unsqueeze", "softmax", "log_softmax"), (1, None)),
+    **dict.fromkeys((*_REDUCING, "cumsum", "cumprod", "flip", "unsqueeze", "softmax", "log_softmax"), (1, None)),
     **dict.fromkeys(("glu", "sort", "argsort"), (1, -1)),
     **dict.fromkeys(("select", "narrow"), (1, None)),
     **dict.fromkeys(("chunk", "split", "tensor_split"), (2, 0)),
@@ -367,7 +376,7 @@ _RULES: dict[str, Callable[..., None]] = {
     **dict.fromkeys((*_ROWWISE, *(f"{name}_" for name in _ROWWISE), *(f"__{name}__" for name in _OPERATORS)), _rowwise),
     **dict.fromkeys((*_OF_FIRST, *(f"{name}_" for name in _OF_FIRST)), _of_first),
     **dict.fromkeys(_ALONG, _along),
-    **dict.fromkeys(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel"), _view),
+    **dict.fromkeys(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze"), _view),
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("nonzero", "argwhere"), _nonzero),
     "where": _where,

@@ -94,6 +94,16 @@ def _experts(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
     return m.after(y.view(h.shape))
 
 
+def _experts_behind_one(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    rows, y = h.reshape(-1, 4), h.new_zeros(h.shape[0] * h.shape[1], 4)
+    chosen = F.one_hot(rows.topk(2).indices, 4).permute(2, 1, 0)
+    for expert in chosen.sum((1, 2)).nonzero():
+        place, token = torch.where(chosen[expert].squeeze(0))
+        found = rows[None, token].reshape(-1, 4)
+        y.index_add_(0, token, (m.norm, m.scaled, m.norm, nn.Identity())[expert[0]](found) * rows.softmax(-1)[token, place, None])
+    return m.after(y.view(h.shape))
+
+
 def _flipped(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
     y = h.new_zeros(*h.shape[:2], 3)
     y[mask] = m.after(h[mask].flip(0)).flip(0)
@@ -124,6 +134,7 @@ PICKS: dict[str, Forward] = {
     "put-together": _together,
     "samples": _samples,
     "experts": _experts,
+    "experts-behind-one": _experts_behind_one,
     "flipped": _flipped,
     "pooled": _pooled,
     "by-the-module-itself": _by_module,
