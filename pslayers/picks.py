@@ -5,7 +5,7 @@ every row hand the tag on; what others do to rows is not guessed. A layer, or a 
 as a batch: as many for each sample, filled up where one has fewer; what it returns is picked rows again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,6 +98,7 @@ class Picks(TorchFunctionMode):
         super().__init__()
         self.size, self.batch_first = size, batch_first
         self.tags: Any = WeakTensorKeyDictionary()
+        self.known: set[int] = set()  # their ids: some are others' by now
         self.behind_one: Any = WeakTensorKeyDictionary()  # whose the rows in dim 1 are, dim 0 being one: h[None, rows]
         self.numbers: Any = WeakTensorKeyDictionary()  # of what masks have picked along a later dim: how long that is
         self.batches: Any = WeakTensorKeyDictionary()  # what modules were given for picked rows
@@ -109,10 +110,14 @@ class Picks(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         rule = _RULES.get(name, _other)
         told = isinstance(result, (Tensor, tuple, list)) and local.picks is self and not transforming()
-        if told and (self.tags or rule in _PICKING):
+        if told and (rule in _PICKING or self._any(args) or self._any(kwargs.values())):
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 rule(self, result, name, args or tuple(kwargs.values()), kwargs)
         return result
+
+    def _any(self, values: Iterable[Any]) -> bool:
+        """Whether one of them, or in one of them, may be known; never wrong where none is."""
+        return any(id(v) in self.known if isinstance(v, Tensor) else isinstance(v, (tuple, list)) and self._any(v) for v in values)
 
     def owners(self, t: Any) -> Owners | None:
         """Whose the rows of a tensor are, if they were picked."""
@@ -121,7 +126,12 @@ class Picks(TorchFunctionMode):
     def tag(self, t: Any, owners: Owners | None) -> None:
         """Note whose the rows of a tensor are, where it can hold as many."""
         if owners is not None and isinstance(t, Tensor) and t.ndim and (owners.ids is None or len(t) == len(owners.ids)):
-            self.tags[t] = owners
+            self.note(self.tags, t, owners)
+
+    def note(self, where: Any, t: Any, owners: Owners) -> None:
+        """As `tag`, without a look, or in another place."""
+        where[t] = owners
+        self.known.add(id(t))
 
     def by_mask(self, mask: Tensor, of: Owners | None = None) -> Owners | None:
         """Whose rows a mask picks, of rows that are the batch's, or `of` these owners; None where its dims do not tell."""
@@ -145,7 +155,7 @@ class Picks(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             # what sorts a permutation is its inverse
             rows = torch.cat(list(parts)).index_select(0, ids.argsort(stable=True).argsort())
-        self.tags[rows] = Owners(ids, len(ids))
+        self.note(self.tags, rows, Owners(ids, len(ids)))
         return rows
 
     def _recalled(self, picked: list[tuple[Owners, int]], tensors: list[Tensor]) -> list[Owners]:
@@ -157,7 +167,7 @@ class Picks(TorchFunctionMode):
         alike = [] if t is None else [(o, at) for o, at in picked if o.ids is not None and len(o.ids) == len(t)]
         found = [o for o, at in alike if t is not None and at == t.data_ptr()][-1:] or [o for o, _ in alike]
         if found:
-            self.tags[t] = found[0]
+            self.note(self.tags, t, found[0])
         return found
 
     def by_batch(self, op: Callable[[Tensor], Tensor], t: Tensor, owners: Owners) -> Tensor:
@@ -202,7 +212,7 @@ class Picks(TorchFunctionMode):
                 return t
             with torch._C.DisableTorchFunction():
                 picked = batch.back(t)
-            self.tags[picked] = owners
+            self.note(self.tags, picked, owners)
             return picked
 
         return map_tensors(into, (args, kwargs)), lambda output: map_tensors(back, output)
@@ -246,7 +256,7 @@ def _index(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> 
     parts = index if isinstance(index, tuple) and index else (index,)
     if len(parts) == 2 and parts[0] is None:
         if (owners := _indexed(picks, x, parts[1:])) is not None and owners.ids is not None and result.shape[1] == len(owners.ids):
-            picks.behind_one[result] = owners
+            picks.note(picks.behind_one, result, owners)
     elif parts[0] is Ellipsis:
         _other(picks, result, name, args, kwargs)
     else:

@@ -5,6 +5,7 @@ samples. Then the model is run a few times more, by its original layers and with
 samples changed. The rows that change are those samples'. What is learned about a call of a layer is kept for later batches.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -312,6 +313,18 @@ def with_samples_changed(
     return _changed(args, kwargs, _batched(args, kwargs, batch)[:1], samples, batch)
 
 
+def _unwatched(fn: Callable[..., Tensor | bool]) -> Callable[..., Any]:
+    """`fn` with torch's functions as they are: no mode looks at them."""
+
+    @functools.wraps(fn)
+    def unwatched(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return fn(*args)
+
+    return unwatched
+
+
+@_unwatched
 def _changes(x: Tensor, y: Tensor) -> Tensor:
     """Where two tensors differ by more than rounding."""
     if not x.is_floating_point() or not x.numel():
@@ -328,6 +341,7 @@ def _candidates(x: Tensor, size: int) -> list[Layout]:
     return layouts
 
 
+@_unwatched
 def _explains(layout: Layout, where: Tensor, samples: Sequence[int], size: int) -> bool:
     """Whether everything that changed lies in what the layout says is these samples'."""
     kind, dim = layout
