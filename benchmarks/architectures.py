@@ -95,6 +95,13 @@ def llama(b: int) -> Problem:
     return _language("LlamaModel", "LlamaConfig", b, "last_hidden_state", intermediate_size=344, use_cache=False, **sizes)
 
 
+def mixtral(b: int) -> Problem:
+    """4 layers of width 128, 4 experts of which each token goes to 2, 64 tokens."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256, "experts_implementation": "eager"}
+    return _language("MixtralModel", "MixtralConfig", b, "last_hidden_state", use_cache=False, **sizes, **experts)
+
+
 def t5(b: int) -> Problem:
     """The encoder: 3 layers of width 128, 64 tokens."""
     sizes = {"d_model": 128, "d_kv": 32, "num_layers": 3, "num_heads": 4, "d_ff": 512}

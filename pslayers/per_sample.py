@@ -57,6 +57,7 @@ class PerSample(Tensor):
     """A tensor of shape S for each sample: `each` (B, *S)."""
 
     each: Tensor
+    parts: tuple[Tensor, ...] = ()
 
     @staticmethod
     def of(each: Tensor) -> "PerSample":
@@ -78,6 +79,11 @@ class PerSample(Tensor):
         if result is NotImplemented:
             raise NoRuleError(f"`{getattr(func, '__name__', func)}` has no rule for a parameter of each sample's own")
         return result
+
+    def part(self, index: int) -> "PerSample":
+        """One of those in dim 0: of all together, whose gradients are written once, not for each among zeros."""
+        self.parts = self.parts or self.each.unbind(1)
+        return PerSample.of(self.parts[index])
 
     def over(self, x_ndim: int, rows: int, ids: Tensor | None = None) -> Tensor:
         """`each` as it broadcasts with a tensor of `x_ndim` dims; NoRuleError.
@@ -155,6 +161,8 @@ def _indexed(func: Any, t: Any, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if not isinstance(t, PerSample) or any(isinstance(i, PerSample) or (isinstance(i, Tensor) and of_the_input(i)) for i in parts):
         return NotImplemented  # looked up by the batch's ids: each sample at all of them
+    if len(parts) == 1 and (isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim and index.dtype == torch.long)):
+        return t.part(int(index))
     like, each = _plain(func, t, index), t.each[(slice(None), *parts)]
     return PerSample.of(each) if each.shape[1:] == like.shape else NotImplemented
 

@@ -128,6 +128,11 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]], tuple
         SEQUENCE,
     ),
     "weight-on-the-left": (lambda x, w: torch.einsum("oi,nti->nto", w, x), {"w": (3, 4)}, SEQUENCE),
+    "one-of-several": (
+        lambda x, w: F.linear(x, w[0]) + F.linear(x, w[torch.tensor(2)]) * F.linear(x, w[-2]) + F.linear(x, w[2]),
+        {"w": (4, 3, 4)},
+        SEQUENCE,
+    ),
     "written-by-index": (lambda x, w: x.index_add(1, torch.tensor([1]), w.expand(len(x), 1, 4)), {"w": (1, 1, 4)}, SEQUENCE),
 }
 
