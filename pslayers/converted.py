@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from . import compiled, sharding
 from .expand import Batch, Settings, clear, local, transforming
 from .inventory import Inventory
-from .picks import picking
+from .picks import picking, without_picks
 from .proof import Unprovable, Watched, disagreement, judged, past_expansions, rows_agree
 from .record import recorder_of
 from .single import run_alone, run_plain
@@ -32,7 +32,8 @@ class State:
         self.settings, self.path = settings, path or type(module).__name__
         self.prefix = f"{path}." if path else ""  # of its parameters' names, as named_parameters gives them
         self.token = compiled.token_of(module)  # by which compiled code knows the module
-        self.proved: set[tuple[Any, ...]] = set()  # kinds of calls in which rows were proved to be the samples'
+        # kinds of calls (training, dims of the inputs) in which rows were proved to be the samples'
+        self.proved: set[tuple[bool, tuple[int, ...]]] = set()
         self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
         self.tables = False  # callers of layers that take what all samples share are run whole
         self.plans: dict[tuple[int, bool, tuple[int, ...]], Any] = {}  # how: (number of the call, training, dims of the inputs)
@@ -111,7 +112,7 @@ class Converted(_Mixin):
         trackable, apart = trackable and size > 1, sharding.apart(self)
         if size == 1 and recorded and not apart and not transforming() and not (inventory := self._ps_inventory()).given():
             return run_alone(self, inventory, args, kwargs)
-        state, kind = self._ps_state(), self._ps_kind(args, kwargs, size) if trackable else ()
+        state, kind = self._ps_state(), (self.training, ndims((args, kwargs)) if trackable else ())
         unproved = recorded and trackable and kind not in state.proved
         if apart and unproved:
             raise self._ps_apart()
@@ -128,13 +129,13 @@ class Converted(_Mixin):
         if unproved:
             batch.outputs = Watched(size)
         try:
-            with picking(size, settings, unproved or settings.picks):
-                batched = self._ps_picked(args, kwargs) if recomputed and settings.picks else None
-                (args, kwargs), back = batched or ((args, kwargs), None)
-                output = run(self, *args, **kwargs)
-                if back is not None:
-                    return back(output)
-                holds = self._ps_holds(batch, output) if unproved else None
+            with picking(size, settings, args, kwargs, unproved or settings.picks):
+                if recomputed and local.picks is not None and (self._ps_layer or state.general):
+                    output = local.picks.call(self, functools.partial(run, self), args, kwargs)
+                else:
+                    output = run(self, *args, **kwargs)
+                # where rows were picked, what shapes would not tell is looked at more closely, once
+                holds = self._ps_holds(batch, output) and not settings.picks if unproved else None
             if holds:
                 state.proved.add(kind)
             if holds is not False:
@@ -148,17 +149,8 @@ class Converted(_Mixin):
         set_random_state(random)
         if before is not None:
             before.restore()
-        with picking(size, settings):
+        with picking(size, settings, args, kwargs):
             return self._ps_learn(run, args, kwargs, size)
-
-    def _ps_kind(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, ...]:
-        """The kind of a call, of which one is proved for all; with picked rows, whose number may fit by chance, for its size."""
-        kind = (self.training, ndims((args, kwargs)))
-        return (*kind, size) if self._ps_state().settings.picks else kind
-
-    def _ps_picked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As `Picks.batched`, for a call that is run with per-sample parameters, or tracked."""
-        return None if local.general or (local.batch is None and local.tracker is None) else local.picks.batched(self, args, kwargs)
 
     def _ps_not_told(self, why: str) -> ValueError:
         return ValueError(
@@ -270,10 +262,10 @@ class Converted(_Mixin):
 
     def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
         """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""
-        given, kind = self._ps_given(), self._ps_kind(args, kwargs, size)
+        given, kind = self._ps_given(), (self.training, ndims((args, kwargs)))
         plain = None
         if not given:  # per-sample weights have no plain counterpart
-            with torch.no_grad():
+            with torch.no_grad(), without_picks():
                 plain = run_tracked(functools.partial(run, self), self, args, kwargs)[1]
         local.batch = batch = Batch(size, self._ps_state().settings)
         batch.outputs = Watched(size)

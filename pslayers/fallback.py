@@ -26,7 +26,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from .expand import Expansion, Scale, by_original_layers, local
 from .per_sample import NoRuleError, PerSample, standing_in
-from .picks import sample_by_sample
+from .picks import without_picks
 from .record import recorder_of
 from .redirect import Redirect
 from .snapshot import trial, unchanged
@@ -83,10 +83,16 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     weights = _weights(module, given, own=plan.way in OWN)
     if plan.way in OWN:
         _watch(module, weights, plan.fast)
-    if batch.outputs is None:
+    if batch.outputs is None and local.picks is None:
         return _run(module, forward, plan, (args, kwargs), weights, batch.size)
     taken = {id(t) for t in tensors_in((args, kwargs))}
     output = _run(module, forward, plan, (args, kwargs), weights, batch.size)
+    if local.picks is not None and plan.way not in OWN:
+        for t, layout in zip(tensors_in([output]), plan.layouts.outputs, strict=True):
+            if layout in (BATCH_MAJOR, ("dim", 0)):
+                local.picks.tag_batch(t)
+    if batch.outputs is None:
+        return output
     if plan.way in OWN:  # the caller may index what now has a row for each sample
         batch.outputs.add([(w, 0, None) for w in weights.values()])
     if plan.way != "broadcast":  # inside, the way itself keeps samples apart
@@ -108,7 +114,7 @@ def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | Non
 
 def _picked(t: Tensor) -> Tensor:
     """Whose the rows of a tensor are that is known to hold picked ones."""
-    owners = local.picks and local.picks.owners(t)
+    owners = local.picks and local.picks.picked(t)
     if not owners or owners.ids is None:
         raise NoRuleError("it does not return rows that a mask has picked")
     ids: Tensor = owners.ids
@@ -289,6 +295,8 @@ class _Proof:
     def _agrees(self, found: Tensor, plain: Tensor, other: Tensor, layout: Layout) -> bool:
         if not plain.is_floating_point() or layout == MIXED:
             return True
+        if layout == PICKED and (local.picks is None or local.picks.picked(plain) is None):
+            return False
         if layout in (SHARED, TABLE):
             plain, other = (t.expand(self.size, *t.shape[layout == SHARED :]) for t in (plain, other))
             layout = ("dim", 0)
@@ -384,7 +392,7 @@ def _run(
         parts = iter(tensors)
         args, kwargs = taken = map_tensors(lambda _: next(parts), call)
         with (
-            sample_by_sample(),
+            without_picks(),
             by_original_layers(),
             unchanged(module, numbers=False),
             _reparametrize_module(module, own, tie_weights=True),
@@ -406,7 +414,7 @@ def _run(
         outputs = tuple(zip(*each, strict=True))  # type: ignore[arg-type]
     owners = _whose(module, forward, call) if PICKED in plan.layouts.outputs else {}
     together = [
-        local.picks.joined(parts, owners[i]) if layout == PICKED else _together(parts, layout)
+        local.picks.joined(parts, owners.get(i)) if layout == PICKED else _together(parts, layout)
         for i, (parts, layout) in enumerate(zip(outputs, both, strict=True))
     ]
     output, taken, given, written = skeleton
@@ -425,8 +433,7 @@ def _whose(module: Any, forward: Forward, call: Call) -> dict[int, Tensor]:
     args, kwargs = _copy(call)
     with torch.no_grad(), trial(module), by_original_layers():
         output = forward(module, *args, **kwargs)
-    found = ((place, local.picks.owners(t)) for place, t in enumerate(tensors_in([output])))
-    return {place: owners.ids for place, owners in found if owners is not None}
+    return {place: _picked(t) for place, t in enumerate(tensors_in([output])) if local.picks.picked(t) is not None}  # type: ignore[arg-type]
 
 
 @contextmanager

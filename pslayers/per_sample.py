@@ -116,7 +116,7 @@ def lies_in(x: Tensor, t: Tensor) -> bool:
 
 def picked_by(t: Tensor) -> Any:
     """Whose the rows of a tensor are, where masks have picked them: as many as the batch's by chance."""
-    return None if local.picks is None else local.picks.owners(t)
+    return None if local.picks is None else local.picks.picked(t)
 
 
 def behind(t: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Rows that a model picks out of its batch by a mask, as in ``h[mask]``: how many there are the data say, and whose they are.
+"""Rows that a model picks out of its batch by its data, as in ``h[mask]``: how many there are, and whose they are.
 
-While a `Picks` mode is active, what a mask picks is tagged with the sample of each row, and torch's functions that do the same to
-every row hand the tag on; what others do to rows is not guessed. A layer, or a module without a replacement, is given picked rows
-as a batch: as many for each sample, filled up where one has fewer; what it returns is picked rows again.
+While a `Picks` mode is active, the samples' inputs are tagged with the sample of each row, and torch's functions that do the same
+to every row, or pick some, hand the tag on. A layer, or a module without a replacement, is given picked rows as a batch: as many
+for each sample, filled up where one has fewer; what it returns is picked rows again. Nothing is guessed from how many rows there
+are: what comes of picked rows by any other function may be anybody's, and a module that is given that is run sample by sample.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,12 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .expand import Settings, local, transforming
-from .per_sample import lies_in
+from .per_sample import NoRuleError, lies_in
 from .tracking import Ambiguous
 from .trees import map_tensors, tensors_in
 
@@ -26,28 +27,36 @@ class Owners:
     Args:
         ids: (k,), the sample of each row; None where an op is not known to leave rows where they are.
         limit: the most rows that one sample can have, whatever the data.
+        picked: they are not (all of) the batch's, each sample's together and as many.
     """
 
-    def __init__(self, ids: Tensor | None, limit: int) -> None:
-        self.ids, self.limit = ids, limit
-        self.batches: dict[tuple[int, int], _Batched] = {}
+    def __init__(self, ids: Tensor | None, limit: int, picked: bool = True) -> None:
+        self.ids, self.limit, self.picked = ids, limit, picked
+        self.batches: dict[tuple[int, int, bool], _Batched] = {}
 
-    def batch(self, size: int, least: int = 1) -> "_Batched":
-        """The rows as a batch of so many samples, with at least so many of each."""
-        key = size, least
+    def batch(self, size: int, extra: int = 0, tracked: bool = False) -> "_Batched":
+        """The rows as a batch of so many samples, with `extra` rows for each; while samples are tracked, as many as can be."""
+        key = size, extra, tracked
         if key not in self.batches:
             assert self.ids is not None
             with torch._C.DisableTorchFunction():
-                self.batches[key] = _Batched(self.ids, size, least)
+                self.batches[key] = _Batched(self.ids, size, extra, self.limit if tracked else None)
         return self.batches[key]
 
     def at(self, rows: Any, times: int = 1) -> "Owners":
         """Those of some of the rows (a slice, or their numbers), of which there are at most `times` as many."""
-        return Owners(None if self.ids is None else self.ids[rows], self.limit * times)
+        if isinstance(rows, slice) and rows == slice(None):
+            return self
+        return UNKNOWN if self.ids is None else Owners(self.ids[rows], self.limit * times)
 
     def same(self, other: "Owners") -> bool:
         """Whether both tell the same of every row."""
         return self is other or (self.ids is not None and other.ids is not None and torch.equal(self.ids, other.ids))
+
+    def of_one(self) -> Tensor | None:
+        """(1,), the sample whose all the rows are, if they are one's."""
+        alone = self.ids is not None and len(self.ids) > 0 and bool((self.ids == self.ids[0]).all())
+        return self.ids[:1] if alone and self.ids is not None else None
 
     def viewed(self, rows: int) -> "Owners":
         """Those of a view with so many rows: each is a part of a row here, or several whole ones of one sample."""
@@ -55,11 +64,11 @@ class Owners:
             return self
         if len(self.ids) and rows % len(self.ids) == 0:
             times = rows // len(self.ids)
-            return Owners(self.ids.repeat_interleave(times), self.limit * times)
+            return Owners(self.ids.repeat_interleave(times), self.limit * times, self.picked)
         if rows and len(self.ids) % rows == 0:
             parts = self.ids.view(rows, -1)
             if bool((parts == parts[:, :1]).all()):
-                return Owners(parts[:, 0], self.limit)
+                return Owners(parts[:, 0], self.limit, self.picked)
         return UNKNOWN
 
 
@@ -69,106 +78,123 @@ UNKNOWN = Owners(None, 0)
 class _Batched:
     """Picked rows (k, ...) as a batch (B * n, ...), each sample's together, and back."""
 
-    def __init__(self, ids: Tensor, size: int, least: int) -> None:
-        counts = ids.bincount(minlength=size)
-        self.n = max(int(counts.max()), least)
+    def __init__(self, ids: Tensor, size: int, extra: int, limit: int | None) -> None:
+        k, counts = len(ids), ids.bincount(minlength=size)
+        self.k, self.n = k, max(int(counts.max()), limit or 1) + extra
         self.rows, order = size * self.n, ids.argsort(stable=True)
+        ordered, starts = ids[order], counts.cumsum(0) - counts
         self.places = torch.empty_like(ids)
-        starts = counts.cumsum(0) - counts
-        self.places[order] = torch.arange(len(ids), device=ids.device) - starts[ids[order]] + ids[order] * self.n
-        self.alike = len(ids) == self.rows and torch.equal(order, torch.arange(len(ids), device=ids.device))
+        self.places[order] = torch.arange(k, device=ids.device) - starts[ordered] + ordered * self.n
+        self.alike = k == self.rows and torch.equal(self.places, torch.arange(k, device=ids.device))
+        # a sample with fewer rows has its first one again, which gets no gradient there; one without any has the first of all
+        first = order[starts.clamp(max=k - 1)] if k else ids
+        self.source = first.repeat_interleave(self.n).index_copy(0, self.places, torch.arange(k, device=ids.device)) if k else None
+        # while samples are tracked that must not be another sample's
+        self.none = (counts == 0).repeat_interleave(self.n) if limit is not None and bool((counts == 0).any()) else None
 
-    def into(self, t: Tensor) -> Tensor:
+    def into(self, t: Tensor, dim: int = 0) -> Tensor:
         if self.alike:
             return t.view_as(t)
-        # what no sample has gets no gradient, if what is computed of it is finite: so it is neither zero nor constant
-        shape, dtype = t.shape[1:], t.dtype if t.is_floating_point() or t.is_complex() else torch.float32
-        filler = torch.linspace(0.5, 1.5, shape.numel(), device=t.device, dtype=dtype)
-        filler = filler if dtype == t.dtype else torch.zeros_like(filler, dtype=t.dtype)
-        return filler.view(1, *shape).repeat(self.rows, *[1] * len(shape)).index_copy(0, self.places, t)
+        if self.source is not None and self.none is None:
+            return t.index_select(dim, self.source)
+        t = t.movedim(dim, 0)
+        dtype = t.dtype if t.is_floating_point() or t.is_complex() else torch.float32
+        row = torch.linspace(0.5, 1.5, t.shape[1:].numel(), device=t.device, dtype=dtype).view(t.shape[1:])
+        row = row if dtype == t.dtype else torch.zeros_like(row, dtype=t.dtype)
+        if self.source is None or self.none is None:
+            return row.expand(self.rows, *row.shape).movedim(0, dim)
+        mine = self.none.view(-1, *[1] * row.ndim)
+        return torch.where(mine, row, t.index_select(0, self.source)).movedim(0, dim)
 
-    def back(self, t: Tensor) -> Tensor:
-        return t.view_as(t) if self.alike else t.index_select(0, self.places)
+    def back(self, t: Tensor, dim: int = 0) -> Tensor:
+        return t.view_as(t) if self.alike else t.index_select(dim, self.places)
 
 
 class Picks(TorchFunctionMode):
-    """Knows whose the rows are that masks have picked since it was entered."""
+    """Knows whose the rows are of what has been made from a batch's inputs since it was entered."""
 
-    def __init__(self, size: int, batch_first: bool) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self.size, self.batch_first = size, batch_first
+        self.size = size
         self.tags: Any = WeakTensorKeyDictionary()
         self.known: set[int] = set()  # their ids: some are others' by now
         self.behind_one: Any = WeakTensorKeyDictionary()  # whose the rows in dim 1 are, dim 0 being one: h[None, rows]
-        self.numbers: Any = WeakTensorKeyDictionary()  # of what masks have picked along a later dim: how long that is
         self.batches: Any = WeakTensorKeyDictionary()  # what modules were given for picked rows
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if local.picks is not self or transforming() or not (self._any(args) or self._any(kwargs.values())):
+            return result
         name = getattr(func, "__name__", "")
-        rule = _RULES.get(name, _other)
-        told = isinstance(result, (Tensor, tuple, list)) and local.picks is self and not transforming()
-        if told and (rule in _PICKING or self._any(args) or self._any(kwargs.values())):
+        if name == "__iter__":
+            result = list(result)
+        if isinstance(result, (Tensor, tuple, list)) or name == "__setitem__":
+            if not args or not isinstance(args[0], (Tensor, tuple, list)):  # by their names, in any order
+                first = next((kwargs[n] for n in ("input", "self", "tensors", "condition") if n in kwargs), None)
+                args = (first, *args)
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                rule(self, result, name, args or tuple(kwargs.values()), kwargs)
-        return result
+                try:
+                    _RULES.get(name, _other)(self, result, name, args, kwargs)
+                except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):  # arguments in a form that no rule knows
+                    self._lose([result, args[0]], args, kwargs)
+        return iter(result) if name == "__iter__" else result
 
     def _any(self, values: Iterable[Any]) -> bool:
         """Whether one of them, or in one of them, may be known; never wrong where none is."""
         return any(id(v) in self.known if isinstance(v, Tensor) else isinstance(v, (tuple, list)) and self._any(v) for v in values)
 
+    def _lose(self, results: Any, args: Any, kwargs: Any) -> None:
+        """What comes of picked rows may be anybody's."""
+        if any(o.picked for t in tensors_in((args, kwargs)) if (o := self.owners(t)) is not None):
+            for t in tensors_in(results):
+                self.tag(t, UNKNOWN)
+
     def owners(self, t: Any) -> Owners | None:
-        """Whose the rows of a tensor are, if they were picked."""
-        return self.tags.get(t) if isinstance(t, Tensor) and self.tags else None
+        """Whose the rows of a tensor are, where that is followed; None for others."""
+        return self.tags.get(t) if isinstance(t, Tensor) and id(t) in self.known else None
+
+    def picked(self, t: Any) -> Owners | None:
+        """The same, if they were picked."""
+        owners = self.owners(t)
+        return owners if owners is not None and owners.picked else None
 
     def tag(self, t: Any, owners: Owners | None) -> None:
         """Note whose the rows of a tensor are, where it can hold as many."""
         if owners is not None and isinstance(t, Tensor) and t.ndim and (owners.ids is None or len(t) == len(owners.ids)):
-            self.note(self.tags, t, owners)
+            self.tags[t] = owners
+            self.known.add(id(t))
 
-    def note(self, where: Any, t: Any, owners: Owners) -> None:
-        """As `tag`, without a look, or in another place."""
-        where[t] = owners
-        self.known.add(id(t))
+    def tag_batch(self, t: Any) -> None:
+        """Note that the rows of a tensor are the batch's, k a sample."""
+        if isinstance(t, Tensor) and t.ndim and len(t) and len(t) % self.size == 0:
+            k = len(t) // self.size
+            self.tag(t, Owners(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False))
 
-    def by_mask(self, mask: Tensor, of: Owners | None = None) -> Owners | None:
-        """Whose rows a mask picks, of rows that are the batch's, or `of` these owners; None where its dims do not tell."""
-        dim = 0 if self.batch_first or mask.ndim < 2 or of is not None else 1
-        rows, n = mask.nonzero()[:, dim], mask.shape[dim]
-        if local.tracker is not None and local.tracker.inner:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tag the batch's inputs: the first, and those that have a dim more, unless that is as long as the batch."""
+        for place, t in enumerate(tensors_in((args, kwargs))):
+            if torch._C._current_graph_task_id() != -1 and not (isinstance(t, Tensor) and t.ndim and len(t) == self.size):
+                continue  # a checkpoint's: they may have been picked
+            if isinstance(t, Tensor) and (place == 0 or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1])):
+                self.tag_batch(t)
+
+    def pick(self, owners: Owners | None) -> Owners | None:
+        """Note that the module that is running picks rows."""
+        if owners is not None and owners.picked and local.tracker is not None and local.tracker.inner:
             local.tracker.pickers.add(local.tracker.inner[-1])
-        if (of := of or self.owners(mask)) is not None:
-            return of.at(rows, max(mask.numel() // max(n, 1), 1))
-        if not n or n % self.size:
-            return None
-        ids = rows // (n // self.size) if self.batch_first or dim else rows % self.size
-        return Owners(ids, mask.numel() // self.size)
+        return owners
 
-    def by_numbers(self, numbers: Tensor, n: int) -> Owners | None:
-        """Whose these are of `n` rows, where that can be the batch's, k a sample."""
-        return Owners(numbers // (n // self.size), n) if n and n % self.size == 0 else None
-
-    def joined(self, parts: Sequence[Tensor], ids: Tensor) -> Tensor:
-        """The rows of all samples, one tensor of each, in the order that `ids` tells."""
+    def joined(self, parts: Sequence[Tensor], ids: Tensor | None) -> Tensor:
+        """The rows of all samples, one tensor of each, in the order that `ids` tells; NoRuleError without."""
+        if ids is None:
+            raise NoRuleError("it does not return rows that were picked")
         with torch._C.DisableTorchFunction():
             # what sorts a permutation is its inverse
             rows = torch.cat(list(parts)).index_select(0, ids.argsort(stable=True).argsort())
-        self.note(self.tags, rows, Owners(ids, len(ids)))
+        self.tag(rows, Owners(ids, len(ids)))
         return rows
-
-    def _recalled(self, picked: list[tuple[Owners, int]], tensors: list[Tensor]) -> list[Owners]:
-        """Whose rows a module is given in the backward pass, by a checkpoint, perhaps without what has picked them.
-
-        Those that it was given in the forward pass, in the same memory, or of the same number.
-        """
-        t = next((t for t in tensors if t.ndim and t not in self.batches), None)
-        alike = [] if t is None else [(o, at) for o, at in picked if o.ids is not None and len(o.ids) == len(t)]
-        found = [o for o, at in alike if t is not None and at == t.data_ptr()][-1:] or [o for o, _ in alike]
-        if found:
-            self.note(self.tags, t, found[0])
-        return found
 
     def by_batch(self, op: Callable[[Tensor], Tensor], t: Tensor, owners: Owners) -> Tensor:
         """What an op on a batch, k rows a sample, gives for picked rows."""
@@ -176,51 +202,108 @@ class Picks(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             return batch.back(op(batch.into(t)))
 
-    def batched(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """((args, kwargs) with a batch in the place of picked rows, what brings an output back); None where there are none."""
+    # ------------------------------------------------------------------ calls of modules
+    def call(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a layer, or of a module without a replacement, that gets a batch in the place of picked rows."""
         tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, Tensor)]
-        found = [o for t in tensors if (o := self.owners(t)) is not None]
-        settings: Settings = module._ps_state().settings
-        if not found and torch._C._current_graph_task_id() != -1:
-            found = self._recalled(settings.picked.get(id(module), []), tensors)
-        if not found:
-            return None
-        settings.picks = True
-        if not all(o.ids is not None and o.same(found[0]) for o in found):
-            self.refused.add(id(module))
-            if local.tracker is None:
-                if local.batch is not None and local.batch.trackable:
-                    raise Ambiguous
-                raise module._ps_not_told("its rows are picked by data, and moved since")
-            return None
-        owners = found[0]
-        picked = next(t for t in tensors if self.owners(t) is not None)
-        settings.picked.setdefault(id(module), []).append((owners, picked.data_ptr()))
-        # while samples are tracked, as many as there can be: a number that depends on no data
-        batch = owners.batch(self.size, 1 if local.tracker is None else max(owners.limit, 1))
+        if not local.general and (local.batch is not None or local.tracker is not None):
+            found = [o for t in tensors if (o := self.picked(t)) is not None]
+            first = next((t for t in tensors if t.ndim), None)
+            if first is not None and local.tracker is None and first not in self.batches:
+                calls: list[Any] = module._ps_state().settings.picked.setdefault(id(module), [])
+                if torch._C._current_graph_task_id() == -1:
+                    calls.append((found[0] if found else None, len(first), first.data_ptr(), self._extra()))
+                elif not found:
+                    found = self._recalled(module, first, calls)
+            if found:
+                return self._by_batch(module, forward, args, kwargs, found)
+        output = forward(*args, **kwargs)
+        if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
+            self.tag(next(tensors_in([output]), None), owners)
+        return output
 
-        def into(t: Tensor) -> Tensor:
-            if self.owners(t) is None:
-                return t
-            with torch._C.DisableTorchFunction():
-                taken = batch.into(t)
-            self.batches[taken] = True
-            return taken
+    def _by_batch(
+        self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[Owners]
+    ) -> Any:
+        settings, tracked, owners = module._ps_state().settings, local.tracker is not None, found[0]
+        settings.picks = True
+        problem = None
+        if not all(o.ids is not None and o.same(owners) for o in found):
+            problem = "they were moved, or put beside others, by a function that may do anything to rows"
+        elif module.training and any(b is not None for b in module._buffers.values()):
+            problem = "it keeps statistics of what it is given"
+        if problem is None:
+            extra = self._extra()
+            if torch._C._current_graph_task_id() != -1:  # as in the call that is recomputed
+                extra = next((e for o, *_, e in settings.picked.get(id(module), []) if o is not None and o.same(owners)), 0)
+            batch = owners.batch(self.size, extra, tracked)
+            states = isinstance(module, nn.RNNBase)  # whose states hold the batch in dim 1
+            try:
+                args_of_all, kwargs_of_all = map_tensors(lambda t: self._into(batch, t, states), (args, kwargs))
+                output = forward(*args_of_all, **kwargs_of_all)
+                return self._back(batch, output, owners, states)
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # it cannot have them as a batch
+                if not tracked and not (local.batch is not None and local.batch.trackable):
+                    raise
+                problem = f"it does not take them as a batch ({type(error).__name__}: {error})".splitlines()[0]
+        if tracked:
+            self.refused.add(id(module))
+            return forward(*args, **kwargs)
+        if local.batch is not None and local.batch.trackable:
+            raise Ambiguous
+        raise module._ps_not_told(problem)
+
+    def _into(self, batch: _Batched, t: Tensor, states: bool) -> Tensor:
+        """A tensor that a call takes: rows beside those that are picked go with them."""
+        dim = 0 if t.ndim and len(t) == batch.k else 1 if states and t.ndim > 2 and t.shape[1] == batch.k else None
+        if dim is None or (self.picked(t) is None and not states and t.ndim < 2):
+            return t
+        with torch._C.DisableTorchFunction():
+            taken = batch.into(t, dim)
+        self.batches[taken] = True
+        return taken
+
+    def _back(self, batch: _Batched, output: Any, owners: Owners, states: bool) -> Any:
+        first = next(tensors_in([output]), None)
 
         def back(t: Tensor) -> Tensor:
-            if not t.ndim or len(t) != batch.rows:
+            dim = 1 if states and t is not first else 0
+            if t.ndim <= dim or t.shape[dim] != batch.rows:
                 return t
             with torch._C.DisableTorchFunction():
-                picked = batch.back(t)
-            self.note(self.tags, picked, owners)
-            return picked
+                rows = batch.back(t, dim)
+            self.tag(rows, None if dim else owners)
+            return rows
 
-        return map_tensors(into, (args, kwargs)), lambda output: map_tensors(back, output)
+        return map_tensors(back, output)
+
+    def _extra(self) -> int:
+        """How many rows more than the longest sample has: one in a call that is to prove that they do nothing."""
+        return int(local.tracker is not None or (local.batch is not None and local.batch.outputs is not None))
+
+    def _recalled(self, module: Any, t: Tensor, calls: list[tuple[Owners | None, int, int, int]]) -> list[Owners]:
+        """Whose rows a module is given in the backward pass, by a checkpoint, perhaps without what has picked them.
+
+        Those that it was given in the forward pass in the same memory, or else as many.
+        """
+        alike = [(owners, at) for owners, k, at, _ in calls if k == len(t)]
+        found = [o for o, at in alike if at == t.data_ptr()][-1:] or [o for o, _ in alike]
+        if not found or found[0] is None:
+            if any(o is not None for o in found):
+                raise module._ps_not_told(_RECOMPUTED)
+            return []
+        if not all(o is not None and o.same(found[0]) for o in found):
+            raise module._ps_not_told(_RECOMPUTED)
+        self.tag(t, found[0])
+        return found[:1]  # type: ignore[return-value]
+
+
+_RECOMPUTED = "it is recomputed in the backward pass (checkpointing), without what has picked them"
 
 
 @contextmanager
-def sample_by_sample() -> Iterator[None]:
-    """Around what is run for one sample, which holds nobody else's rows."""
+def without_picks() -> Iterator[None]:
+    """Around what is run for one sample, which holds nobody else's rows, or as the original layers do."""
     before, local.picks = local.picks, None
     try:
         yield
@@ -229,13 +312,14 @@ def sample_by_sample() -> Iterator[None]:
 
 
 @contextmanager
-def picking(size: int, settings: Settings, applies: bool = True) -> Iterator[None]:
+def picking(size: int, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any], applies: bool = True) -> Iterator[None]:
     """A `Picks` mode around an outermost call."""
-    if not applies:
+    if not applies or not settings.batch_first or size < 2:
         yield
         return
-    before, local.picks = local.picks, Picks(size, settings.batch_first)
+    before, local.picks = local.picks, Picks(size)
     try:
+        local.picks.enter(args, kwargs)
         with local.picks:
             yield
     finally:
@@ -248,48 +332,99 @@ Kwargs = dict[str, Any]
 
 
 def _given(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) -> Any:
-    return args[at] if len(args) > at and name not in kwargs else kwargs.get(name, default)
+    for alias in (name, "axis") if name == "dim" else (name,):
+        if alias in kwargs:
+            return kwargs[alias]
+    return args[at] if len(args) > at else default
 
 
 def _index(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    x, index = args[0], args[-1]
+    x, index = args[0], args[1]
     parts = index if isinstance(index, tuple) and index else (index,)
-    if len(parts) == 2 and parts[0] is None:
-        if (owners := _indexed(picks, x, parts[1:])) is not None and owners.ids is not None and result.shape[1] == len(owners.ids):
-            picks.note(picks.behind_one, result, owners)
-    elif parts[0] is Ellipsis:
+    if parts[0] is Ellipsis:
         _other(picks, result, name, args, kwargs)
+    elif parts[0] is None:
+        owners = picks.owners(x) if len(parts) == 1 else _indexed(picks, x, parts[1:])
+        _put_behind_one(picks, result, picks.pick(owners))
+    elif isinstance(parts[0], int) and picks.behind_one.get(x) is not None:
+        picks.tag(result, picks.behind_one.get(x))
+    elif isinstance(parts[0], int):  # all of it is that sample's
+        of = picks.owners(x)
+        if of is not None and isinstance(result, Tensor) and result.ndim:
+            one = UNKNOWN if of.ids is None else Owners(of.ids[parts[0]].expand(len(result)), of.limit * len(result))
+            picks.tag(result, picks.pick(one))
     else:
-        picks.tag(result, _indexed(picks, x, parts))
+        picks.tag(result, picks.pick(_indexed(picks, x, parts)))
 
 
 def _indexed(picks: Picks, x: Tensor, parts: tuple[Any, ...]) -> Owners | None:
-    """Whose the rows are that an index picks."""
-    first, of = parts[0], picks.owners(x)
+    """Whose the rows are that an index picks: those of the rows it is for, else its own."""
+    first = parts[0]
     if isinstance(first, Tensor) and first.dtype in (torch.bool, torch.uint8) and first.ndim:
-        return picks.by_mask(first, of)
-    if of is not None and (isinstance(first, slice) or (isinstance(first, Tensor) and first.ndim == 1)):
-        return of.at(first)
-    if of is None and isinstance(first, Tensor) and len(x) == picks.numbers.get(first):
-        return picks.by_numbers(first, len(x))  # tokens that a mask (experts, tokens) has found
-    return next((o for i in parts if (o := picks.owners(i)) is not None), None)
+        of, rows = picks.owners(x) or picks.owners(first), first.nonzero()[:, 0]
+        return None if of is None else of.at(rows, max(first.numel() // max(len(first), 1), 1))
+    if (of := picks.owners(x)) is not None:
+        if isinstance(first, slice):
+            return of.at(first)
+        rows = torch.as_tensor(first, device=x.device)
+        # together with indices of more dims it is not the rows alone that it tells
+        return (
+            of.at(rows)
+            if rows.ndim == 1 and all(not isinstance(i, Tensor) or i.ndim < 2 for i in parts)
+            else UNKNOWN
+            if of.picked
+            else None
+        )
+    tensors = [i for i in parts if isinstance(i, Tensor)]
+    return next((o for i in tensors if (o := picks.owners(i)) is not None), None) if tensors and tensors[0] is first else None
+
+
+def _put_behind_one(picks: Picks, result: Any, owners: Owners | None) -> None:
+    if owners is None or not owners.picked:
+        return
+    one = owners.of_one()
+    picks.tag(result, UNKNOWN if one is None else Owners(one, 1))
+    picks.behind_one[result] = owners
+
+
+def _set(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    y, index, value = args
+    first = index[0] if isinstance(index, tuple) and index else index
+    of, new = picks.owners(y), picks.picked(value)
+    if new is None:
+        return
+    if isinstance(first, Tensor):  # into rows of others, which stay whose they are
+        if of is not None and of.picked and not ((at := _indexed(picks, y, (first,))) is not None and at.same(new)):
+            picks.tag(y, UNKNOWN)
+    elif first in (slice(None), Ellipsis) and (of is None or of.same(new)) and new.ids is not None and len(y) == len(new.ids):
+        picks.tag(y, new)
+    else:
+        picks.tag(y, UNKNOWN)
 
 
 def _index_select(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     index = _given(args, kwargs, 2, "index")
     if _given(args, kwargs, 1, "dim") in (0, -args[0].ndim):
-        _index(picks, result, name, (args[0], index), {})
+        picks.tag(result, picks.pick(_indexed(picks, args[0], (index,))))
     else:
         _of_first(picks, result, name, args, kwargs)
 
 
+def _gather(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    x, index = args[0], _given(args, kwargs, 2, "index")
+    if _given(args, kwargs, 1, "dim") not in (0, -x.ndim):
+        _of_first(picks, result, name, args, kwargs)
+    elif picks.owners(x) is not None and bool((index.flatten(1) == index.flatten(1)[:, :1]).all() if index.ndim > 1 else True):
+        picks.tag(result, picks.pick(_indexed(picks, x, (index.flatten(1)[:, 0] if index.ndim > 1 else index,))))
+    else:
+        _other(picks, result, name, args, kwargs)
+
+
 def _nonzero(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    mask = args[0]
-    owners = picks.by_mask(mask != 0) if mask.ndim else None
-    for dim, t in enumerate(result if isinstance(result, tuple) else [result]):
-        if dim and picks.batch_first:
-            picks.numbers[t] = mask.shape[dim]
-        picks.tag(t, owners or (picks.by_numbers(t, mask.shape[dim]) if mask.ndim and picks.batch_first else None))
+    if args[0].ndim:
+        owners = picks.pick(_indexed(picks, args[0], (args[0] != 0,)))
+        for t in result if isinstance(result, tuple) else [result]:
+            picks.tag(t, owners)
 
 
 def _where(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -297,8 +432,17 @@ def _where(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> 
 
 
 def _masked_select(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    x, mask = torch.broadcast_tensors(args[0], _given(args, kwargs, 1, "mask"))
-    picks.tag(result, picks.by_mask(mask, picks.owners(args[0]) if x.shape == args[0].shape else None))
+    x, mask = args[0], _given(args, kwargs, 1, "mask")
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    if shape == x.shape or picks.owners(x) is None:
+        picks.tag(
+            result,
+            picks.pick(
+                _indexed(picks, x, (mask.expand(shape),)) if picks.owners(x) else _indexed(picks, mask, (mask.expand(shape),))
+            ),
+        )
+    else:
+        _other(picks, result, name, args, kwargs)
 
 
 def _cat(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -306,92 +450,180 @@ def _cat(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> No
     if _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
         _rowwise(picks, result, name, args, kwargs)
     elif any(o is None or o.ids is None for o in found):
-        picks.tag(result, UNKNOWN if any(o is not None for o in found) else None)
+        _other(picks, result, name, args, kwargs)
     else:
         picks.tag(result, Owners(torch.cat([o.ids for o in found]), sum(o.limit for o in found)))  # type: ignore[union-attr, misc]
 
 
+def _stack(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    found = [picks.owners(t) for t in args[0]]
+    if name == "stack" and _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
+        for t in args[0]:
+            picks.tag(result, picks.owners(t))
+        return
+    ones = [None if o is None else o.of_one() for o in found]
+    if any(one is None for one in ones) or (name == "pad_sequence" and not _given(args, kwargs, 1, "batch_first", False)):
+        _other(picks, result, name, args, kwargs)
+    else:
+        picks.tag(result, Owners(torch.cat(ones), len(ones)))  # type: ignore[arg-type]
+
+
+def _unbind(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    of = picks.owners(args[0])
+    if _given(args, kwargs, 1, "dim", 0) % args[0].ndim:
+        _of_first(picks, result, name, args, kwargs)
+    elif of is not None and of.ids is not None:
+        for t, one in zip(result, of.ids, strict=True):
+            if t.ndim:
+                picks.tag(t, picks.pick(Owners(one.expand(len(t)), of.limit * len(t))))
+
+
 def _view(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    if (of := picks.owners(args[0]) or picks.behind_one.get(args[0])) is not None and result.ndim:
-        picks.tag(result, of.viewed(len(result)))
+    of = picks.behind_one.get(args[0]) or picks.owners(args[0])
+    if of is not None and result.ndim:
+        owners = of.viewed(len(result))
+        picks.tag(result, owners if of.picked or owners.ids is not None else None)
 
 
 def _rowwise(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    found = [o for t in tensors_in((args, kwargs)) if (o := picks.owners(t)) is not None]
-    if found:
-        owners = found[0] if all(o.same(found[0]) for o in found) else UNKNOWN
-        for t in tensors_in([result]):
-            picks.tag(t, owners)
+    """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays whose it is."""
+    found = [(o, t) for t in tensors_in((args, kwargs)) if (o := picks.owners(t)) is not None]
+    if not found:
+        return
+    picked = [o for o, _ in found if o.picked] or [o for o, _ in found]
+    owners = picked[0] if all(o.same(picked[0]) for o, _ in found) else UNKNOWN
+    for t in tensors_in([result]):
+        if not isinstance(t, Tensor):
+            continue
+        if owners.ids is None or all(
+            s.ndim == t.ndim and len(s) == len(t) for _, s in found if isinstance(s, Tensor)
+        ):  # not broadcast
+            picks.tag(t, owners if owners.ids is not None or any(o.picked for o, _ in found) else None)
+        else:
+            picks.tag(t, UNKNOWN if any(o.picked for o, _ in found) else None)
 
 
 def _of_first(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    _rowwise(picks, result, name, args[:1], {})
+    """The first argument's rows, each by itself; or written into, which leaves them whose they are."""
+    of = picks.owners(args[0])
+    for t in tensors_in([result]):
+        if of is not None and args[0].ndim > (name in _OF_ROWS):
+            picks.tag(t, of)
 
 
 def _along(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     at, default = _ALONG[name]
-    dims = _given(args, kwargs, at, "dim", default)
+    dims = _given(args, kwargs, at, "dims" if "dims" in kwargs else "dim", default)
     if isinstance(dims, Tensor):  # max(x, y)
         _rowwise(picks, result, name, args, kwargs)
         return
-    dims, n = (dims,) if isinstance(dims, int) else dims or (0,), max(args[0].ndim, 1)
+    dims, n = (int(dims),) if not isinstance(dims, (tuple, list)) and dims is not None else dims or (0,), max(args[0].ndim, 1)
     (_of_first if all(d % n for d in dims) else _other)(picks, result, name, args, kwargs)
 
 
+def _unsqueeze(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    if _given(args, kwargs, 1, "dim") in (0, -result.ndim):
+        _put_behind_one(picks, result, picks.owners(args[0]))
+    else:
+        picks.tag(result, picks.owners(args[0]))
+
+
+def _repeat(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    alike = result.ndim == args[0].ndim and len(result) == len(args[0])
+    (_of_first if alike else _other)(picks, result, name, args, kwargs)
+
+
+def _pad(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    (_of_first if len(_given(args, kwargs, 1, "pad")) < 2 * result.ndim else _other)(picks, result, name, args, kwargs)
+
+
+def _attention(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    (_rowwise if result.ndim > 2 else _other)(picks, result, name, args[:3], {})
+
+
+def _recurrent(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    if len(args) == 9 and args[8] is True:  # batch_first, not packed
+        picks.tag(result[0], picks.owners(args[0]))
+    else:
+        _other(picks, result, name, args, kwargs)
+
+
+def _made(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Like a tensor in shape alone."""
+
+
 def _other(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    """Views of what each row holds; as many rows from anything else may be anybody's."""
+    """Views of what each row holds; anything else that comes of picked rows may be anybody's."""
     for source in tensors_in((args, kwargs)):
         if (of := picks.owners(source)) is None or not isinstance(source, Tensor):
             continue
         for t in tensors_in([result]):
-            if isinstance(t, Tensor) and t.ndim and len(t) == len(source) and t is not source:
-                picks.tag(t, of if len(t) < 2 or lies_in(t, source) else UNKNOWN)
+            if isinstance(t, Tensor) and t.ndim and t is not source:
+                kept = len(t) == len(source) and (lies_in(t, source) or (of.picked and len(t) < 2 and t.ndim >= source.ndim))
+                picks.tag(t, of if kept else UNKNOWN if of.picked else None)
 
 
 _ROWWISE = (
     *("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "maximum", "minimum", "lerp"),
     *("addcmul", "addcdiv", "atan2", "multiply", "subtract", "divide", "exp", "exp2", "log", "log2", "log10", "log1p", "expm1"),
     *("sqrt", "rsqrt", "square", "reciprocal", "abs", "neg", "negative", "sign", "erf", "erfc", "sin", "cos", "tan", "tanh"),
+    *("asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfinv", "logit", "sinc", "xlogy", "hypot", "sgn"),
     *("sigmoid", "relu", "relu6", "gelu", "silu", "elu", "celu", "selu", "leaky_relu", "prelu", "rrelu", "softplus", "softsign"),
     *("hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "threshold", "mish", "logsigmoid"),
-    *("clamp", "clamp_min", "clamp_max", "clip", "masked_fill", "nan_to_num", "round", "floor", "ceil", "trunc", "one_hot"),
+    *("clamp", "clamp_min", "clamp_max", "clip", "masked_fill", "nan_to_num", "round", "floor", "ceil", "trunc", "one_hot", "frac"),
     *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "isnan", "isinf", "isfinite"),
     *("bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "float", "double", "half", "bfloat16", "to", "type_as", "type"),
     *("long", "int", "bool", "contiguous", "clone", "detach", "requires_grad_", "cuda", "cpu", "bernoulli", "zero_", "fill_"),
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "copy"),
+    *("real", "imag", "conj", "view_as_real", "view_as_complex", "squared_difference"),
 )
 _OPERATORS = (
     *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "floordiv", "mod"),
     *("pow", "rpow", "neg", "abs", "invert", "and", "or", "xor", "rand", "ror", "rxor", "eq", "ne", "lt", "le", "gt", "ge"),
 )
-# of the first argument's rows, each by itself; or written into its rows, which stay whose they are
+_OF_ROWS = frozenset({"linear", "matmul", "mm", "__matmul__", "layer_norm", "rms_norm"})  # of a vector they are not
 _OF_FIRST = (
-    *("linear", "matmul", "mm", "bmm", "__matmul__", "layer_norm", "rms_norm", "group_norm", "instance_norm", "embedding"),
+    *("bmm", "group_norm", "instance_norm", "embedding", "interpolate", *_OF_ROWS),
     *(f"{kind}{d}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool") for d in (1, 2, 3)),
     *(f"adaptive_avg_pool{d}d" for d in (1, 2, 3)),
     *("index_copy", "index_add", "index_fill", "index_put", "scatter", "scatter_add", "scatter_reduce", "masked_scatter"),
 )
 # along a dim, or some: the number of that argument, and what it is by default (None: all)
-_REDUCING = ("sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "max", "min", "std", "var", "all", "any", "logsumexp")
+_REDUCING = ("sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "max", "min", "median", "std", "var", "all", "any")
 _ALONG: dict[str, tuple[int, int | None]] = {
-    **dict.fromkeys((*_REDUCING, "cumsum", "cumprod", "flip", "unsqueeze", "softmax", "log_softmax"), (1, None)),
+    **dict.fromkeys((*_REDUCING, "logsumexp", "var_mean", "std_mean", "nansum", "nanmean", "cumsum", "cumprod", "flip"), (1, None)),
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "select", "narrow"), (1, None)),
     **dict.fromkeys(("glu", "sort", "argsort"), (1, -1)),
-    **dict.fromkeys(("select", "narrow"), (1, None)),
     **dict.fromkeys(("chunk", "split", "tensor_split"), (2, 0)),
-    "unbind": (1, 0),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "roll"), (2, None)),
     "topk": (2, -1),
+    "diff": (2, -1),
     "normalize": (2, 1),
+    "gumbel_softmax": (4, -1),
 }
+_MADE = (
+    *(f"{what}_like" for what in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
+    *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "size", "stride", "tolist", "__len__"),
+)
 _RULES: dict[str, Callable[..., None]] = {
     **dict.fromkeys((*_ROWWISE, *(f"{name}_" for name in _ROWWISE), *(f"__{name}__" for name in _OPERATORS)), _rowwise),
     **dict.fromkeys((*_OF_FIRST, *(f"{name}_" for name in _OF_FIRST)), _of_first),
     **dict.fromkeys(_ALONG, _along),
+    **dict.fromkeys(_MADE, _made),
     **dict.fromkeys(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze"), _view),
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+    **dict.fromkeys(("stack", "pad_sequence"), _stack),
     **dict.fromkeys(("nonzero", "argwhere"), _nonzero),
+    **dict.fromkeys(("unbind", "__iter__"), _unbind),
+    **dict.fromkeys(("repeat", "expand", "tile"), _repeat),
+    **dict.fromkeys(("gather", "take_along_dim"), _gather),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
     "where": _where,
     "masked_select": _masked_select,
     "index_select": _index_select,
+    "scaled_dot_product_attention": _attention,
+    "unsqueeze": _unsqueeze,
+    "pad": _pad,
     "__getitem__": _index,
+    "__setitem__": _set,
 }
-_PICKING = (_index, _nonzero, _where, _masked_select)

@@ -50,7 +50,7 @@ def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = 
     for place, t in enumerate(tensors_in([output])):
         if not isinstance(t, Tensor) or not t.requires_grad or not t.ndim or not t.numel() or t.is_complex():
             continue
-        picked = None if local.picks is None else local.picks.owners(t)
+        picked = None if local.picks is None else local.picks.picked(t)
         if picked is not None:
             found += [] if picked.ids is None else [(t, 0, picked.ids)]
             continue

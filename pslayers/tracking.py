@@ -126,6 +126,7 @@ def track(
     """
     inputs, everyone = _batched(args, kwargs, batch), range(batch.size)
     layouts: dict[Key, Layout] = {}
+    mixed, picked = set[Key](), (lambda _: None) if local.picks is None else local.picks.picked
     with torch.no_grad(), _reparametrize_module(model, _noisy(model)):
         tracker, _ = run_tracked(run, model, args, kwargs)
         plain, blind = tracker.seen, False
@@ -136,6 +137,10 @@ def track(
                 blind = blind or changed is None
                 for key, x in plain.items():
                     where = (changed or {}).get(key)
+                    if where is not None and (owners := picked(x)) is not None and owners.ids is not None:
+                        if bool(where[~torch.isin(owners.ids, torch.tensor(samples, device=x.device))].any()):
+                            mixed.add(key)
+                        continue
                     if where is not None and where.any():
                         fits = {lay for lay in _candidates(x, batch.size) if _explains(lay, where, samples, batch.size)}
                         found[key] = found[key] & fits if key in found else fits
@@ -147,8 +152,8 @@ def track(
         changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
         refused = set() if local.picks is None else local.picks.refused
         for key, x in plain.items():
-            if (owners := None if local.picks is None else local.picks.owners(x)) is not None:
-                layouts[key] = MIXED if owners.ids is None else PICKED
+            if (owners := picked(x)) is not None:
+                layouts[key] = MIXED if owners.ids is None or key in mixed else PICKED
             elif changed is not None and (where := changed.get(key)) is None:
                 layouts[key] = MIXED  # how many rows there are depends on the data
             elif key[0] in refused and key[2][0] == "in":

@@ -225,28 +225,6 @@ def test_a_mask_that_the_data_make() -> None:
         _assert_right(model, ours, ids, torch.empty(n, 0))
 
 
-def test_the_batch_in_the_second_dim() -> None:
-    class Later(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            return self.after(self.before(x)[mask] if mask.ndim == 2 else self.before(x).flatten(0, 1)[mask])
-
-    for flat in (False, True):
-        model = Later().double()
-        ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum", batch_first=False)
-        for part in (1.0, 0.5, 0.3, 0.6):
-            x, mask = torch.randn(5, 3, 4, dtype=torch.float64), torch.rand(5, 3) < part
-            ours.zero_grad()
-            (ours(x, mask.flatten() if flat else mask) ** 2).sum().backward()
-            losses = [(model(x[:, i : i + 1], mask[:, i] if flat else mask[:, i : i + 1]) ** 2).sum() for i in range(3)]
-            for name, p in model.named_parameters():
-                expected = torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses])
-                torch.testing.assert_close(ours.get_parameter(name).grad_sample, expected)
-
-
 CHECKPOINTED: dict[str, Forward] = {
     "with-what-picks": lambda m, h, mask: checkpoint(lambda h: m.after(m.norm(h[mask])), h, use_reentrant=False),
     "without": lambda m, h, mask: checkpoint(lambda rows: m.after(m.scaled(rows)), h[mask], use_reentrant=False),
