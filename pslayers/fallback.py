@@ -26,7 +26,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from .expand import Expansion, Scale, by_original_layers, local
 from .per_sample import NoRuleError, PerSample, standing_in
-from .picks import without_picks
+from .picks import WEAK, without_picks
+from .proof import disagreement
 from .record import recorder_of
 from .redirect import Redirect
 from .snapshot import trial, unchanged
@@ -88,9 +89,13 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     taken = {id(t) for t in tensors_in((args, kwargs))}
     output = _run(module, forward, plan, (args, kwargs), weights, batch.size)
     if local.picks is not None and plan.way not in OWN:
+        if module._ps_state().settings.picks:
+            _check_plain(module, forward, (args, kwargs), output)
         for t, layout in zip(tensors_in([output]), plan.layouts.outputs, strict=True):
             if layout in (BATCH_MAJOR, ("dim", 0)):
                 local.picks.tag_batch(t)
+            elif layout != PICKED:
+                local.picks.tag(t, WEAK)
     if batch.outputs is None:
         return output
     if plan.way in OWN:  # the caller may index what now has a row for each sample
@@ -428,6 +433,23 @@ def _run(
     return map_tensors(lambda _: next(whole), output)
 
 
+def _check_plain(module: Any, forward: Forward, call: Call, output: Any) -> None:
+    """An error where samples by themselves do not return what they do together: what masks pick may be put in any order."""
+    random = torch.get_rng_state()
+    with torch.no_grad(), trial(module), by_original_layers(), without_picks():
+        args, kwargs = _copy(call)
+        plain = forward(module, *args, **kwargs)
+        drawn = not torch.equal(random, torch.get_rng_state())
+    pairs = [[t for t in tensors_in([o]) if isinstance(t, Tensor)] for o in (output, plain)]
+    shapes = [[t.shape for t in tensors] for tensors in pairs]
+    if shapes[0] != shapes[1] or (not drawn and disagreement(output, plain) is not None):
+        raise ValueError(
+            f"`{module._ps_state().path}` ({type(module).__name__}) picks rows by its data (as in h[mask]), and its samples, each "
+            f"by itself, do not return what they do together: they interact, or their rows are moved in a way that is not followed. "
+            f"Write a layer for it (ps.PSLayer)."
+        )
+
+
 def _whose(module: Any, forward: Forward, call: Call) -> dict[int, Tensor]:
     """{place: whose the rows are} of a call's outputs that hold picked rows: these need not be in the order of the samples."""
     args, kwargs = _copy(call)
@@ -489,6 +511,8 @@ def _apart(t: Tensor, layout: Layout, size: int) -> Tensor:
 def _together(t: Tensor | tuple[Tensor, ...], layout: Layout) -> Tensor:
     """The samples' outputs (B, ...), or one of each, in the layout that the plain output has."""
     kind, dim = layout
+    if not isinstance(t, Tensor) and any(one.shape != t[0].shape for one in t):
+        raise ValueError(f"samples return tensors of shapes {sorted({tuple(one.shape) for one in t})}, which are no batch.")
     t = t if isinstance(t, Tensor) else torch.stack(t)
     if kind == "dim":
         return t.movedim(0, dim).flatten(dim, dim + 1)

@@ -28,10 +28,11 @@ class Owners:
         ids: (k,), the sample of each row; None where an op is not known to leave rows where they are.
         limit: the most rows that one sample can have, whatever the data.
         picked: they are not (all of) the batch's, each sample's together and as many.
+        one: (1,), the sample whose all of them are, if that is known, even where there are none.
     """
 
-    def __init__(self, ids: Tensor | None, limit: int, picked: bool = True) -> None:
-        self.ids, self.limit, self.picked = ids, limit, picked
+    def __init__(self, ids: Tensor | None, limit: int, picked: bool = True, one: Tensor | None = None) -> None:
+        self.ids, self.limit, self.picked, self.one = ids, limit, picked, one
         self.batches: dict[tuple[int, int, bool], _Batched] = {}
 
     def batch(self, size: int, extra: int = 0, tracked: bool = False) -> "_Batched":
@@ -47,7 +48,7 @@ class Owners:
         """Those of some of the rows (a slice, or their numbers), of which there are at most `times` as many."""
         if isinstance(rows, slice) and rows == slice(None):
             return self
-        return UNKNOWN if self.ids is None else Owners(self.ids[rows], self.limit * times)
+        return UNKNOWN if self.ids is None else Owners(self.ids[rows], self.limit * times, one=self.one)
 
     def same(self, other: "Owners") -> bool:
         """Whether both tell the same of every row."""
@@ -55,8 +56,16 @@ class Owners:
 
     def of_one(self) -> Tensor | None:
         """(1,), the sample whose all the rows are, if they are one's."""
-        alone = self.ids is not None and len(self.ids) > 0 and bool((self.ids == self.ids[0]).all())
-        return self.ids[:1] if alone and self.ids is not None else None
+        if self.one is not None or self.ids is None or not len(self.ids):
+            return self.one
+        return self.ids[:1] if bool((self.ids == self.ids[0]).all()) else None
+
+    def of_row(self, row: int, values: int) -> "Owners":
+        """Those of the values of a row, as rows."""
+        if self.ids is None:
+            return self
+        one = self.ids[row].reshape(1)
+        return Owners(one.expand(values), self.limit * values, one=one)
 
     def viewed(self, rows: int) -> "Owners":
         """Those of a view with so many rows: each is a part of a row here, or several whole ones of one sample."""
@@ -69,10 +78,14 @@ class Owners:
             parts = self.ids.view(rows, -1)
             if bool((parts == parts[:, :1]).all()):
                 return Owners(parts[:, 0], self.limit, self.picked)
-        return UNKNOWN
+        return self.lost()
+
+    def lost(self) -> "Owners":
+        """Of what comes of these rows by a function that may do anything to them."""
+        return UNKNOWN if self.picked else WEAK
 
 
-UNKNOWN = Owners(None, 0)
+UNKNOWN, WEAK = Owners(None, 0), Owners(None, 0, picked=False)  # of rows that were picked; of what comes of the batch in any way
 
 
 class _Batched:
@@ -99,9 +112,10 @@ class _Batched:
             return t.index_select(dim, self.source)
         t = t.movedim(dim, 0)
         dtype = t.dtype if t.is_floating_point() or t.is_complex() else torch.float32
-        row = torch.linspace(0.5, 1.5, t.shape[1:].numel(), device=t.device, dtype=dtype).view(t.shape[1:])
+        row = torch.linspace(0.1, 0.9, t.shape[1:].numel(), device=t.device, dtype=dtype).view(t.shape[1:])
         row = row if dtype == t.dtype else torch.zeros_like(row, dtype=t.dtype)
         if self.source is None or self.none is None:
+            row = row + t.sum() if dtype == t.dtype else row  # nothing, but its gradient is to be that of no rows
             return row.expand(self.rows, *row.shape).movedim(0, dim)
         mine = self.none.view(-1, *[1] * row.ndim)
         return torch.where(mine, row, t.index_select(0, self.source)).movedim(0, dim)
@@ -146,10 +160,10 @@ class Picks(TorchFunctionMode):
         return any(id(v) in self.known if isinstance(v, Tensor) else isinstance(v, (tuple, list)) and self._any(v) for v in values)
 
     def _lose(self, results: Any, args: Any, kwargs: Any) -> None:
-        """What comes of picked rows may be anybody's."""
-        if any(o.picked for t in tensors_in((args, kwargs)) if (o := self.owners(t)) is not None):
-            for t in tensors_in(results):
-                self.tag(t, UNKNOWN)
+        """What comes of picked rows, or of the batch, by a function that may do anything."""
+        found = [o for t in tensors_in((args, kwargs)) if (o := self.owners(t)) is not None]
+        for t in tensors_in(results) if found else ():
+            self.tag(t, UNKNOWN if any(o.picked for o in found) else WEAK)
 
     def owners(self, t: Any) -> Owners | None:
         """Whose the rows of a tensor are, where that is followed; None for others."""
@@ -174,11 +188,15 @@ class Picks(TorchFunctionMode):
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tag the batch's inputs: the first, and those that have a dim more, unless that is as long as the batch."""
+        recomputed = torch._C._current_graph_task_id() != -1
         for place, t in enumerate(tensors_in((args, kwargs))):
-            if torch._C._current_graph_task_id() != -1 and not (isinstance(t, Tensor) and t.ndim and len(t) == self.size):
-                continue  # a checkpoint's: they may have been picked
-            if isinstance(t, Tensor) and (place == 0 or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1])):
+            if not isinstance(t, Tensor) or self.size not in t.shape or (recomputed and len(t) != self.size):
+                continue  # of a checkpoint's it is not known
+            sure = t.shape[0] == self.size and (place == 0 or (t.ndim > 1 and t.shape[1] != self.size))
+            if sure:
                 self.tag_batch(t)
+            else:
+                self.tag(t, WEAK)
 
     def pick(self, owners: Owners | None) -> Owners | None:
         """Note that the module that is running picks rows."""
@@ -341,65 +359,99 @@ def _given(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) 
 def _index(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     x, index = args[0], args[1]
     parts = index if isinstance(index, tuple) and index else (index,)
+    of = picks.owners(x)
     if parts[0] is Ellipsis:
         _other(picks, result, name, args, kwargs)
     elif parts[0] is None:
-        owners = picks.owners(x) if len(parts) == 1 else _indexed(picks, x, parts[1:])
-        _put_behind_one(picks, result, picks.pick(owners))
+        _put_behind_one(picks, result, picks.pick(of if len(parts) == 1 else _indexed(picks, x, parts[1:])))
     elif isinstance(parts[0], int) and picks.behind_one.get(x) is not None:
         picks.tag(result, picks.behind_one.get(x))
     elif isinstance(parts[0], int):  # all of it is that sample's
-        of = picks.owners(x)
-        if of is not None and isinstance(result, Tensor) and result.ndim:
-            one = UNKNOWN if of.ids is None else Owners(of.ids[parts[0]].expand(len(result)), of.limit * len(result))
-            picks.tag(result, picks.pick(one))
+        picks.tag(result, None if of is None or not result.ndim else picks.pick(of.of_row(parts[0], len(result))))
     else:
         picks.tag(result, picks.pick(_indexed(picks, x, parts)))
 
 
 def _indexed(picks: Picks, x: Tensor, parts: tuple[Any, ...]) -> Owners | None:
     """Whose the rows are that an index picks: those of the rows it is for, else its own."""
-    first = parts[0]
+    first, of = parts[0], picks.owners(x)
+    if isinstance(first, slice):
+        return of.at(first) if of is not None and of.ids is not None else of
     if isinstance(first, Tensor) and first.dtype in (torch.bool, torch.uint8) and first.ndim:
-        of, rows = picks.owners(x) or picks.owners(first), first.nonzero()[:, 0]
-        return None if of is None else of.at(rows, max(first.numel() // max(len(first), 1), 1))
-    if (of := picks.owners(x)) is not None:
-        if isinstance(first, slice):
-            return of.at(first)
-        rows = torch.as_tensor(first, device=x.device)
-        # together with indices of more dims it is not the rows alone that it tells
-        return (
-            of.at(rows)
-            if rows.ndim == 1 and all(not isinstance(i, Tensor) or i.ndim < 2 for i in parts)
-            else UNKNOWN
-            if of.picked
-            else None
-        )
-    tensors = [i for i in parts if isinstance(i, Tensor)]
-    return next((o for i in tensors if (o := picks.owners(i)) is not None), None) if tensors and tensors[0] is first else None
+        return _masked(of, picks.owners(first), first)
+    others = [o for i in parts if (o := picks.owners(i)) is not None]
+    if of is None:
+        return picks.owners(first) or (others[0].lost() if others else None)
+    if of.ids is None:
+        return UNKNOWN if any(o.picked for o in others) else of
+    rows = torch.as_tensor(first, device=x.device)
+    rows = rows if len(rows) else rows.long()
+    # together with indices of more dims it does not tell of rows
+    return of.at(rows) if rows.ndim == 1 and all(not isinstance(i, Tensor) or i.ndim < 2 for i in parts) else of.lost()
+
+
+def _masked(of: Owners | None, by: Owners | None, mask: Tensor) -> Owners | None:
+    """Whose the rows are that a mask, itself of rows `by`, picks out of rows `of`."""
+    if of is not None and of.ids is None:
+        return of if by is None else UNKNOWN  # what all samples share picks as many of each
+    told = of or by
+    if told is None or told.ids is None:
+        return None if told is None else UNKNOWN
+    return told.at(mask.nonzero()[:, 0], max(mask.numel() // max(len(mask), 1), 1))
 
 
 def _put_behind_one(picks: Picks, result: Any, owners: Owners | None) -> None:
-    if owners is None or not owners.picked:
-        return
-    one = owners.of_one()
-    picks.tag(result, UNKNOWN if one is None else Owners(one, 1))
-    picks.behind_one[result] = owners
+    if owners is not None:
+        one = owners.of_one()
+        picks.tag(result, owners.lost() if one is None else Owners(one, 1, one=one))
+        picks.behind_one[result] = owners
 
 
 def _set(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     y, index, value = args
-    first = index[0] if isinstance(index, tuple) and index else index
-    of, new = picks.owners(y), picks.picked(value)
+    picks.tag(y, _written(picks, y, index[0] if isinstance(index, tuple) and index else index, value))
+
+
+def _written(picks: Picks, y: Tensor, index: Any, value: Any) -> Owners | None:
+    """Whose the rows of `y` are with `value` written to some of them."""
+    of, new = picks.owners(y), picks.owners(value)
     if new is None:
+        return of
+    if (isinstance(index, slice) and index == slice(None)) or index is Ellipsis:
+        whole = of if of is not None and of.ids is not None else new if new.ids is not None and len(y) == len(new.ids) else None
+        return whole if whole is not None and (new.same(whole) or not new.picked) else (of or new).lost()
+    if isinstance(index, Tensor) and index.ndim:
+        mask = index.dtype in (torch.bool, torch.uint8)
+        told = (
+            of if of is not None and of.ids is not None else picks.owners(index) if mask and (of is None or not of.picked) else None
+        )
+        if told is not None and told.ids is not None:
+            rows = index.nonzero()[:, 0] if mask else index
+            if not new.picked or (rows.ndim == 1 and told.at(rows).same(new)):
+                return told
+        return UNKNOWN if of is not None and of.picked else WEAK
+    return UNKNOWN if new.picked or (of is not None and of.picked) else WEAK
+
+
+def _put(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """index_add(x, dim, index, source), scatter and the like."""
+    index, source = _given(args, kwargs, 2, "index"), _given(args, kwargs, 3, "src", kwargs.get("source"))
+    if _given(args, kwargs, 1, "dim") not in (0, -args[0].ndim):
+        _rowwise(picks, result, name, (args[0], source), {})
         return
-    if isinstance(first, Tensor):  # into rows of others, which stay whose they are
-        if of is not None and of.picked and not ((at := _indexed(picks, y, (first,))) is not None and at.same(new)):
-            picks.tag(y, UNKNOWN)
-    elif first in (slice(None), Ellipsis) and (of is None or of.same(new)) and new.ids is not None and len(y) == len(new.ids):
-        picks.tag(y, new)
-    else:
-        picks.tag(y, UNKNOWN)
+    if index.ndim > 1 and bool((index.flatten(1) == index.flatten(1)[:, :1]).all()):
+        index = index.flatten(1)[:, 0]
+    picks.tag(result, _written(picks, args[0], index, source))
+
+
+def _index_put(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    indices = _given(args, kwargs, 1, "indices")
+    picks.tag(result, _written(picks, args[0], indices[0], _given(args, kwargs, 2, "values")))
+
+
+def _masked_scatter(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    of, by = picks.owners(args[0]), picks.owners(_given(args, kwargs, 1, "mask"))
+    picks.tag(result, of if of is not None and of.ids is not None else by if of is None and by is not None else WEAK)
 
 
 def _index_select(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -421,10 +473,10 @@ def _gather(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) ->
 
 
 def _nonzero(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    if args[0].ndim:
-        owners = picks.pick(_indexed(picks, args[0], (args[0] != 0,)))
-        for t in result if isinstance(result, tuple) else [result]:
-            picks.tag(t, owners)
+    of = picks.owners(args[0])
+    owners = picks.pick(of if of is None else _masked(None, of, args[0] != 0) if args[0].ndim else UNKNOWN)
+    for t in result if isinstance(result, tuple) else [result]:
+        picks.tag(t, owners)
 
 
 def _where(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -434,15 +486,8 @@ def _where(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> 
 def _masked_select(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     x, mask = args[0], _given(args, kwargs, 1, "mask")
     shape = torch.broadcast_shapes(x.shape, mask.shape)
-    if shape == x.shape or picks.owners(x) is None:
-        picks.tag(
-            result,
-            picks.pick(
-                _indexed(picks, x, (mask.expand(shape),)) if picks.owners(x) else _indexed(picks, mask, (mask.expand(shape),))
-            ),
-        )
-    else:
-        _other(picks, result, name, args, kwargs)
+    of, by = (o if t.ndim == len(shape) and len(t) == shape[0] else o and o.lost() for t in (x, mask) for o in [picks.owners(t)])
+    picks.tag(result, picks.pick(_masked(of, by, mask.expand(shape))))
 
 
 def _cat(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -458,57 +503,50 @@ def _cat(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> No
 def _stack(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     found = [picks.owners(t) for t in args[0]]
     if name == "stack" and _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
-        for t in args[0]:
-            picks.tag(result, picks.owners(t))
+        known = [o for o in found if o is not None]
+        picks.tag(result, known[0] if all(o.same(known[0]) for o in known) else UNKNOWN)
         return
     ones = [None if o is None else o.of_one() for o in found]
     if any(one is None for one in ones) or (name == "pad_sequence" and not _given(args, kwargs, 1, "batch_first", False)):
         _other(picks, result, name, args, kwargs)
     else:
-        picks.tag(result, Owners(torch.cat(ones), len(ones)))  # type: ignore[arg-type]
+        owners = Owners(torch.cat(ones), len(ones))  # type: ignore[arg-type]
+        whole = owners.ids is not None and torch.equal(owners.ids, torch.arange(picks.size, device=owners.ids.device))
+        picks.tag(result, Owners(owners.ids, 1, picked=False) if whole else owners)
 
 
 def _unbind(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    of = picks.owners(args[0])
     if _given(args, kwargs, 1, "dim", 0) % args[0].ndim:
         _of_first(picks, result, name, args, kwargs)
-    elif of is not None and of.ids is not None:
-        for t, one in zip(result, of.ids, strict=True):
-            if t.ndim:
-                picks.tag(t, picks.pick(Owners(one.expand(len(t)), of.limit * len(t))))
+    elif (of := picks.owners(args[0])) is not None:
+        for row, t in enumerate(result):
+            picks.tag(t, picks.pick(of.of_row(row, len(t))) if t.ndim else None)
 
 
 def _view(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     of = picks.behind_one.get(args[0]) or picks.owners(args[0])
     if of is not None and result.ndim:
-        owners = of.viewed(len(result))
-        picks.tag(result, owners if of.picked or owners.ids is not None else None)
+        picks.tag(result, of.viewed(len(result)))
 
 
 def _rowwise(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays whose it is."""
-    found = [(o, t) for t in tensors_in((args, kwargs)) if (o := picks.owners(t)) is not None]
-    if not found:
-        return
-    picked = [o for o, _ in found if o.picked] or [o for o, _ in found]
-    owners = picked[0] if all(o.same(picked[0]) for o, _ in found) else UNKNOWN
-    for t in tensors_in([result]):
-        if not isinstance(t, Tensor):
-            continue
-        if owners.ids is None or all(
-            s.ndim == t.ndim and len(s) == len(t) for _, s in found if isinstance(s, Tensor)
-        ):  # not broadcast
-            picks.tag(t, owners if owners.ids is not None or any(o.picked for o, _ in found) else None)
-        else:
-            picks.tag(t, UNKNOWN if any(o.picked for o, _ in found) else None)
+    found = [(o, t) for t in tensors_in((args, kwargs)) if isinstance(t, Tensor) and (o := picks.owners(t)) is not None]
+    lost = UNKNOWN if any(o.picked for o, _ in found) else WEAK
+    for t in tensors_in([result]) if found else ():
+        known = [o for o, s in found if o.ids is not None and isinstance(t, Tensor) and s.ndim == t.ndim and len(s) == len(t)]
+        unsure = [o for o, s in found if (o.ids is None and o.picked) or (o.ids is not None and o not in known)]
+        picks.tag(t, known[0] if known and not unsure and all(o.same(known[0]) for o in known) else lost)
 
 
 def _of_first(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    """The first argument's rows, each by itself; or written into, which leaves them whose they are."""
+    """The first argument's rows, each by itself."""
     of = picks.owners(args[0])
+    if of is None or args[0].ndim <= (name in _OF_ROWS):
+        _other(picks, result, name, args, kwargs)
+        return
     for t in tensors_in([result]):
-        if of is not None and args[0].ndim > (name in _OF_ROWS):
-            picks.tag(t, of)
+        picks.tag(t, of)
 
 
 def _along(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -518,7 +556,13 @@ def _along(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> 
         _rowwise(picks, result, name, args, kwargs)
         return
     dims, n = (int(dims),) if not isinstance(dims, (tuple, list)) and dims is not None else dims or (0,), max(args[0].ndim, 1)
-    (_of_first if all(d % n for d in dims) else _other)(picks, result, name, args, kwargs)
+    if all(d % n for d in dims):
+        _of_first(picks, result, name, args, kwargs)
+    elif (of := picks.owners(args[0])) is not None and (one := of.of_one()) is not None and name in _REDUCING:
+        for t in tensors_in([result]):  # of rows that are all one sample's
+            picks.tag(t, Owners(one.expand(len(t)), of.limit * len(t), one=one) if isinstance(t, Tensor) and t.ndim else None)
+    else:
+        _other(picks, result, name, args, kwargs)
 
 
 def _unsqueeze(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -549,18 +593,19 @@ def _recurrent(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs)
 
 
 def _made(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    """Like a tensor in shape alone."""
+    """Made like a tensor, of nobody's values: it may as well hold the same samples' rows."""
+    of = picks.owners(args[0])
+    picks.tag(result, of if of is not None and of.ids is not None else None)
 
 
 def _other(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    """Views of what each row holds; anything else that comes of picked rows may be anybody's."""
-    for source in tensors_in((args, kwargs)):
-        if (of := picks.owners(source)) is None or not isinstance(source, Tensor):
-            continue
-        for t in tensors_in([result]):
-            if isinstance(t, Tensor) and t.ndim and t is not source:
-                kept = len(t) == len(source) and (lies_in(t, source) or (of.picked and len(t) < 2 and t.ndim >= source.ndim))
-                picks.tag(t, of if kept else UNKNOWN if of.picked else None)
+    """Views of what each row holds; anything else that comes of rows may be anybody's."""
+    found = [(o, t) for t in tensors_in((args, kwargs)) if isinstance(t, Tensor) and (o := picks.owners(t)) is not None]
+    lost = UNKNOWN if any(o.picked for o, _ in found) else WEAK
+    for t in tensors_in([result]):
+        if isinstance(t, Tensor) and t.ndim and all(t is not s for _, s in found):
+            kept = [o for o, s in found if o.ids is not None and s.ndim and len(t) == len(s) and (len(t) == 1 or lies_in(t, s))]
+            picks.tag(t, kept[0] if kept and len(found) == 1 else lost)
 
 
 _ROWWISE = (
@@ -586,7 +631,6 @@ _OF_FIRST = (
     *("bmm", "group_norm", "instance_norm", "embedding", "interpolate", *_OF_ROWS),
     *(f"{kind}{d}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool") for d in (1, 2, 3)),
     *(f"adaptive_avg_pool{d}d" for d in (1, 2, 3)),
-    *("index_copy", "index_add", "index_fill", "index_put", "scatter", "scatter_add", "scatter_reduce", "masked_scatter"),
 )
 # along a dim, or some: the number of that argument, and what it is by default (None: all)
 _REDUCING = ("sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "max", "min", "median", "std", "var", "all", "any")
@@ -601,6 +645,7 @@ _ALONG: dict[str, tuple[int, int | None]] = {
     "normalize": (2, 1),
     "gumbel_softmax": (4, -1),
 }
+_PUT = ("index_copy", "index_add", "scatter", "scatter_add", "scatter_reduce", "index_reduce")
 _MADE = (
     *(f"{what}_like" for what in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
     *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "size", "stride", "tolist", "__len__"),
@@ -609,6 +654,9 @@ _RULES: dict[str, Callable[..., None]] = {
     **dict.fromkeys((*_ROWWISE, *(f"{name}_" for name in _ROWWISE), *(f"__{name}__" for name in _OPERATORS)), _rowwise),
     **dict.fromkeys((*_OF_FIRST, *(f"{name}_" for name in _OF_FIRST)), _of_first),
     **dict.fromkeys(_ALONG, _along),
+    **dict.fromkeys((*_PUT, *(f"{name}_" for name in _PUT)), _put),
+    **dict.fromkeys(("index_put", "index_put_"), _index_put),
+    **dict.fromkeys(("masked_scatter", "masked_scatter_"), _masked_scatter),
     **dict.fromkeys(_MADE, _made),
     **dict.fromkeys(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze"), _view),
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),

@@ -51,8 +51,8 @@ def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = 
         if not isinstance(t, Tensor) or not t.requires_grad or not t.ndim or not t.numel() or t.is_complex():
             continue
         picked = None if local.picks is None else local.picks.picked(t)
-        if picked is not None:
-            found += [] if picked.ids is None else [(t, 0, picked.ids)]
+        if picked is not None and picked.ids is not None:
+            found.append((t, 0, picked.ids))
             continue
         layout, dim = None if layouts is None else layouts[place], batch_dim(t, batch)
         if layout is None and t.shape[dim] == batch.size:

@@ -152,8 +152,8 @@ def track(
         changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
         refused = set() if local.picks is None else local.picks.refused
         for key, x in plain.items():
-            if (owners := picked(x)) is not None:
-                layouts[key] = MIXED if owners.ids is None or key in mixed else PICKED
+            if (owners := picked(x)) is not None and owners.ids is not None:
+                layouts[key] = MIXED if key in mixed else PICKED
             elif changed is not None and (where := changed.get(key)) is None:
                 layouts[key] = MIXED  # how many rows there are depends on the data
             elif key[0] in refused and key[2][0] == "in":

@@ -206,7 +206,7 @@ def test_no_sample_is_run_by_itself(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for part in (0.6, 0.3, 1.0):
-            ours(torch.randn(4, 4, 4), torch.rand(4, 4) < part).sum().backward()
+            ours(torch.randn(4, 5, 4), torch.rand(4, 5) < part).sum().backward()
 
 
 def test_a_mask_that_the_data_make() -> None:
