@@ -8,6 +8,7 @@ What eager calls find out by running (whose rows are whose, weights used past th
 a converted model must have been proved before, by an eager call or an example batch, and is refused by name where it was not.
 """
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -84,19 +85,33 @@ def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, .
     return _outermost(module, True, original, args, kwargs)
 
 
-@torch.compiler.disable(
-    reason="pslayers: a converted model has not been proved right for this kind of call (training or not, dims of the inputs), "
-    "which cannot be done while it is compiled: call it once without torch.compile, with more than one sample and gradients "
-    "enabled, or give an example batch, convert_model(model, example=x)"
+def _uncompiled(reason: str) -> Callable[..., Any]:
+    """As torch.compiler.disable, which imports the compiler when it decorates: here only where something is compiled."""
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def as_it_is(*args: Any, **kwargs: Any) -> Any:
+            return torch.compiler.disable(fn)(*args, **kwargs)
+
+        as_it_is._torchdynamo_disable, as_it_is._torchdynamo_disable_msg = True, f"pslayers: {reason}"  # type: ignore[attr-defined]
+        return as_it_is
+
+    return decorate
+
+
+@_uncompiled(
+    "a converted model has not been proved right for this kind of call (training or not, dims of the inputs), which cannot be done "
+    "while it is compiled: call it once without torch.compile, with more than one sample and gradients enabled, or give an "
+    "example batch, convert_model(model, example=x)"
 )
 def _proving(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A first call of a kind, as it is without torch.compile."""
     return module.forward(*args, **kwargs)
 
 
-@torch.compiler.disable(
-    reason="pslayers: a converted model gives layers rows that a mask has picked (as in h[mask]), of which each sample has a "
-    "number that is not known while it is compiled"
+@_uncompiled(
+    "a converted model gives layers rows that a mask has picked (as in h[mask]), of which each sample has a number that is not "
+    "known while it is compiled"
 )
 def _picking(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call in which masks pick rows, as it is without torch.compile."""

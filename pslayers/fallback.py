@@ -87,10 +87,12 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     if batch.outputs is None and local.picks is None:
         return _run(module, forward, plan, (args, kwargs), weights, batch.size)
     taken = {id(t) for t in tensors_in((args, kwargs))}
+    compared = local.picks is not None and module._ps_state().settings.picks and plan.way not in OWN
+    plain = _plainly(module, forward, (args, kwargs)) if compared else None
     output = _run(module, forward, plan, (args, kwargs), weights, batch.size)
     if local.picks is not None and plan.way not in OWN:
-        if module._ps_state().settings.picks:
-            _check_plain(module, forward, (args, kwargs), output)
+        if plain is not None:
+            _check_plain(module, output, *plain)
         for t, layout in zip(tensors_in([output]), plan.layouts.outputs, strict=True):
             if layout in (BATCH_MAJOR, ("dim", 0)):
                 local.picks.tag_batch(t)
@@ -433,19 +435,21 @@ def _run(
     return map_tensors(lambda _: next(whole), output)
 
 
-def _check_plain(module: Any, forward: Forward, call: Call, output: Any) -> None:
-    """An error where samples by themselves do not return what they do together: what masks pick may be put in any order."""
-    random = torch.get_rng_state()
+def _plainly(module: Any, forward: Forward, call: Call) -> tuple[Any, bool]:
+    """What a call returns by the original layers, and whether it draws random numbers."""
+    random, (args, kwargs) = torch.get_rng_state(), _copy(call)
     with torch.no_grad(), trial(module), by_original_layers(), without_picks():
-        args, kwargs = _copy(call)
-        plain = forward(module, *args, **kwargs)
-        drawn = not torch.equal(random, torch.get_rng_state())
-    pairs = [[t for t in tensors_in([o]) if isinstance(t, Tensor)] for o in (output, plain)]
-    shapes = [[t.shape for t in tensors] for tensors in pairs]
+        output = forward(module, *args, **kwargs)
+        return output, not torch.equal(random, torch.get_rng_state())
+
+
+def _check_plain(module: Any, output: Any, plain: Any, drawn: bool) -> None:
+    """An error where samples by themselves do not return what they do together: what masks pick may be put in any order."""
+    shapes = [[t.shape for t in tensors_in([o]) if isinstance(t, Tensor)] for o in (output, plain)]
     if shapes[0] != shapes[1] or (not drawn and disagreement(output, plain) is not None):
         raise ValueError(
             f"`{module._ps_state().path}` ({type(module).__name__}) picks rows by its data (as in h[mask]), and its samples, each "
-            f"by itself, do not return what they do together: they interact, or their rows are moved in a way that is not followed. "
+            f"by itself, do not return what they do together: they interact, or rows are moved in a way that is not followed. "
             f"Write a layer for it (ps.PSLayer)."
         )
 

@@ -6,6 +6,7 @@ for each sample, filled up where one has fewer; what it returns is picked rows a
 are: what comes of picked rows by any other function may be anybody's, and a module that is given that is run sample by sample.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .expand import Settings, local, transforming
 from .per_sample import NoRuleError, lies_in
 from .tracking import Ambiguous
 from .trees import map_tensors, tensors_in
+
+
+class _Notes:
+    """Something known of tensors, for as long as they are there."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+
+    def get(self, t: Tensor) -> Any:
+        found = self.of.get(id(t))
+        return found[1] if found is not None and found[0]() is t else None
+
+    def __setitem__(self, t: Tensor, note: Any) -> None:
+        self.of[id(t)] = weakref.ref(t), note
 
 
 class Owners:
@@ -130,10 +144,9 @@ class Picks(TorchFunctionMode):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
-        self.tags: Any = WeakTensorKeyDictionary()
-        self.known: set[int] = set()  # their ids: some are others' by now
-        self.behind_one: Any = WeakTensorKeyDictionary()  # whose the rows in dim 1 are, dim 0 being one: h[None, rows]
-        self.batches: Any = WeakTensorKeyDictionary()  # what modules were given for picked rows
+        self.tags = _Notes()
+        self.behind_one = _Notes()  # whose the rows in dim 1 are, dim 0 being one: h[None, rows]
+        self.batches = _Notes()  # what modules were given for picked rows
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,7 +170,9 @@ class Picks(TorchFunctionMode):
 
     def _any(self, values: Iterable[Any]) -> bool:
         """Whether one of them, or in one of them, may be known; never wrong where none is."""
-        return any(id(v) in self.known if isinstance(v, Tensor) else isinstance(v, (tuple, list)) and self._any(v) for v in values)
+        return any(
+            id(v) in self.tags.of if isinstance(v, Tensor) else isinstance(v, (tuple, list)) and self._any(v) for v in values
+        )
 
     def _lose(self, results: Any, args: Any, kwargs: Any) -> None:
         """What comes of picked rows, or of the batch, by a function that may do anything."""
@@ -167,7 +182,7 @@ class Picks(TorchFunctionMode):
 
     def owners(self, t: Any) -> Owners | None:
         """Whose the rows of a tensor are, where that is followed; None for others."""
-        return self.tags.get(t) if isinstance(t, Tensor) and id(t) in self.known else None
+        return self.tags.get(t) if isinstance(t, Tensor) else None
 
     def picked(self, t: Any) -> Owners | None:
         """The same, if they were picked."""
@@ -178,7 +193,6 @@ class Picks(TorchFunctionMode):
         """Note whose the rows of a tensor are, where it can hold as many."""
         if owners is not None and isinstance(t, Tensor) and t.ndim and (owners.ids is None or len(t) == len(owners.ids)):
             self.tags[t] = owners
-            self.known.add(id(t))
 
     def tag_batch(self, t: Any) -> None:
         """Note that the rows of a tensor are the batch's, k a sample."""
@@ -223,11 +237,13 @@ class Picks(TorchFunctionMode):
     # ------------------------------------------------------------------ calls of modules
     def call(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a layer, or of a module without a replacement, that gets a batch in the place of picked rows."""
+        if transforming():
+            return forward(*args, **kwargs)
         tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, Tensor)]
         if not local.general and (local.batch is not None or local.tracker is not None):
             found = [o for t in tensors if (o := self.picked(t)) is not None]
             first = next((t for t in tensors if t.ndim), None)
-            if first is not None and local.tracker is None and first not in self.batches:
+            if first is not None and local.tracker is None and self.batches.get(first) is None:
                 calls: list[Any] = module._ps_state().settings.picked.setdefault(id(module), [])
                 if torch._C._current_graph_task_id() == -1:
                     calls.append((found[0] if found else None, len(first), first.data_ptr(), self._extra()))
@@ -332,7 +348,7 @@ def without_picks() -> Iterator[None]:
 @contextmanager
 def picking(size: int, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any], applies: bool = True) -> Iterator[None]:
     """A `Picks` mode around an outermost call."""
-    if not applies or not settings.batch_first or size < 2:
+    if not applies or not settings.batch_first or size < 2 or transforming():
         yield
         return
     before, local.picks = local.picks, Picks(size)
@@ -595,7 +611,7 @@ def _recurrent(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs)
 def _made(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Made like a tensor, of nobody's values: it may as well hold the same samples' rows."""
     of = picks.owners(args[0])
-    picks.tag(result, of if of is not None and of.ids is not None else None)
+    picks.tag(result, of if of is not None and of.ids is not None and not of.picked else None)
 
 
 def _other(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:

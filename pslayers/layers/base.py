@@ -272,7 +272,7 @@ class PSLayer(Converted):
         free = 1 if self.event_dims is None else x.ndim - self.event_dims  # dims that could be the batch's
         n, batch, state = x.shape[0] if x.ndim else 0, local.batch, self._ps_state()
         assert batch is not None
-        if local.picks is not None and x in local.picks.batches:
+        if local.picks is not None and local.picks.batches.get(x):
             return BATCH_MAJOR
         if free <= 0 or x.ndim == 0:
             if batch.trackable and (batch.calls.get(id(self), 0), FIRST, x.ndim) not in state.layouts:
