@@ -145,7 +145,7 @@ class Picks(TorchFunctionMode):
         super().__init__()
         self.size = size
         self.tags = _Notes()
-        self.behind_one = _Notes()  # whose the rows in dim 1 are, dim 0 being one: h[None, rows]
+        self.second = _Notes()  # whose the rows in dim 1 are
         self.batches = _Notes()  # what modules were given for picked rows
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
 
@@ -193,6 +193,13 @@ class Picks(TorchFunctionMode):
         """Note whose the rows of a tensor are, where it can hold as many."""
         if owners is not None and isinstance(t, Tensor) and t.ndim and (owners.ids is None or len(t) == len(owners.ids)):
             self.tags[t] = owners
+
+    def tag_second(self, t: Any, owners: Owners | None) -> None:
+        """Note whose the rows in dim 1 are: of a recurrent layer's states, or behind a dim of one."""
+        if owners is not None and isinstance(t, Tensor) and t.ndim > 1:
+            one = owners.of_one() if len(t) == 1 else None
+            self.tag(t, owners.lost() if one is None else Owners(one, 1, one=one))
+            self.second[t] = owners
 
     def tag_batch(self, t: Any) -> None:
         """Note that the rows of a tensor are the batch's, k a sample."""
@@ -253,7 +260,10 @@ class Picks(TorchFunctionMode):
                 return self._by_batch(module, forward, args, kwargs, found)
         output = forward(*args, **kwargs)
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
-            self.tag(next(tensors_in([output]), None), owners)
+            returned = list(tensors_in([output]))
+            self.tag(returned[0] if returned else None, owners)
+            for t in returned[1:] if isinstance(module, nn.RNNBase) else ():
+                self.tag_second(t, owners)
         return output
 
     def _by_batch(
@@ -306,7 +316,7 @@ class Picks(TorchFunctionMode):
                 return t
             with torch._C.DisableTorchFunction():
                 rows = batch.back(t, dim)
-            self.tag(rows, None if dim else owners)
+            (self.tag_second if dim else self.tag)(rows, owners)
             return rows
 
         return map_tensors(back, output)
@@ -379,9 +389,9 @@ def _index(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> 
     if parts[0] is Ellipsis:
         _other(picks, result, name, args, kwargs)
     elif parts[0] is None:
-        _put_behind_one(picks, result, picks.pick(of if len(parts) == 1 else _indexed(picks, x, parts[1:])))
-    elif isinstance(parts[0], int) and picks.behind_one.get(x) is not None:
-        picks.tag(result, picks.behind_one.get(x))
+        picks.tag_second(result, picks.pick(of if len(parts) == 1 else _indexed(picks, x, parts[1:])))
+    elif isinstance(parts[0], int) and picks.second.get(x) is not None:
+        picks.tag(result, picks.second.get(x))
     elif isinstance(parts[0], int):  # all of it is that sample's
         picks.tag(result, None if of is None or not result.ndim else picks.pick(of.of_row(parts[0], len(result))))
     else:
@@ -414,13 +424,6 @@ def _masked(of: Owners | None, by: Owners | None, mask: Tensor) -> Owners | None
     if told is None or told.ids is None:
         return None if told is None else UNKNOWN
     return told.at(mask.nonzero()[:, 0], max(mask.numel() // max(len(mask), 1), 1))
-
-
-def _put_behind_one(picks: Picks, result: Any, owners: Owners | None) -> None:
-    if owners is not None:
-        one = owners.of_one()
-        picks.tag(result, owners.lost() if one is None else Owners(one, 1, one=one))
-        picks.behind_one[result] = owners
 
 
 def _set(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -540,7 +543,7 @@ def _unbind(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) ->
 
 
 def _view(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    of = picks.behind_one.get(args[0]) or picks.owners(args[0])
+    of = (picks.second.get(args[0]) if len(args[0]) == 1 else None) or picks.owners(args[0])
     if of is not None and result.ndim:
         picks.tag(result, of.viewed(len(result)))
 
@@ -583,7 +586,7 @@ def _along(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> 
 
 def _unsqueeze(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     if _given(args, kwargs, 1, "dim") in (0, -result.ndim):
-        _put_behind_one(picks, result, picks.owners(args[0]))
+        picks.tag_second(result, picks.owners(args[0]))
     else:
         picks.tag(result, picks.owners(args[0]))
 
@@ -604,6 +607,8 @@ def _attention(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs)
 def _recurrent(picks: Picks, result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     if len(args) == 9 and args[8] is True:  # batch_first, not packed
         picks.tag(result[0], picks.owners(args[0]))
+        for t in result[1:]:
+            picks.tag_second(t, picks.owners(args[0]))
     else:
         _other(picks, result, name, args, kwargs)
 
