@@ -42,12 +42,9 @@ class PSContainer(Converted):
 
     def _ps_run(self, *args: Any, **kwargs: Any) -> Any:
         """A call inside a batch."""
-        if local.picks is not None and self._ps_state().general:
-            return local.picks.call(self, self._ps_called, args, kwargs)
-        return self._ps_called(*args, **kwargs)
-
-    def _ps_called(self, *args: Any, **kwargs: Any) -> Any:
         state, batch, original = self._ps_state(), local.batch, self._ps_forward()
+        if local.picks is not None and state.general and not local.picks.enters(self):
+            return local.picks.call(self, self._ps_run, args, kwargs)
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
         if batch is None or not state.general:

@@ -129,7 +129,9 @@ class Converted(_Mixin):
         if unproved:
             batch.outputs = Watched(size)
         try:
-            with picking(size, settings, args, kwargs, unproved or settings.picks):
+            if not (unproved or settings.picks):
+                return run(self, *args, **kwargs)
+            with picking(size, settings, args, kwargs):
                 if recomputed and local.picks is not None and (self._ps_layer or state.general):
                     output = local.picks.call(self, functools.partial(run, self), args, kwargs)
                 else:

@@ -147,6 +147,7 @@ class Picks(TorchFunctionMode):
         self.tags = _Notes()
         self.second = _Notes()  # whose the rows in dim 1 are
         self.batches = _Notes()  # what modules were given for picked rows
+        self.entering: Any = None  # the module that `call` is about to run
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -242,9 +243,17 @@ class Picks(TorchFunctionMode):
             return batch.back(op(batch.into(t)))
 
     # ------------------------------------------------------------------ calls of modules
+    def enters(self, module: Any) -> bool:
+        """Whether this call of the module is the one that `call` makes."""
+        if self.entering is not module:
+            return False
+        self.entering = None
+        return True
+
     def call(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a layer, or of a module without a replacement, that gets a batch in the place of picked rows."""
         if transforming():
+            self.entering = module
             return forward(*args, **kwargs)
         tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, Tensor)]
         if not local.general and (local.batch is not None or local.tracker is not None):
@@ -258,6 +267,7 @@ class Picks(TorchFunctionMode):
                     found = self._recalled(module, first, calls)
             if found:
                 return self._by_batch(module, forward, args, kwargs, found)
+        self.entering = module
         output = forward(*args, **kwargs)
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
             returned = list(tensors_in([output]))
@@ -284,6 +294,7 @@ class Picks(TorchFunctionMode):
             states = isinstance(module, nn.RNNBase)  # whose states hold the batch in dim 1
             try:
                 args_of_all, kwargs_of_all = map_tensors(lambda t: self._into(batch, t, states), (args, kwargs))
+                self.entering = module
                 output = forward(*args_of_all, **kwargs_of_all)
                 return self._back(batch, output, owners, states)
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # it cannot have them as a batch
@@ -292,6 +303,7 @@ class Picks(TorchFunctionMode):
                 problem = f"it does not take them as a batch ({type(error).__name__}: {error})".splitlines()[0]
         if tracked:
             self.refused.add(id(module))
+            self.entering = module
             return forward(*args, **kwargs)
         if local.batch is not None and local.batch.trackable:
             raise Ambiguous
@@ -356,9 +368,9 @@ def without_picks() -> Iterator[None]:
 
 
 @contextmanager
-def picking(size: int, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any], applies: bool = True) -> Iterator[None]:
+def picking(size: int, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """A `Picks` mode around an outermost call."""
-    if not applies or not settings.batch_first or size < 2 or transforming():
+    if not settings.batch_first or size < 2 or transforming():
         yield
         return
     before, local.picks = local.picks, Picks(size)

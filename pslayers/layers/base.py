@@ -37,25 +37,21 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             return compiled.call_layer(self, ps_forward, args, kwargs)
         if local.call is not None and local.call.layer is self:  # a subclass that calls super().forward: one call, one set of rows
             return ps_forward(self, *args, **kwargs)
-        if local.picks is not None:
-            return local.picks.call(self, functools.partial(_called, self, ps_forward), args, kwargs)
-        return _called(self, ps_forward, *args, **kwargs)
+        if (picks := local.picks) is not None and not picks.enters(self):
+            return picks.call(self, functools.partial(forward, self), args, kwargs)
+        if local.tracker is not None:
+            return self._ps_seen(ps_forward, args, kwargs)
+        if local.general:
+            return self._ps_plain(ps_forward, args, kwargs)
+        if (batch := local.batch) is not None:
+            batch.calls[id(self)] = batch.calls.get(id(self), -1) + 1
+        if self.replaces is not None and not self._ps_needed():
+            return self.replaces.forward(self, *args, **kwargs)
+        if batch is not None:
+            return self._ps_run(ps_forward, args, kwargs)
+        return self._ps_outermost(functools.partial(_run, ps_forward), args, kwargs)
 
     return forward
-
-
-def _called(self: "PSLayer", ps_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if local.tracker is not None:
-        return self._ps_seen(ps_forward, args, kwargs)
-    if local.general:
-        return self._ps_plain(ps_forward, args, kwargs)
-    if (batch := local.batch) is not None:
-        batch.calls[id(self)] = batch.calls.get(id(self), -1) + 1
-    if self.replaces is not None and not self._ps_needed():
-        return self.replaces.forward(self, *args, **kwargs)
-    if batch is not None:
-        return self._ps_run(ps_forward, args, kwargs)
-    return self._ps_outermost(functools.partial(_run, ps_forward), args, kwargs)
 
 
 def _run(ps_forward: Callable[..., Any], self: "PSLayer", *args: Any, **kwargs: Any) -> Any:
