@@ -191,9 +191,9 @@ class Picks(TorchFunctionMode):
         return owners if owners is not None and owners.picked else None
 
     def tag(self, t: Any, owners: Owners | None) -> None:
-        """Note whose the rows of a tensor are, where it can hold as many."""
-        if owners is not None and isinstance(t, Tensor) and t.ndim and (owners.ids is None or len(t) == len(owners.ids)):
-            self.tags[t] = owners
+        """Note whose the rows of a tensor are."""
+        if owners is not None and isinstance(t, Tensor) and t.ndim:
+            self.tags[t] = owners if owners.ids is None or len(t) == len(owners.ids) else owners.lost()
 
     def tag_second(self, t: Any, owners: Owners | None) -> None:
         """Note whose the rows in dim 1 are: of a recurrent layer's states, or behind a dim of one."""
@@ -209,15 +209,17 @@ class Picks(TorchFunctionMode):
             self.tag(t, Owners(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False))
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tag the batch's inputs: the first, and those that have a dim more, unless that is as long as the batch."""
+        """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is as long.
+
+        Of a checkpoint's, which may be rows that were picked before, only what has as many rows as there are samples.
+        """
         recomputed = torch._C._current_graph_task_id() != -1
         for place, t in enumerate(tensors_in((args, kwargs))):
-            if not isinstance(t, Tensor) or self.size not in t.shape or (recomputed and len(t) != self.size):
-                continue  # of a checkpoint's it is not known
-            sure = t.shape[0] == self.size and (place == 0 or (t.ndim > 1 and t.shape[1] != self.size))
-            if sure:
+            if not isinstance(t, Tensor) or not t.ndim or (recomputed and len(t) != self.size):
+                continue
+            if (place == 0 and len(t) % self.size == 0) or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1]):
                 self.tag_batch(t)
-            else:
+            elif place == 0 or self.size in t.shape:
                 self.tag(t, WEAK)
 
     def pick(self, owners: Owners | None) -> Owners | None:
