@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from .expand import Expansion, Scale, by_original_layers, local
+from .owners import WEAK
 from .per_sample import NoRuleError, PerSample, standing_in
-from .picks import WEAK, without_picks
+from .picks import without_picks
 from .proof import disagreement
 from .record import recorder_of
 from .redirect import Redirect
