@@ -5,10 +5,10 @@ the compiler leaves as they are: run like any eager code, they put the rows on t
 same reused memory as without a compiler. They return the summed gradient, without which they would be dead code.
 
 What eager calls find out by running (whose rows are whose, weights used past their layers) cannot be found out while tracing:
-a converted model must have been proved before, by an eager call or an example batch, and is refused by name where it was not.
+a converted model must have been proved before, by an eager call or an example batch. Where it was not it runs as it is, which
+``fullgraph=True`` refuses, by name.
 """
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -85,37 +85,25 @@ def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, .
     return _outermost(module, True, original, args, kwargs)
 
 
-def _uncompiled(reason: str) -> Callable[..., Any]:
-    """As torch.compiler.disable, which imports the compiler when it decorates: here only where something is compiled."""
+def _as_it_is(reason: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """A call without torch.compile: as torch.compiler.disable, which imports the compiler wherever it decorates."""
 
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fn)
-        def as_it_is(*args: Any, **kwargs: Any) -> Any:
-            return torch.compiler.disable(fn)(*args, **kwargs)
+    def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return torch.compiler.disable(module.forward)(*args, **kwargs)
 
-        as_it_is._torchdynamo_disable, as_it_is._torchdynamo_disable_msg = True, f"pslayers: {reason}"  # type: ignore[attr-defined]
-        return as_it_is
-
-    return decorate
+    call._torchdynamo_disable, call._torchdynamo_disable_msg = True, f"pslayers: {reason}"  # type: ignore[attr-defined]
+    return call
 
 
-@_uncompiled(
+_proving = _as_it_is(
     "a converted model has not been proved right for this kind of call (training or not, dims of the inputs), which cannot be done "
     "while it is compiled: call it once without torch.compile, with more than one sample and gradients enabled, or give an "
     "example batch, convert_model(model, example=x)"
 )
-def _proving(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A first call of a kind, as it is without torch.compile."""
-    return module.forward(*args, **kwargs)
-
-
-@_uncompiled(
+_picking = _as_it_is(
     "a converted model gives layers rows that a mask has picked (as in h[mask]), of which each sample has a number that is not "
     "known while it is compiled"
 )
-def _picking(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call in which masks pick rows, as it is without torch.compile."""
-    return module.forward(*args, **kwargs)
 
 
 def call_layer(layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -117,9 +117,8 @@ class PSContainer(Converted):
             layouts = fallback.Layouts(*(fallback.places(state, call, slot, value) for slot, value in slots.items()))
             how = (call, module.training, ndims((taken, named)))
             try:
-                forward, picks = module._ps_forward(), id(module) in tracker.pickers
-                if picks or PICKED in layouts.outputs:
-                    state.settings.picks = True
+                forward, picks = module._ps_forward(), id(module) in tracker.pickers or PICKED in layouts.outputs
+                state.settings.picks = state.settings.picks or picks
                 state.plans[how] = fallback.choose(module, forward, (taken, named), layouts, batch.size, state.whole, picks)
             except fallback.NoWayError as error:
                 if why is not None and module is self:

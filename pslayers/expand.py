@@ -129,6 +129,11 @@ class _Local(threading.local):
 local = _Local()
 
 
+def picked_by(t: Any) -> Any:
+    """Whose the rows of a tensor are (`owners.Owners`), if they were picked; None where that is not followed."""
+    return None if local.picks is None else local.picks.picked(t)
+
+
 @contextmanager
 def batch_size(size: int) -> Iterator[None]:
     """Say explicitly how many samples a batch holds, where the inputs do not (no tensor among them, batch in an odd dim).

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from .expand import Expansion, Scale, by_original_layers, local
+from .expand import Expansion, Scale, by_original_layers, local, picked_by
 from .owners import WEAK
 from .per_sample import NoRuleError, PerSample, standing_in
 from .picks import without_picks
@@ -32,7 +32,7 @@ from .proof import disagreement
 from .record import recorder_of
 from .redirect import Redirect
 from .snapshot import trial, unchanged
-from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout, noise
+from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout, noise, samples_of_rows
 from .trees import assign, map_tensors, own_parameters, tensors_in, written_to
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -90,7 +90,7 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     taken = {id(t) for t in tensors_in((args, kwargs))}
     compared = local.picks is not None and module._ps_state().settings.picks and plan.way not in OWN
     plain = _plainly(module, forward, (args, kwargs)) if compared else None
-    output = _run(module, forward, plan, (args, kwargs), weights, batch.size)
+    output = _run(module, forward, plan, (args, kwargs), weights, batch.size, plain=plain)
     if local.picks is not None and plan.way not in OWN:
         if plain is not None:
             _check_plain(module, output, *plain)
@@ -116,14 +116,13 @@ def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | Non
     """A tensor that was put together from the samples', the dim of its rows, and whose they are; None: k a sample, in order."""
     if layout == PICKED:
         return t, 0, _picked(t)
-    owners = torch.arange(size, device=t.device).repeat(t.shape[0] // size) if layout == TIME_MAJOR else None
-    return t, layout[1], owners
+    return t, layout[1], samples_of_rows(layout, t, size) if layout == TIME_MAJOR else None
 
 
 def _picked(t: Tensor) -> Tensor:
     """Whose the rows of a tensor are that is known to hold picked ones."""
-    owners = local.picks and local.picks.picked(t)
-    if not owners or owners.ids is None:
+    owners = picked_by(t)
+    if owners is None or owners.ids is None:
         raise NoRuleError("it does not return rows that a mask has picked")
     ids: Tensor = owners.ids
     return ids
@@ -175,7 +174,7 @@ def fits(plan: Plan, call: Call, size: int) -> bool:
 def choose(module: Any, forward: Forward, call: Call, layouts: Layouts, size: int, whole: bool, picks: bool = False) -> Plan:
     """The fastest way that is proved right for this call; `whole` rules out those that leave what lies below to itself.
 
-    `picks`: it picks rows by a mask, to which what broadcasts may fit by chance.
+    `picks`: it picks rows by a mask, or returns such, to which what broadcasts may fit by chance.
     """
     if given := module._ps_given():  # per-sample weights: proved with those of the first sample
         first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
@@ -190,7 +189,7 @@ def choose(module: Any, forward: Forward, call: Call, layouts: Layouts, size: in
     own = frozenset(parameters_of(module, own=True))
     if not whole and MIXED not in layouts.outputs and proof.holds(plan := Plan("direct", layouts, fast=own)):
         return plan
-    if not whole and not picks and PICKED not in layouts.outputs and (forms := _forms(module, proof, layouts)) is not None:
+    if not whole and not picks and (forms := _forms(module, proof, layouts)) is not None:
         return Plan("broadcast", layouts, forms, fast=frozenset(name for name, _ in forms))
     if MIXED in layouts.outputs:
         raise NoWayError("samples interact in one of its outputs")
@@ -303,7 +302,7 @@ class _Proof:
     def _agrees(self, found: Tensor, plain: Tensor, other: Tensor, layout: Layout) -> bool:
         if not plain.is_floating_point() or layout == MIXED:
             return True
-        if layout == PICKED and (local.picks is None or local.picks.picked(plain) is None):
+        if layout == PICKED and picked_by(plain) is None:
             return False
         if layout in (SHARED, TABLE):
             plain, other = (t.expand(self.size, *t.shape[layout == SHARED :]) for t in (plain, other))
@@ -345,14 +344,8 @@ def _copy(call: Call) -> Call:
 
 def _mask(changed: Tensor, like: Tensor, layout: Layout) -> Tensor:
     """`changed` (B,) so that it broadcasts over a tensor of this layout."""
-    kind, dim = layout
-    if kind == "dim":
-        return changed.reshape(*[1] * dim, -1, *[1] * (like.ndim - dim - 1))
-    if layout == PICKED:
-        return changed[_picked(like)].reshape(-1, *[1] * (like.ndim - 1))
-    k = like.shape[0] // len(changed)
-    rows = changed.repeat_interleave(k) if layout == BATCH_MAJOR else changed.repeat(k)
-    return rows.reshape(-1, *[1] * (like.ndim - 1))
+    owners, dim = _picked(like) if layout == PICKED else samples_of_rows(layout, like, len(changed)), layout[1]
+    return changed[owners].reshape(*[1] * dim, -1, *[1] * (like.ndim - dim - 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------- the ways
@@ -364,8 +357,9 @@ def _run(
     weights: dict[str, Tensor],
     size: int,
     redirect: Redirect | None = None,
+    plain: tuple[Any, bool] | None = None,
 ) -> Any:
-    """The call with per-sample `weights` (B, *S)."""
+    """The call with per-sample `weights` (B, *S); `plain`: what `_plainly` gives for it, if that is known."""
     if plan.way == "broadcast":
         forms = {name: _form(weights[name], dims) for name, dims in plan.forms}
         with _in_place_of(module, forms):
@@ -420,9 +414,11 @@ def _run(
         own = [dict(zip(weights, each, strict=True)) for each in zip(*(w.unbind() for w in weights.values()), strict=True)]
         each = [one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True))) for i in range(size)]
         outputs = tuple(zip(*each, strict=True))  # type: ignore[arg-type]
-    owners = _whose(module, forward, call) if PICKED in plan.layouts.outputs else {}
+    # rows that were picked need not be in the order of the samples
+    ordered = tensors_in([(plain or _plainly(module, forward, call))[0]]) if PICKED in both else ()
+    ids = {i: _picked(t) for i, (t, layout) in enumerate(zip(ordered, both, strict=False)) if layout == PICKED}  # type: ignore[arg-type]
     together = [
-        local.picks.joined(parts, owners.get(i)) if layout == PICKED else _together(parts, layout)
+        local.picks.joined(parts, ids[i]) if layout == PICKED else _together(parts, layout)
         for i, (parts, layout) in enumerate(zip(outputs, both, strict=True))
     ]
     output, taken, given, written = skeleton
@@ -439,7 +435,7 @@ def _run(
 def _plainly(module: Any, forward: Forward, call: Call) -> tuple[Any, bool]:
     """What a call returns by the original layers, and whether it draws random numbers."""
     random, (args, kwargs) = torch.get_rng_state(), _copy(call)
-    with torch.no_grad(), trial(module), by_original_layers(), without_picks():
+    with torch.no_grad(), trial(module), by_original_layers():
         output = forward(module, *args, **kwargs)
         return output, not torch.equal(random, torch.get_rng_state())
 
@@ -453,14 +449,6 @@ def _check_plain(module: Any, output: Any, plain: Any, drawn: bool) -> None:
             f"by itself, do not return what they do together: they interact, or rows are moved in a way that is not followed. "
             f"Write a layer for it (ps.PSLayer)."
         )
-
-
-def _whose(module: Any, forward: Forward, call: Call) -> dict[int, Tensor]:
-    """{place: whose the rows are} of a call's outputs that hold picked rows: these need not be in the order of the samples."""
-    args, kwargs = _copy(call)
-    with torch.no_grad(), trial(module), by_original_layers():
-        output = forward(module, *args, **kwargs)
-    return {place: _picked(t) for place, t in enumerate(tensors_in([output])) if local.picks.picked(t) is not None}  # type: ignore[arg-type]
 
 
 @contextmanager

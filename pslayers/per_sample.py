@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .expand import local
+from .expand import picked_by
 
 Rule = Callable[..., Any]
 
@@ -112,11 +112,6 @@ def lies_in(x: Tensor, t: Tensor) -> bool:
     block, k, offset = t.stride(0), len(x) // len(t), x.storage_offset() - t.storage_offset()
     apart = _extent(t) < block and x.stride(0) * k == block  # rows that are blocks of memory
     return apart and offset >= 0 and offset + (k - 1) * x.stride(0) + _extent(x) < block
-
-
-def picked_by(t: Tensor) -> Any:
-    """Whose the rows of a tensor are, where masks have picked them: as many as the batch's by chance."""
-    return None if local.picks is None else local.picks.picked(t)
 
 
 def behind(t: Tensor) -> Tensor:

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .expand import Settings, local, transforming
-from .owners import UNKNOWN, WEAK, Batched, Owners
-from .per_sample import NoRuleError
-from .row_rules import RULES, other
+from .owners import WEAK, Batched, Owners
+from .row_rules import RULES, lose, other
 from .tracking import Ambiguous
 from .trees import map_tensors, tensors_in
 
@@ -55,8 +54,6 @@ class Picks(TorchFunctionMode):
         if local.picks is not self or transforming() or not (self._any(args) or self._any(kwargs.values())):
             return result
         name = getattr(func, "__name__", "")
-        if name == "__iter__":
-            result = list(result)
         if isinstance(result, (Tensor, tuple, list)) or name == "__setitem__":
             if not args or not isinstance(args[0], (Tensor, tuple, list)):  # by their names, in any order
                 first = next((kwargs[n] for n in ("input", "self", "tensors", "condition") if n in kwargs), None)
@@ -65,20 +62,14 @@ class Picks(TorchFunctionMode):
                 try:
                     RULES.get(name, other)(self, result, name, args, kwargs)
                 except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):  # arguments in a form that no rule knows
-                    self._lose([result, args[0]], args, kwargs)
-        return iter(result) if name == "__iter__" else result
+                    lose(self, [result, args[0]], args, kwargs)
+        return result
 
     def _any(self, values: Iterable[Any]) -> bool:
         """Whether one of them, or in one of them, may be known; never wrong where none is."""
         return any(
             id(v) in self.tags.of if isinstance(v, Tensor) else isinstance(v, (tuple, list)) and self._any(v) for v in values
         )
-
-    def _lose(self, results: Any, args: Any, kwargs: Any) -> None:
-        """What comes of picked rows, or of the batch, by a function that may do anything."""
-        found = [o for t in tensors_in((args, kwargs)) if (o := self.owners(t)) is not None]
-        for t in tensors_in(results) if found else ():
-            self.tag(t, UNKNOWN if any(o.picked for o in found) else WEAK)
 
     def owners(self, t: Any) -> Owners | None:
         """Whose the rows of a tensor are, where that is followed; None for others."""
@@ -127,10 +118,8 @@ class Picks(TorchFunctionMode):
             local.tracker.pickers.add(local.tracker.inner[-1])
         return owners
 
-    def joined(self, parts: Sequence[Tensor], ids: Tensor | None) -> Tensor:
-        """The rows of all samples, one tensor of each, in the order that `ids` tells; NoRuleError without."""
-        if ids is None:
-            raise NoRuleError("it does not return rows that were picked")
+    def joined(self, parts: Sequence[Tensor], ids: Tensor) -> Tensor:
+        """The rows of all samples, one tensor of each, in the order that `ids` tells."""
         with torch._C.DisableTorchFunction():
             # what sorts a permutation is its inverse
             rows = torch.cat(list(parts)).index_select(0, ids.argsort(stable=True).argsort())
@@ -181,6 +170,7 @@ class Picks(TorchFunctionMode):
         self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[Owners]
     ) -> Any:
         settings, tracked, owners = module._ps_state().settings, local.tracker is not None, found[0]
+        trackable = local.batch is not None and local.batch.trackable
         settings.picks = True
         problem = None
         if not all(o.ids is not None and o.same(owners) for o in found):
@@ -199,14 +189,14 @@ class Picks(TorchFunctionMode):
                 output = forward(*args_of_all, **kwargs_of_all)
                 return self._back(batch, output, owners, states)
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # it cannot have them as a batch
-                if not tracked and not (local.batch is not None and local.batch.trackable):
+                if not tracked and not trackable:
                     raise
                 problem = f"it does not take them as a batch ({type(error).__name__}: {error})".splitlines()[0]
         if tracked:
             self.refused.add(id(module))
             self.entering = module
             return forward(*args, **kwargs)
-        if local.batch is not None and local.batch.trackable:
+        if trackable:
             raise Ambiguous
         raise module._ps_not_told(problem)
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expand import Batch, local
-from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, batch_dim
+from .expand import Batch, picked_by
+from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
 from .trees import tensors_in
 
 
@@ -50,8 +50,7 @@ def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = 
     for place, t in enumerate(tensors_in([output])):
         if not isinstance(t, Tensor) or not t.requires_grad or not t.ndim or not t.numel() or t.is_complex():
             continue
-        picked = None if local.picks is None else local.picks.picked(t)
-        if picked is not None and picked.ids is not None:
+        if (picked := picked_by(t)) is not None and picked.ids is not None:
             found.append((t, 0, picked.ids))
             continue
         layout, dim = None if layouts is None else layouts[place], batch_dim(t, batch)
@@ -60,8 +59,7 @@ def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = 
         elif layout is None and t.shape[0] % batch.size == 0 and batch.settings.batch_first:
             layout = BATCH_MAJOR
         if layout not in (None, SHARED, TABLE, MIXED):
-            samples, k = torch.arange(batch.size, device=t.device), t.shape[layout[1]] // batch.size
-            found.append((t, layout[1], samples.repeat(k) if layout == TIME_MAJOR else samples.repeat_interleave(k)))
+            found.append((t, layout[1], samples_of_rows(layout, t, batch.size)))
     return found
 
 

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from . import functional as PF
-from .expand import local
-from .per_sample import OPS, PerSample, behind, of_the_input, picked_by
+from .expand import local, picked_by
+from .per_sample import OPS, PerSample, behind, of_the_input
 
 Op = Callable[..., Tensor]
 

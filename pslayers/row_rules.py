@@ -27,6 +27,29 @@ def _given(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) 
     return args[at] if len(args) > at else default
 
 
+def _followed(picks: "Picks", args: Any, kwargs: Kwargs) -> tuple[list[tuple[Owners, Tensor]], Owners]:
+    """The arguments whose rows are followed, and what is then known of a result of which nothing is."""
+    found = [(o, t) for t in tensors_in((args, kwargs)) if isinstance(t, Tensor) and (o := picks.owners(t)) is not None]
+    return found, UNKNOWN if any(o.picked for o, _ in found) else WEAK
+
+
+def lose(picks: "Picks", results: Any, args: Args, kwargs: Kwargs) -> None:
+    """What comes of rows by a function that may do anything to them."""
+    found, lost = _followed(picks, args, kwargs)
+    for t in tensors_in(results) if found else ():
+        picks.tag(t, lost)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.ndim > 0
+
+
+def _numbers(index: Tensor) -> Tensor:
+    """The number of a row for each row of an index that says the same of all its values; else the index."""
+    rows = index.flatten(1) if index.ndim > 1 else index[:, None]
+    return rows[:, 0] if bool((rows == rows[:, :1]).all()) else index
+
+
 def _index(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     x, index = args[0], args[1]
     parts = index if isinstance(index, tuple) and index else (index,)
@@ -48,7 +71,7 @@ def _indexed(picks: "Picks", x: Tensor, parts: tuple[Any, ...]) -> Owners | None
     first, of = parts[0], picks.owners(x)
     if isinstance(first, slice):
         return of.at(first) if of is not None and of.ids is not None else of
-    if isinstance(first, Tensor) and first.dtype in (torch.bool, torch.uint8) and first.ndim:
+    if _is_mask(first):
         return _masked(of, picks.owners(first), first)
     others = [o for i in parts if (o := picks.owners(i)) is not None]
     if of is None:
@@ -85,7 +108,7 @@ def _written(picks: "Picks", y: Tensor, index: Any, value: Any) -> Owners | None
         whole = of if of is not None and of.ids is not None else new if new.ids is not None and len(y) == len(new.ids) else None
         return whole if whole is not None and (new.same(whole) or not new.picked) else (of or new).lost()
     if isinstance(index, Tensor) and index.ndim:
-        mask = index.dtype in (torch.bool, torch.uint8)
+        mask = _is_mask(index)
         told = (
             of if of is not None and of.ids is not None else picks.owners(index) if mask and (of is None or not of.picked) else None
         )
@@ -103,9 +126,7 @@ def _put(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> 
     if _given(args, kwargs, 1, "dim") not in (0, -args[0].ndim):
         _rowwise(picks, result, name, (args[0], source), {})
         return
-    if index.ndim > 1 and bool((index.flatten(1) == index.flatten(1)[:, :1]).all()):
-        index = index.flatten(1)[:, 0]
-    picks.tag(result, _written(picks, args[0], index, source))
+    picks.tag(result, _written(picks, args[0], _numbers(index), source))
 
 
 def _index_put(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -127,11 +148,11 @@ def _index_select(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kw
 
 
 def _gather(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    x, index = args[0], _given(args, kwargs, 2, "index")
+    x = args[0]
     if _given(args, kwargs, 1, "dim") not in (0, -x.ndim):
         _of_first(picks, result, name, args, kwargs)
-    elif picks.owners(x) is not None and bool((index.flatten(1) == index.flatten(1)[:, :1]).all() if index.ndim > 1 else True):
-        picks.tag(result, picks.pick(_indexed(picks, x, (index.flatten(1)[:, 0] if index.ndim > 1 else index,))))
+    elif picks.owners(x) is not None and (numbers := _numbers(_given(args, kwargs, 2, "index"))).ndim == 1:
+        picks.tag(result, picks.pick(_indexed(picks, x, (numbers,))))
     else:
         other(picks, result, name, args, kwargs)
 
@@ -195,8 +216,7 @@ def _view(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) ->
 
 def _rowwise(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays whose it is."""
-    found = [(o, t) for t in tensors_in((args, kwargs)) if isinstance(t, Tensor) and (o := picks.owners(t)) is not None]
-    lost = UNKNOWN if any(o.picked for o, _ in found) else WEAK
+    found, lost = _followed(picks, args, kwargs)
     for t in tensors_in([result]) if found else ():
         known = [o for o, s in found if o.ids is not None and isinstance(t, Tensor) and s.ndim == t.ndim and len(s) == len(t)]
         unsure = [o for o, s in found if (o.ids is None and o.picked) or (o.ids is not None and o not in known)]
@@ -266,8 +286,7 @@ def _made(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) ->
 
 def other(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Views of what each row holds; anything else that comes of rows may be anybody's."""
-    found = [(o, t) for t in tensors_in((args, kwargs)) if isinstance(t, Tensor) and (o := picks.owners(t)) is not None]
-    lost = UNKNOWN if any(o.picked for o, _ in found) else WEAK
+    found, lost = _followed(picks, args, kwargs)
     for t in tensors_in([result]):
         if isinstance(t, Tensor) and t.ndim and all(t is not s for _, s in found):
             kept = [o for o, s in found if o.ids is not None and s.ndim and len(t) == len(s) and (len(t) == 1 or lies_in(t, s))]
@@ -286,7 +305,7 @@ _ROWWISE = (
     *("bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "float", "double", "half", "bfloat16", "to", "type_as", "type"),
     *("long", "int", "bool", "contiguous", "clone", "detach", "requires_grad_", "cuda", "cpu", "bernoulli", "zero_", "fill_"),
     *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "copy"),
-    *("real", "imag", "conj", "view_as_real", "view_as_complex", "squared_difference"),
+    *("real", "imag", "conj", "view_as_real", "view_as_complex"),
 )
 _OPERATORS = (
     *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "floordiv", "mod"),
@@ -314,11 +333,11 @@ _ALONG: dict[str, tuple[int, int | None]] = {
 _PUT = ("index_copy", "index_add", "scatter", "scatter_add", "scatter_reduce", "index_reduce")
 _MADE = (
     *(f"{what}_like" for what in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
-    *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "size", "stride", "tolist", "__len__"),
+    *("new_zeros", "new_ones", "new_empty", "new_full"),
 )
 RULES: dict[str, Callable[..., None]] = {
     **dict.fromkeys((*_ROWWISE, *(f"{name}_" for name in _ROWWISE), *(f"__{name}__" for name in _OPERATORS)), _rowwise),
-    **dict.fromkeys((*_OF_FIRST, *(f"{name}_" for name in _OF_FIRST)), _of_first),
+    **dict.fromkeys(_OF_FIRST, _of_first),
     **dict.fromkeys(_ALONG, _along),
     **dict.fromkeys((*_PUT, *(f"{name}_" for name in _PUT)), _put),
     **dict.fromkeys(("index_put", "index_put_"), _index_put),
@@ -328,7 +347,6 @@ RULES: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("stack", "pad_sequence"), _stack),
     **dict.fromkeys(("nonzero", "argwhere"), _nonzero),
-    **dict.fromkeys(("unbind", "__iter__"), _unbind),
     **dict.fromkeys(("repeat", "expand", "tile"), _repeat),
     **dict.fromkeys(("gather", "take_along_dim"), _gather),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
@@ -336,6 +354,7 @@ RULES: dict[str, Callable[..., None]] = {
     "masked_select": _masked_select,
     "index_select": _index_select,
     "scaled_dot_product_attention": _attention,
+    "unbind": _unbind,
     "unsqueeze": _unsqueeze,
     "pad": _pad,
     "__getitem__": _index,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
-from .expand import Batch, local, transforming
+from .expand import Batch, local, picked_by, transforming
 from .snapshot import trial
 from .trees import map_tensors, own_parameters, tensors_in, written_to
 
@@ -126,7 +126,7 @@ def track(
     """
     inputs, everyone = _batched(args, kwargs, batch), range(batch.size)
     layouts: dict[Key, Layout] = {}
-    mixed, picked = set[Key](), (lambda _: None) if local.picks is None else local.picks.picked
+    mixed = set[Key]()
     with torch.no_grad(), _reparametrize_module(model, _noisy(model)):
         tracker, _ = run_tracked(run, model, args, kwargs)
         plain, blind = tracker.seen, False
@@ -137,7 +137,7 @@ def track(
                 blind = blind or changed is None
                 for key, x in plain.items():
                     where = (changed or {}).get(key)
-                    if where is not None and (owners := picked(x)) is not None and owners.ids is not None:
+                    if where is not None and (owners := picked_by(x)) is not None and owners.ids is not None:
                         if bool(where[~torch.isin(owners.ids, torch.tensor(samples, device=x.device))].any()):
                             mixed.add(key)
                         continue
@@ -152,7 +152,7 @@ def track(
         changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
         refused = set() if local.picks is None else local.picks.refused
         for key, x in plain.items():
-            if (owners := picked(x)) is not None and owners.ids is not None:
+            if (owners := picked_by(x)) is not None and owners.ids is not None:
                 layouts[key] = MIXED if key in mixed else PICKED
             elif changed is not None and (where := changed.get(key)) is None:
                 layouts[key] = MIXED  # how many rows there are depends on the data
@@ -346,15 +346,18 @@ def _candidates(x: Tensor, size: int) -> list[Layout]:
     return layouts
 
 
+def samples_of_rows(layout: Layout, t: Tensor, size: int) -> Tensor:
+    """The sample of each row along the layout's dim: in order, or, time-major, in turn."""
+    samples, k = torch.arange(size, device=t.device), t.shape[layout[1]] // size
+    return samples.repeat(k) if layout == TIME_MAJOR else samples.repeat_interleave(k)
+
+
 @_unwatched
 def _explains(layout: Layout, where: Tensor, samples: Sequence[int], size: int) -> bool:
     """Whether everything that changed lies in what the layout says is these samples'."""
     kind, dim = layout
     rows = where.movedim(dim, 0) if kind == "dim" else where
-    owners = torch.arange(size, device=where.device)
-    if kind != "dim":
-        k = where.shape[0] // size
-        owners = owners.repeat_interleave(k) if layout == BATCH_MAJOR else owners.repeat(k)
+    owners = samples_of_rows(layout, where, size)
     return not bool(rows[~torch.isin(owners, torch.tensor(samples, device=where.device))].any())
 
 
