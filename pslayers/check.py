@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
+from .context import Batch
 from .convert import ConversionError, convert_model, converted_parameters, settings_of
 from .converted import Converted
-from .expand import Batch
 from .gradients import recording
 from .tracking import with_samples_changed
 from .trees import map_tensors, tensors_in

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .expand import UNSCALED, Batch, Expansion, Scale, Settings, local
+from .context import UNSCALED, Batch, Scale, Settings, local
+from .expand import Expansion
 from .functional.common import bias_grads
 from .functional.conv import _padded, each
 from .functional.conv import _weight_grads as _conv_grads
@@ -80,9 +81,17 @@ def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, .
         return original(module, *args, **kwargs)
     if _recording(state.settings) and state.settings.picks:
         return _picking(module, args, kwargs)
-    if _recording(state.settings) and (module.training, ndims((args, kwargs))) not in state.proved:
+    if _recording(state.settings) and not _proved(module, ndims((args, kwargs))):
         return _proving(module, args, kwargs)
     return _outermost(module, True, original, args, kwargs)
+
+
+def _proved(module: Any, dims: tuple[int, ...]) -> bool:
+    """Whether a call with inputs of such dims was proved, whatever their sizes were."""
+    for training, inputs, given in module._ps.proved:  # torch.compile traces no generator here
+        if training == module.training and not given and tuple([n for n, _ in inputs]) == dims:
+            return True
+    return False
 
 
 def _as_it_is(reason: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:

@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import compiled, fallback
-from .converted import Converted, random_state, set_random_state
-from .expand import Batch, local, transforming
+from . import compiled, fallback, torch_api
+from .context import Batch, local, transforming
+from .converted import Converted, Kind, random_state, set_random_state
 from .layers.base import PSLayer
 from .per_sample import NoRuleError
 from .snapshot import Snapshot
-from .tracking import PICKED, TABLE, Ambiguous, Tracker, parameters_used
+from .tracking import PICKED, SHARED, TABLE, Ambiguous, Tracker, parameters_used
 from .trees import ndims, tensors_in
 
 
@@ -43,20 +43,32 @@ class PSContainer(Converted):
     def _ps_run(self, *args: Any, **kwargs: Any) -> Any:
         """A call inside a batch."""
         state, batch, original = self._ps_state(), local.batch, self._ps_forward()
+        if local.stand_ins is not None and local.stand_ins.whole:  # whose parameters, too, are the samples' own
+            return original(self, *args, **kwargs)
         if local.picks is not None and state.general and not local.picks.enters(self):
             return local.picks.call(self, self._ps_run, args, kwargs)
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
         if batch is None or not state.general:
             return original(self, *args, **kwargs)
+        call = batch.count(self)
+        if torch_api.level() > batch.level and not self._ps_given():
+            if batch.trackable:
+                raise Ambiguous
+            raise ValueError(
+                f"`{state.path}` ({type(self).__name__}) is called inside a transform of torch.func in the model's forward, as it "
+                f"was not when this kind of call was proved: convert the model anew."
+            )
         recording = state.settings.recording and torch.is_grad_enabled() and not transforming()
         given = self._ps_given(own=not state.whole)
         if not given and not (recording and fallback.parameters_of(self, own=not state.whole)):
             return original(self, *args, **kwargs)
-        call = batch.calls[id(self)] = batch.calls.get(id(self), -1) + 1
         if batch.size <= 1:
             return fallback.run_single(self, original, args, kwargs, given)
-        plan = state.plans.get((call, self.training, ndims((args, kwargs))))
+        how = ndims((args, kwargs))
+        plan = state.plans.get((call, self.training, bool(given), how))
+        if plan is None and given and transforming():  # where nothing can be proved
+            plan = state.plans.get((call, self.training, False, how))
         if plan is None or not fallback.fits(plan, (args, kwargs), batch.size):
             if batch.trackable:
                 raise Ambiguous
@@ -71,16 +83,16 @@ class PSContainer(Converted):
                 raise Ambiguous from None
             raise
 
-    def _ps_learn(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
+    def _ps_learn(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
         """As the base's; where the layers cannot be run each by itself, the whole module is run with per-sample parameters."""
         state, random, before = self._ps_state(), random_state(), Snapshot(self)
         by_itself, first = (state.general, state.whole), None
-        for tables, whole in ((False, False), (True, False), (False, True)):
+        for shared, whole in ((set(), False), ({TABLE}, False), ({TABLE, SHARED}, False), (set(), True)):
             set_random_state(random)
-            state.tables, state.whole = tables, whole or state.whole
+            state.shared, state.whole = shared, whole or state.whole
             state.general = state.general or whole
             try:
-                return super()._ps_learn(run, args, kwargs, size)
+                return super()._ps_learn(run, args, kwargs, size, kind)
             except Exception as error:  # a shape that no longer broadcasts, rows that are no one's, outputs that differ
                 first = first or error
                 before.restore()
@@ -96,6 +108,8 @@ class PSContainer(Converted):
             for user, params in used.items():  # past their layers
                 _escalate(modules, tracker, user, params)
             _take_gradients(tracker, recorded)
+        for transformer in tracker.transformers:
+            _whole(modules, transformer, modules[transformer])
         why: ValueError | None = None
         for (key, call, _, _), x in tracker.seen.items():
             module: Any = modules[key]
@@ -103,19 +117,24 @@ class PSContainer(Converted):
                 _whole(modules, tracker.callers.get((key, call)), module)
                 why = why or module._ps_not_attributable(x, batch.size)
         made: list[Any] = list(tracker.made)
-        if self._ps_state().tables:
+        if shared := self._ps_state().shared:
             for (key, call, (slot, _), ndim), _ in tracker.seen.items():
                 module, caller = modules[key], tracker.callers.get((key, call))
                 taken_up = slot == "in" if isinstance(module, PSLayer) else slot == "out" and module._ps_state().general
-                if taken_up and caller and TABLE in module._ps_state().layouts_of(call, slot, ndim):
+                if (
+                    taken_up
+                    and caller
+                    and (shared if slot == "in" else {TABLE}) & {*module._ps_state().layouts_of(call, slot, ndim)}
+                ):
                     _whole(modules, caller, module)
-        for module, call, taken, named, given, written in made:  # a caller comes after what it has called
+        for module, call, taken, named, returned, written in made:  # a caller comes after what it has called
             state = module._ps_state()
             if not state.general:
                 continue
-            slots = {"in": (taken, named), "out": given, "written": written}
+            slots = {"in": (taken, named), "out": returned, "written": written}
             layouts = fallback.Layouts(*(fallback.places(state, call, slot, value) for slot, value in slots.items()))
-            how = (call, module.training, ndims((taken, named)))
+            given = bool(module._ps_given(own=not state.whole))
+            how = (call, module.training, given, ndims((taken, named)))
             try:
                 forward, picks = module._ps_forward(), id(module) in tracker.pickers or PICKED in layouts.outputs
                 state.settings.picks = state.settings.picks or picks

@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from . import sharding
+from . import converted, sharding
 from .container import PSContainer, container_class
+from .context import Settings, clear
 from .converted import Converted, State
-from .expand import Settings, clear
 from .inventory import Inventory
 from .layers.base import REGISTRY, PSLayer
 from .record import forget
@@ -78,7 +78,8 @@ def convert_model(
     _one_of("loss_reduction", loss_reduction, REDUCTIONS)
     _one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     rows = _plan(model, on_unsupported)
-    settings = Settings(loss_reduction=loss_reduction, batch_first=bool(batch_first), partial=on_unsupported == "skip")
+    partial = on_unsupported == "skip"
+    settings = Settings(loss_reduction, bool(batch_first), partial=partial, on_unsupported=on_unsupported)
     before = [(row.module, type(row.module), {k: row.module.__dict__.get(k) for k in ("_ps", "forward")}) for row in rows]
     fresh = [p for p in model.parameters() if "grad_sample" not in p.__dict__]
     frozen: list[nn.Parameter] = []
@@ -129,13 +130,34 @@ def _swap(row: Row, settings: Settings) -> None:
     state.whole = row.general and is_parametrized(row.module)
 
 
+def _adopt(model: Any) -> None:
+    """Convert what has been put into a converted model, and prove all of it anew; ConversionError where that cannot be."""
+    state = model._ps_state()
+    settings: Settings = state.settings
+    rows = _plan(model, settings.on_unsupported)
+    for row in rows:
+        if settings.on_unsupported == "freeze" and not row.recorded:
+            for param in row.trainable:
+                param.requires_grad_(False)
+        if row.target is not None:
+            _swap(replace(row, path=f"{state.prefix}{row.path}".rstrip(".")), settings)
+    for param in model.parameters():
+        if "grad_sample" not in param.__dict__:
+            clear(param)
+
+
+converted.adopt = _adopt
+
+
 def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     size = model._ps_batch_size(args, kwargs)
     if size is None or size < 2 or not isinstance(model, PSContainer):  # one sample tells nothing
         return
     with torch.random.fork_rng():
         try:
-            model._ps_learn(PSContainer._ps_run, args, kwargs, size)
+            sizes = model._ps_sizes(args, kwargs)
+            kind = (model.training, tuple((ndim, n == size) for ndim, n in sizes))
+            model._ps_learn(PSContainer._ps_run, args, kwargs, size, kind)
         except ValueError as error:
             raise ConversionError(f"{type(model).__name__} cannot be converted, and has not been changed: {error}") from error
 

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,16 +11,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence
 
-from . import compiled, sharding
-from .expand import Batch, Settings, clear, local, transforming
+from . import compiled, sharding, torch_api
+from .context import Batch, Settings, clear, local, transforming
 from .inventory import Inventory
 from .picks import picking, without_picks
-from .proof import Unprovable, Watched, disagreement, judged, past_expansions, rows_agree
+from .proof import Unprovable, Watched, disagreement, judged, past_expansions, quiet_hooks, rows_agree
 from .record import recorder_of
 from .single import run_alone, run_plain
 from .snapshot import Snapshot
 from .tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
-from .trees import ndims, own_parameters, tensors_in
+from .trees import own_parameters, tensors_in
+
+# of a call: training, and of every input its dims, and whether it has as many rows as there are samples
+Kind = tuple[bool, tuple[tuple[int, bool], ...]]
 
 
 class State:
@@ -32,11 +36,14 @@ class State:
         self.settings, self.path = settings, path or type(module).__name__
         self.prefix = f"{path}." if path else ""  # of its parameters' names, as named_parameters gives them
         self.token = compiled.token_of(module)  # by which compiled code knows the module
-        # kinds of calls (training, dims of the inputs) in which rows were proved to be the samples'
-        self.proved: set[tuple[bool, tuple[int, ...]]] = set()
+        # kinds of calls in which rows were proved to be the samples', and whether per-sample weights were given
+        self.proved: set[tuple[bool, tuple[tuple[int, bool], ...], bool]] = set()
+        self.places: dict[tuple[int, ...], int] = {}  # dims of the inputs: which of them holds the batch, if not the first
+        self.keeps = False  # a forward changes what modules hold (a counter, statistics)
         self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
-        self.tables = False  # callers of layers that take what all samples share are run whole
-        self.plans: dict[tuple[int, bool, tuple[int, ...]], Any] = {}  # how: (number of the call, training, dims of the inputs)
+        self.shared: set[Layout] = set()  # callers of layers that take what all samples share, in these ways, are run whole
+        # how: (number of the call, training, whether per-sample weights were given, dims of the inputs)
+        self.plans: dict[tuple[int, bool, bool, tuple[int, ...]], Any] = {}
         self.ndims = {name: p.ndim for name, p in own_parameters(module)}
         self.forward: MethodType | None = None  # that was set on the instance, where it was one of its own methods
         # tracked: (number of the call, place of the tensor, its dims): layout
@@ -55,6 +62,8 @@ class State:
         """What tracking has taught so far."""
         return dict(self.layouts), dict(self.plans), self.general, self.whole
 
+
+adopt: Callable[[Any], None] | None = None  # converts what is new in a model; `convert` sets it
 
 # mixed in before a module's class: a module to its users, and to the type checker
 if TYPE_CHECKING:
@@ -85,61 +94,88 @@ class Converted(_Mixin):
 
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no tensor."""
-        settings = self._ps_state().settings
-        for value in args[:1] if args and isinstance(args[0], Tensor) and args[0].ndim else tensors_in([args, kwargs]):
-            if isinstance(value, PackedSequence):
-                return int(value.batch_sizes[0]) if len(value.batch_sizes) else 0
-            if value.ndim:
-                return value.shape[0 if settings.batch_first or value.ndim == 1 else 1]
-        return None
+        sizes = self._ps_sizes(args, kwargs)
+        return self._ps_told(sizes) if sizes else None
+
+    def _ps_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+        """(dims, the size of the one that would be the batch's) of every tensor that has dims."""
+        first, found = self._ps_state().settings.batch_first, list[tuple[int, int]]()
+        for t in tensors_in((args, kwargs)):
+            if isinstance(t, PackedSequence):
+                found.append((-1, int(t.batch_sizes[0]) if len(t.batch_sizes) else 0))
+            elif t.ndim:
+                found.append((t.ndim, t.shape[0 if first or t.ndim == 1 else 1]))
+        return found
+
+    def _ps_told(self, sizes: list[tuple[int, int]]) -> int:
+        """The batch size that inputs of these sizes tell: the first one's, unless another's was seen to be the outputs', too."""
+        place = self._ps_state().places.get(tuple(ndim for ndim, _ in sizes), 0)
+        return sizes[place][1]
 
     def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an outermost call, its batch size known to every layer below."""
-        settings, trackable = self._ps_state().settings, not self._ps_layer
+        settings, nested = self._ps_state().settings, local.again or torch_api.current_pass() != -1
         recorded = settings.recording and torch.is_grad_enabled()
-        if trackable and not recorded and not transforming() and not self._ps_given():
-            return run_plain(self, args, kwargs)
-        recomputed = torch._C._current_graph_task_id() != -1 and bool(settings.sizes)
-        if recomputed:  # a checkpoint computes a part of an earlier call again
-            size, trackable = self._ps_recomputed_size(settings), False
+        if not self._ps_layer and not recorded and not transforming() and not self._ps_given():
+            with nullcontext() if nested else settings.turns.reading:
+                return run_plain(self, args, kwargs)
+        if nested:  # whoever runs the backward pass has its turn
+            return self._ps_in_turn(run, args, kwargs, recorded)
+        with settings.turns.writing:
+            return self._ps_in_turn(run, args, kwargs, recorded)
+
+    def _ps_in_turn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recorded: bool) -> Any:
+        state, settings = self._ps_state(), self._ps_state().settings
+        recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
+        trackable, sizes = not self._ps_layer and not recomputed, self._ps_sizes(args, kwargs) if not self._ps_layer else []
+        if trackable and recorded and not settings.partial:
+            self._ps_adopt()
+        if recomputed:  # by something else than torch's checkpoints, which would have said of which call
+            size: int | None = self._ps_recomputed_size(settings)
+        elif local.explicit is not None:
+            size = local.explicit
         else:
-            known = local.explicit if local.explicit is not None else self._ps_batch_size(args, kwargs)
-            if known is None:
-                return run(self, *args, **kwargs)
-            size = known
-        if recorded and not recomputed:
-            settings.called(size)
+            if trackable and recorded and len({n for _, n in sizes}) > 1 and not (local.again or sharding.apart(self)):
+                self._ps_look_for_batch(run, args, kwargs, sizes)
+            size = self._ps_batch_size(args, kwargs) if self._ps_layer else self._ps_told(sizes) if sizes else None
+        if size is None:
+            if not self._ps_layer and recorded and not transforming():
+                raise self._ps_no_batch(args, kwargs)
+            return run(self, *args, **kwargs)
         trackable, apart = trackable and size > 1, sharding.apart(self)
         if size == 1 and recorded and not apart and not transforming() and not (inventory := self._ps_inventory()).given():
             return run_alone(self, inventory, args, kwargs)
-        state, kind = self._ps_state(), (self.training, ndims((args, kwargs)) if trackable else ())
-        unproved = recorded and trackable and kind not in state.proved
+        kind = (self.training, tuple((ndim, n == size) for ndim, n in sizes)) if trackable else None
+        unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:
             raise self._ps_apart()
         if recorded and size != state.roomy:
             self._ps_make_room(size)
-        random, before = random_state() if trackable else None, Snapshot(self) if unproved else None
-        if before is not None and _packed():  # a checkpoint around this call, say, counts what is saved: prove on a run beside
+        random = random_state() if trackable else None
+        before = Snapshot(self) if unproved or (trackable and state.keeps) else None
+        # a checkpoint around this call, say, counts what is saved: prove on a run beside
+        if unproved and before is not None and torch_api.saved_tensors_packed(by=_keep):
             with saved_tensors_hooks(_keep, _keep):
-                self._ps_outermost(run, args, kwargs)
+                self._ps_in_turn(run, args, kwargs, recorded)
             set_random_state(random)
             before.restore()
-            return self._ps_outermost(run, args, kwargs)
+            return self._ps_in_turn(run, args, kwargs, recorded)
         local.batch = batch = Batch(size, settings, trackable)
+        if recorded and not recomputed:
+            settings.called(batch)
         if unproved:
-            batch.outputs = Watched(size)
+            batch.outputs, batch.proving = Watched(size), True
         try:
             if not (unproved or settings.picks):
                 return run(self, *args, **kwargs)
-            with picking(size, settings, args, kwargs):
-                if recomputed and local.picks is not None and (self._ps_layer or state.general):
-                    output = local.picks.call(self, functools.partial(run, self), args, kwargs)
-                else:
-                    output = run(self, *args, **kwargs)
+            with picking(size, settings, args, kwargs), quiet_hooks(self) if unproved else nullcontext():
+                output = run(self, *args, **kwargs)
+                state.keeps = state.keeps or (unproved and before is not None and before.differs())
                 # where rows were picked, what shapes would not tell is looked at more closely, once
                 holds = self._ps_holds(batch, output) and not settings.picks if unproved else None
             if holds:
-                state.proved.add(kind)
+                assert kind is not None
+                state.proved.add((*kind, bool(self._ps_given())))
             if holds is not False:
                 return output
         except Ambiguous:
@@ -151,8 +187,57 @@ class Converted(_Mixin):
         set_random_state(random)
         if before is not None:
             before.restore()
+        assert kind is not None
         with picking(size, settings, args, kwargs):
-            return self._ps_learn(run, args, kwargs, size)
+            return self._ps_learn(run, args, kwargs, size, kind)
+
+    def _ps_proved(self, kind: Kind) -> bool:
+        """Whether a kind of call was proved, with such weights: per-sample ones that were given tell nothing of the model's own."""
+        proved = self._ps_state().proved
+        return (*kind, False) in proved or ((*kind, True) in proved and bool(self._ps_given()))
+
+    def _ps_look_for_batch(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -> None:
+        """Remember which of inputs of several sizes holds the batch, as the outputs tell: of calls with tensors of such dims."""
+        state, dims = self._ps_state(), tuple(ndim for ndim, _ in sizes)
+        if dims in state.places:
+            return
+        with torch.no_grad(), without_picks():
+            outputs = list(tensors_in([run_tracked(functools.partial(run, self), self, args, kwargs)[1]]))
+        shapes: list[tuple[int, ...]] = [t.shape[:2] for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
+        shapes += [(int(t.batch_sizes[0]),) for t in outputs if isinstance(t, PackedSequence) and len(t.batch_sizes)]
+        leading = 1 if dims[0] == 1 else 2  # a first input of more dims may come out with its batch in the second one
+        counts = {n: sum(n in shape[:leading] for shape in shapes) for _, n in sizes}
+        most, large = max(counts.values()), [n for ndim, n in sizes if ndim > 1 or ndim == -1]
+        if (counts[sizes[0][1]] and leading == 2) or (counts[sizes[0][1]] == most and (most or leading == 2 or not large)):
+            place = 0
+        elif most:
+            place = next(i for i, (_, n) in enumerate(sizes) if counts[n] == most)
+        elif len(set(large)) == 1:
+            place = next(i for i, (ndim, _) in enumerate(sizes) if ndim != 1)
+        else:
+            raise ValueError(
+                f"`{state.path}` ({type(self).__name__}) was called with tensors of {sorted({n for _, n in sizes})} rows, and its "
+                f"outputs do not tell which of these is the batch size: say so, `with ps.batch_size(n):`."
+            )
+        state.places[dims] = place
+
+    def _ps_no_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueError:
+        given = [f"{type(v).__name__}{' without dims' if isinstance(v, Tensor) else ''}" for v in (*args, *kwargs.values())]
+        return ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) was called with {', '.join(given) or 'nothing'}: expected a tensor "
+            f"whose dim 0 holds the samples. Turn arrays and lists into tensors, or say how many samples there are, `with "
+            f"ps.batch_size(n):`."
+        )
+
+    def _ps_adopt(self) -> None:
+        """Convert what has been put into the model since it was converted: its rows would be missing without a word."""
+        strangers = self._ps_inventory().strangers
+        if (
+            strangers
+            and adopt is not None
+            and any((p := held[name]) is not None and p.requires_grad for held, name, *_ in strangers)
+        ):
+            adopt(self)
 
     def _ps_not_told(self, why: str) -> ValueError:
         return ValueError(
@@ -197,7 +282,7 @@ class Converted(_Mixin):
             agree = rows_agree(batch.outputs, judged(output, batch), batch)
         except Unprovable:  # then the samples are changed, and what depends on them is seen
             return False
-        return False if self._ps_past_layers(output) else agree
+        return False if self._ps_past_layers(output) or batch.outputs.missed(output) else agree
 
     def _ps_past_layers(self, output: Any) -> bool:
         """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that was not converted."""
@@ -209,14 +294,15 @@ class Converted(_Mixin):
         """Choose, from what was tracked, how each module below is run."""
 
     def _ps_recomputed_size(self, settings: Settings) -> int:
-        if len(settings.sizes) > 1:
+        if len(sizes := settings.sizes()) > 1:
             raise RuntimeError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) is recomputed in the backward pass (checkpointing), while "
-                f"calls of batch sizes {sorted(settings.sizes)} wait for theirs: back-propagate each call before the next one."
+                f"`{self._ps_state().path}` ({type(self).__name__}) is called again in the backward pass, by something else than "
+                f"torch.utils.checkpoint, while calls of batch sizes {sorted(sizes)} wait for theirs: back-propagate each call "
+                f"before the next one, or use torch.utils.checkpoint."
             )
-        return next(iter(settings.sizes))
+        return next(iter(sizes))
 
-    def _ps_learn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
+    def _ps_learn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
         """Track the batch through the layers below, let each remember how its inputs hold the samples, and run.
 
         An error leaves them as they were: what was learned is kept only if the outputs are those of the plain model.
@@ -234,7 +320,7 @@ class Converted(_Mixin):
             del found, tracker  # which hold what the layers were given
             if batch.settings.recording and torch.is_grad_enabled():
                 self._ps_make_room(size)
-            return self._ps_prove(run, args, kwargs, size)
+            return self._ps_prove(run, args, kwargs, size, kind)
         except BaseException:
             for state, learned in before:
                 state.layouts, state.plans, state.general, state.whole = learned
@@ -262,27 +348,29 @@ class Converted(_Mixin):
                 f"expand the parameters to the batch size of the call, ps.expand_params(model, {size})."
             )
 
-    def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> Any:
+    def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
         """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""
-        given, kind = self._ps_given(), (self.training, ndims((args, kwargs)))
-        plain = None
+        given, plain = self._ps_given(), None
         if not given:  # per-sample weights have no plain counterpart
             with torch.no_grad(), without_picks():
                 plain = run_tracked(functools.partial(run, self), self, args, kwargs)[1]
         local.batch = batch = Batch(size, self._ps_state().settings)
-        batch.outputs = Watched(size)
+        batch.outputs, batch.proving = Watched(size), True
         try:
-            output = run(self, *args, **kwargs)
+            with quiet_hooks(self):
+                output = run(self, *args, **kwargs)
         finally:
             local.batch = None
         problem = None if given else disagreement(output, plain)
-        layouts = [self._ps_state().layouts.get((0, ("out", i), t.ndim)) for i, t in enumerate(tensors_in([output]))]  # type: ignore[union-attr]
+        tensors = list(tensors_in([output]))
+        layouts = [self._ps_state().layouts.get((0, ("out", i), t.ndim)) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
         own = judged(output, batch, layouts)
+        numbers = all(isinstance(t, Tensor) and not t.ndim for t, layout in zip(tensors, layouts, strict=True) if layout == MIXED)
         try:
             agree = rows_agree(batch.outputs, own, batch)
         except Unprovable:  # tracking has seen it, by changed samples
             agree = True
-        if problem is None and ((MIXED in layouts and not own) or agree is False):
+        if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
             raise ValueError(
@@ -291,7 +379,7 @@ class Converted(_Mixin):
                 f"as in ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer)."
             )
         if agree:
-            self._ps_state().proved.add(kind)
+            self._ps_state().proved.add((*kind, bool(given)))
         return output
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -320,9 +408,3 @@ def set_random_state(state: list[Tensor] | None) -> None:
 
 def _keep(t: Tensor) -> Tensor:
     return t
-
-
-def _packed() -> bool:
-    """Whether somebody packs the tensors that are saved for the backward pass."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0] is not _keep

@@ -9,179 +9,25 @@ and that whatever asks for one of the two (``torch.autograd.grad``) neither pays
 """
 
 import functools
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from . import torch_api
+from .context import UNSCALED, Scale, transforming
+
 if TYPE_CHECKING:
     from .record import Recorder
-
-
-@dataclass
-class Settings:
-    """What one converted model agrees on; every module of the model holds the same object."""
-
-    loss_reduction: str = "mean"
-    batch_first: bool = True
-    recording: bool = True
-    accumulation: str = "replace"
-    stream: Callable[[str, Tensor], object] | None = field(
-        default=None, compare=False, repr=False
-    )  # takes rows, instead of keeping
-    workspace: torch.UntypedStorage | None = field(default=None, compare=False, repr=False)  # memory of streamed rows, in turn
-    asked: bool = field(default=False, compare=False, repr=False)  # rows go to the call that asks for them
-    picks: bool = field(default=False, compare=False, repr=False)  # modules are called with rows that masks have picked
-    partial: bool = False  # some trainable parameters are left without rows, as was asked for
-    pass_id: int = field(default=-1, compare=False)
-    sizes: set[int] = field(default_factory=set, compare=False, repr=False)  # of the calls that wait for their backward pass
-    picked: dict[int, list[Any]] = field(default_factory=dict, compare=False, repr=False)  # whose rows modules got in these calls
-    waiting: bool = field(default=False, compare=False, repr=False)
-    rows: int = field(default=-1, compare=False, repr=False)  # samples in the pass that is running
-    recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, compare=False, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:  # a copy agrees on the same things, and has recorded nothing yet
-        own = {
-            "pass_id": -1,
-            "recorded": {},
-            "sizes": set(),
-            "picked": {},
-            "waiting": False,
-            "stream": None,
-            "workspace": None,
-            "asked": False,
-        }
-        return {**self.__dict__, **own}
-
-    def called(self, size: int) -> None:
-        """Note the batch size of an outermost call: a checkpoint recomputes parts of it during the backward pass."""
-        if not self.waiting:
-            self.sizes, self.picked, self.waiting = set(), {}, True
-        self.sizes.add(size)
-
-    def begin_pass(self, pass_id: int) -> None:
-        """At the first row of a backward pass, forget what the earlier one left (a pass may not reach every parameter)."""
-        self.pass_id, self.waiting, self.rows = pass_id, False, -1
-        if self.accumulation == "replace":
-            self.clear()
-
-    def clear(self) -> None:
-        """Set `grad_sample` of every parameter that holds one to None."""
-        for ref in self.recorded.values():
-            if (param := ref()) is not None:
-                clear(param)
-        self.recorded = {}
-
-
-class Scale:
-    """The factors of one call's gradients, read when they flow back.
-
-    A row of a mean loss is ``total`` = B times what autograd sees. ``inside`` is the factor that has already been put on the
-    gradients that flow through the call: then the weight gradients come out multiplied, without a pass over them.
-    """
-
-    __slots__ = ("inside", "total")
-
-    def __init__(self, total: float = 1.0, inside: float = 1.0) -> None:
-        self.total, self.inside = total, inside
-
-    @property
-    def rows(self) -> float:
-        """The factor that the gradient of rows is still owed."""
-        return self.total / self.inside
-
-    @property
-    def weight(self) -> float:
-        """The factor that undoes, on the summed gradient, what was put on inside."""
-        return 1 / self.inside
-
-
-class Batch:
-    """The batch of one outermost call: every layer below expands to its size.
-
-    ``trackable`` says whether the outermost module can run again to find out which rows are whose.
-    """
-
-    __slots__ = ("calls", "outputs", "scale", "settings", "size", "trackable")
-
-    def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
-        self.size, self.settings, self.trackable = size, settings, trackable
-        self.calls: dict[int, int] = {}  # how often each layer has been called so far
-        self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
-        self.scale = Scale(float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0)
-
-
-class _Local(threading.local):
-    def __init__(self) -> None:  # attributes of the instance: torch.compile traces no others
-        self.batch: Batch | None = None
-        self.explicit: int | None = None
-        self.tracker: Any = None  # collects what calls take and return while the batch is tracked
-        self.call: Any = None  # the call of a layer that is running
-        self.picks: Any = None  # knows whose the rows are that masks pick
-        self.general = False  # inside a module whose parameters are per sample already, under vmap or in a loop
-
-
-local = _Local()
-
-
-def picked_by(t: Any) -> Any:
-    """Whose the rows of a tensor are (`owners.Owners`), if they were picked; None where that is not followed."""
-    return None if local.picks is None else local.picks.picked(t)
-
-
-@contextmanager
-def batch_size(size: int) -> Iterator[None]:
-    """Say explicitly how many samples a batch holds, where the inputs do not (no tensor among them, batch in an odd dim).
-
-    Applies to every outermost call of a converted module inside the ``with`` block, in this thread.
-
-    Example:
-        >>> import torch, pslayers as ps
-        >>> layer = ps.PSLinear(3, 2)
-        >>> with ps.batch_size(4):                     # 8 rows: two a sample
-        ...     layer(torch.randn(8, 3)).sum().backward()
-        >>> layer.weight.grad_sample.shape
-        torch.Size([4, 2, 3])
-
-    Raises:
-        ValueError: ``size`` is not an integer of at least 0.
-    """
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise ValueError(f"`size` must be an integer of at least 0, the number of samples; got {size!r}.")
-    before, local.explicit = local.explicit, size
-    try:
-        yield
-    finally:
-        local.explicit = before
-
-
-@contextmanager
-def by_original_layers(applies: bool = True) -> Iterator[None]:
-    """Inside the block converted modules run their original forwards, with whatever parameters they hold (unless not `applies`)."""
-    before, local.general = local.general, applies
-    try:
-        yield
-    finally:
-        local.general = before
-
-
-UNSCALED = Scale()
-
-
-_transforms_active = torch._C._are_functorch_transforms_active
 
 
 def _without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def plain(ctx: Any, *grads: Tensor) -> Any:
-        if not torch._C._is_any_autocast_enabled():
+        if not torch_api.any_autocast():
             return backward(ctx, *grads)
-        with torch._C._DisableAutocast():  # type: ignore[attr-defined]
+        with torch_api.without_autocast():
             return backward(ctx, *grads)
 
     return plain
@@ -200,7 +46,7 @@ class Op(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """As torch's."""
-        if _transforms_active():
+        if torch_api.functions_transformed():
             return super().apply(*args)  # torch's error
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
@@ -229,11 +75,6 @@ def cross(x: Tensor, scale: Scale, into: bool, factor: float = 1.0) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         return _Cross.apply(x, scale, into, factor)
     return x if factor == 1 else x * factor
-
-
-def current_batch() -> Batch | None:
-    """The batch of the outermost call that is running in this thread, or None outside of one."""
-    return local.batch
 
 
 class Expansion:
@@ -335,11 +176,6 @@ class _Join(Op):
         return *ctx.expansion.out(grad.sum(0) if need_weight else None, grad if need_rows else None), None, None
 
 
-def clear(param: Tensor) -> None:
-    """The parameter has no per-sample gradient, like a `.grad` of None."""
-    param.grad_sample = None  # type: ignore[attr-defined]
-
-
 def shared(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
     """The one weight behind `weight`, or None where the samples truly have different weights.
 
@@ -359,11 +195,6 @@ def shared(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
     if len(weight) and (weight.stride(0) == 0 or len(weight) == 1):
         return Expansion(weight.detach()[0], weight if weight.requires_grad else None)
     return None
-
-
-def transforming() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def per_sample(weight: "Tensor | Expansion", ndim: int, size: int) -> Tensor:
@@ -402,7 +233,7 @@ def leads_to_rows(node: Any) -> bool:
 def will_execute(node: Any, asked: bool) -> bool:
     """Whether the pass that is running goes to this node; `asked` for a leaf that torch.autograd.grad has been asked for."""
     try:
-        return torch._C._will_engine_execute_node(node)
+        return torch_api.will_execute(node)
     except RuntimeError:  # such a leaf: torch does not say
         return asked
 

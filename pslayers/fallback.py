@@ -1,37 +1,38 @@
 """Modules without a replacement: how their forward is run so that each sample has parameters of its own.
 
-Four ways, the fastest first; a way is taken only after it has been proved on the very inputs of the module's call:
+Three ways, the fastest first; a way is taken only after it has been proved on the very inputs of the module's call:
 
-- "direct": the module's own parameters are replaced by tensors that stand for one of each sample (`PerSample`), and know what to do
-  in torch's ops. What lies below stays on its fast ops.
-- "broadcast": the module's own parameters are replaced by per-sample ones, shaped so that the forward's broadcasting does the
-  rest: a class token (1, 1, D) by (B, 1, D), a LayerScale (D,) by (B, 1, D). What lies below stays on its fast ops.
+- "direct": the forward runs as it is, once, with tensors in the place of parameters that stand for one of each sample
+  (`PerSample`), and know what to do in torch's functions. Where those must know whose the rows of other tensors are, these are
+  followed through the forward. The module's own parameters are replaced, and what lies below stays on its fast ops; or all that is
+  below it too.
 - "vmap": the forward runs under torch.func.vmap, everything trainable below it per sample.
 - "loop": the forward runs sample by sample. Always right, and slow: it is said once, by name.
 
-The proof: half of the samples get changed parameters. Their outputs must be those of the module with changed parameters, the
-other samples' those of the module as it is.
+The proof: the outputs are those of the plain module; the rows add up to the plain gradient; and when the gradient of each sample's
+outputs is multiplied by a number of its own, so is that sample's row.
 """
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 
-from .expand import Expansion, Scale, by_original_layers, local, picked_by
+from . import torch_api
+from .context import Batch, Scale, by_original_layers, in_place_of, local, picked_by, places_of
+from .expand import Expansion
 from .owners import WEAK
-from .per_sample import NoRuleError, PerSample, standing_in
-from .picks import without_picks
+from .per_sample import NoRuleError, PerSample, Standing, standing_in
+from .picks import following, without_picks
 from .proof import disagreement
 from .record import recorder_of
 from .redirect import Redirect
-from .snapshot import trial, unchanged
+from .snapshot import Snapshot, trial, unchanged
 from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout, noise, samples_of_rows
 from .trees import assign, map_tensors, own_parameters, tensors_in, written_to
 
@@ -51,19 +52,24 @@ class Layouts(NamedTuple):
 class Plan:
     """How a module's call is run.
 
-    `forms`: for "broadcast", how many dims are put between the batch and each parameter's own. `fresh`: for "vmap", whether
-    tensors that the forward makes anew are made for each sample, to be written into. `fast`: the parameters that are used by
-    fast ops (all that broadcast; under vmap those whose op is redirected).
+    `names`: the parameters of which each sample has its own; `whole`: of all modules below. For "direct", `follows`: rows of other
+    tensors are followed, and `choices`: see `Standing`. For "vmap", `fresh`: tensors that the forward makes anew are made for each
+    sample, to be written into. `idle`: parameters that reach but outputs in which samples interact. `others`: those that are left
+    to a layer below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps, which vmap and
+    the loop do not.
     """
 
     way: str
     layouts: Layouts
-    forms: tuple[tuple[str, int], ...] = ()
+    names: frozenset[str]
+    whole: bool
+    follows: bool = False
+    choices: tuple[bool, ...] | None = None
     fresh: bool = False
+    idle: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
     fast: frozenset[str] = frozenset()
-
-
-OWN = ("broadcast", "direct")  # ways in which a module's own parameters alone are replaced
+    counts: bool = False
 
 
 class NoWayError(Exception):
@@ -76,40 +82,42 @@ def parameters_of(module: nn.Module, own: bool) -> dict[str, nn.Parameter]:
     return {name: p for name, p in found if p.requires_grad}
 
 
+# ---------------------------------------------------------------------------------------------------------------- a call
 def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
     """A call of a module by its plan."""
-    batch = local.batch
+    batch, call = local.batch, (args, kwargs)
     assert batch is not None
-    if plan.way not in OWN:
-        given = module._ps_given()  # below it too
-    weights = _weights(module, given, own=plan.way in OWN)
-    if plan.way in OWN:
-        _watch(module, weights, plan.fast)
-    if batch.outputs is None and local.picks is None:
-        return _run(module, forward, plan, (args, kwargs), weights, batch.size)
-    taken = {id(t) for t in tensors_in((args, kwargs))}
-    compared = local.picks is not None and module._ps_state().settings.picks and plan.way not in OWN
-    plain = _plainly(module, forward, (args, kwargs)) if compared else None
-    output = _run(module, forward, plan, (args, kwargs), weights, batch.size, plain=plain)
-    if local.picks is not None and plan.way not in OWN:
-        if plain is not None:
-            _check_plain(module, output, *plain)
+    weights = _weights(module, module._ps_given() if plan.whole else given, own=not plan.whole, plan=plan)
+    if weights.keys() - plan.names:  # not trained when this was proved
+        raise NoRuleError("a parameter is trained that was not")
+    taken = {id(t) for t in tensors_in(call)}
+    compared = plan.way != "direct" and (MIXED in plan.layouts.outputs or module._ps_state().settings.picks)
+    plain = _plainly(module, forward, call) if compared else None
+    output = _run(module, forward, plan, call, weights, batch.size)
+    if plain is not None:
+        _check_plain(module, output, *plain, plan.layouts.outputs)
+    if local.picks is not None and not plan.follows:
         for t, layout in zip(tensors_in([output]), plan.layouts.outputs, strict=True):
             if layout in (BATCH_MAJOR, ("dim", 0)):
                 local.picks.tag_batch(t)
             elif layout != PICKED:
                 local.picks.tag(t, WEAK)
-    if batch.outputs is None:
-        return output
-    if plan.way in OWN:  # the caller may index what now has a row for each sample
-        batch.outputs.add([(w, 0, None) for w in weights.values()])
-    if plan.way != "broadcast":  # inside, the way itself keeps samples apart
-        made, layouts = list(tensors_in([output])), list(plan.layouts.outputs)
-        if plan.way not in OWN:
-            made += written_to((args, kwargs), taken)
-            layouts += plan.layouts.written
-        batch.outputs.add([_owned(t, lay, batch.size) for t, lay in zip(made, layouts, strict=True)])
+    if plan.counts:
+        with torch.no_grad(), torch.random.fork_rng(), by_original_layers(), without_picks():
+            forward(module, *_copy(call)[0], **_copy(call)[1])
+    if batch.outputs is not None:
+        if plan.way == "direct":  # the caller may index what now has a row for each sample
+            batch.outputs.add([(w, 0, None) for w in weights.values()])
+            _note(batch, tensors_in([output]), plan.layouts.outputs)
+        else:  # inside, the way itself keeps samples apart
+            _note(batch, [*tensors_in([output]), *written_to(call, taken)], (*plan.layouts.outputs, *plan.layouts.written))
     return output
+
+
+def _note(batch: Any, tensors: Iterable[Any], layouts: Iterable[Layout]) -> None:
+    """Have what was made of the samples watched, while whose its rows are is to be proved."""
+    pairs = zip(tensors, layouts, strict=True)
+    batch.outputs.add([_owned(t, layout, batch.size) for t, layout in pairs if layout != MIXED and isinstance(t, Tensor)])
 
 
 def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | None]:
@@ -128,38 +136,38 @@ def _picked(t: Tensor) -> Tensor:
     return ids
 
 
-def _watch(module: Any, weights: dict[str, Tensor], formed: frozenset[str]) -> None:
-    """Parameters that reach but outputs in which samples interact have no rows: an error by name, should they get a gradient."""
-    state = module._ps_state()
-    for name, param in own_parameters(module):
-        if name in weights and isinstance(param, nn.Parameter):
-            recorder_of(param, f"{state.prefix}{name}", state.settings).unexpanded = name not in formed
-
-
 def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
     """A call for one sample with weights of its own, or for none: everything is that sample's."""
     batch, whole = local.batch, module._ps_state().whole
     assert batch is not None
     weights = _weights(module, given, own=not whole)
     alone = {n: w[0] if batch.size else w.new_zeros(w.shape[1:]) + w.sum(0) for n, w in weights.items()}
-    with by_original_layers(whole), _reparametrize_module(module, alone, tie_weights=True):
+    with by_original_layers(whole), in_place_of(places_of(module, alone, tied=True)):
         return forward(module, *args, **kwargs)
 
 
-def _weights(module: Any, given: set[str], own: bool) -> dict[str, Tensor]:
-    """Per-sample weights (B, *S): those that were given, and recorded expansions of trainable parameters."""
+def _weights(module: Any, given: set[str], own: bool, plan: Plan | None = None) -> dict[str, Tensor]:
+    """Per-sample weights (B, *S): those that were given, and recorded expansions of trainable parameters, but those that are idle.
+
+    These have no rows: an error by name, should they get a gradient.
+    """
     batch, state = local.batch, module._ps_state()
     assert batch is not None
+    idle, others = (frozenset[str](), frozenset[str]()) if plan is None else (plan.idle, plan.others)
     weights: dict[str, Tensor] = {}
     for name, param in own_parameters(module) if own else module.named_parameters():
+        if name in others:
+            continue
         if name in given:
             module._ps_check_given(name, param, batch.size)
             weights[name] = param
         elif param.requires_grad and isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
             holder = module.get_submodule(name.rpartition(".")[0])
             recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
-            rows = recorder.rows(batch.size)
-            weights[name] = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
+            recorder.unexpanded = name in idle
+            if name not in idle:
+                rows = recorder.rows(batch.size)
+                weights[name] = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
     return weights
 
 
@@ -171,36 +179,65 @@ def fits(plan: Plan, call: Call, size: int) -> bool:
     )
 
 
-def choose(module: Any, forward: Forward, call: Call, layouts: Layouts, size: int, whole: bool, picks: bool = False) -> Plan:
+def _plainly(module: Any, forward: Forward, call: Call) -> tuple[Any, bool]:
+    """What a call returns by the original layers, and whether it draws random numbers."""
+    random, (args, kwargs) = torch.get_rng_state(), _copy(call)
+    with torch.no_grad(), trial(module), by_original_layers():
+        output = forward(module, *args, **kwargs)
+        return output, not torch.equal(random, torch.get_rng_state())
+
+
+def _check_plain(module: Any, output: Any, plain: Any, drawn: bool, layouts: Sequence[Layout]) -> None:
+    """An error where samples by themselves do not return what they do together: what masks pick may be put in any order."""
+    ours, theirs = ([t for t in tensors_in([o]) if isinstance(t, Tensor)] for o in (output, plain))
+    size = local.batch.size if local.batch is not None else 1
+    pairs = zip(theirs, layouts, strict=True)
+    theirs = [t.expand(size, *t.shape[layout == SHARED :]) if layout in (SHARED, TABLE) else t for t, layout in pairs]
+    if [t.shape for t in ours] != [t.shape for t in theirs] or (not drawn and disagreement(ours, theirs) is not None):
+        raise ValueError(
+            f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample, and its samples, each by itself, do "
+            f"not return what they do together: they interact, rows that were picked by data (as in h[mask]) are moved in a way "
+            f"that is not followed, or a loss in it is no {module._ps_state().settings.loss_reduction} over samples. Write a layer "
+            f"for it (ps.PSLayer)."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------- the choice
+def choose(
+    module: Any, forward: Forward, call: Call, layouts: Layouts, size: int, whole: bool, picks: bool, differ: bool = False
+) -> Plan:
     """The fastest way that is proved right for this call; `whole` rules out those that leave what lies below to itself.
 
-    `picks`: it picks rows by a mask, or returns such, to which what broadcasts may fit by chance.
+    `picks`: it picks rows by data, which may be in the batch's order by chance. `differ`: also for weights that truly differ from
+    sample to sample.
     """
-    if given := module._ps_given():  # per-sample weights: proved with those of the first sample
+    if given := module._ps_given():  # proved with those of the first sample
         first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
-        with _reparametrize_module(module, first, tie_weights=True):
-            return choose(module, forward, call, layouts, size, whole, picks)
-    if {MIXED, PICKED} & {*layouts.inputs, *layouts.written} or set(layouts.outputs) == {MIXED}:
-        raise NoWayError("its inputs or outputs cannot be attributed to samples")
+        with in_place_of(places_of(module, first, tied=True)):
+            return choose(module, forward, call, layouts, size, whole, picks, differ=True)
+    names = frozenset(parameters_of(module, own=not whole))
     try:
-        proof = _Proof(module, forward, call, layouts.outputs, size)
+        proof = _Proof(module, forward, call, layouts, names, size, whole, differ)
     except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller
         raise NoWayError(f"it cannot be called by itself again ({type(error).__name__}: {error})") from error
-    own = frozenset(parameters_of(module, own=True))
-    if not whole and MIXED not in layouts.outputs and proof.holds(plan := Plan("direct", layouts, fast=own)):
-        return plan
-    if not whole and not picks and (forms := _forms(module, proof, layouts)) is not None:
-        return Plan("broadcast", layouts, forms, fast=frozenset(name for name, _ in forms))
-    if MIXED in layouts.outputs:
-        raise NoWayError("samples interact in one of its outputs")
+    others = frozenset[str]() if whole else proof.of_layers()
+    for idle in (frozenset[str](), *proof.idle()):
+        for follows in (True,) if whole or picks else (False, True):
+            plan = Plan("direct", layouts, names - idle - others, whole, follows, idle=idle, others=others)
+            if proved := proof.of(plan):
+                return proved
+    if {MIXED, PICKED} & {*layouts.inputs, *layouts.written} or PICKED in layouts.outputs:
+        raise NoWayError(f"its inputs or outputs cannot be attributed to samples; {proof.problem}")
+    names = frozenset(parameters_of(module, own=False))
+    proof = proof if whole else _Proof(module, forward, call, layouts, names, size, True, differ)
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
-        if proof.holds(plan := Plan(way, layouts, fresh=fresh)):
+        if proved := proof.of(Plan(way, layouts, names, True, fresh=fresh, counts=proof.counts)):
             if way == "loop":
                 warnings.warn(f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.", stacklevel=2)
-            return replace(plan, fast=frozenset(proof.redirected))
+            return proved
     inputs = tuple(_of_mask(t, layout, size) for t, layout in zip(tensors_in(call), layouts.inputs, strict=True))
     if inputs != layouts.inputs:
-        return choose(module, forward, call, layouts._replace(inputs=inputs), size, whole, picks)
+        return choose(module, forward, call, layouts._replace(inputs=inputs), size, whole, picks, differ)
     raise NoWayError(proof.problem)
 
 
@@ -210,116 +247,188 @@ def _of_mask(t: Any, layout: Layout, size: int) -> Layout:
     return ("dim", 0) if batch and layout == TABLE else layout
 
 
-def _forms(module: nn.Module, proof: "_Proof", layouts: Layouts) -> tuple[tuple[str, int], ...] | None:
-    """Shapes by which every parameter broadcasts, found one parameter at a time; None where one has none."""
-    forms: list[tuple[str, int]] = []
-    for name, param in parameters_of(module, own=True).items():
-        if MIXED in layouts.outputs and not proof.matters(name):
-            continue
-        for dims in (-1, 0, 1, 2, 3) if param.ndim and param.shape[0] == 1 else (0, 1, 2, 3):
-            if proof.holds(Plan("broadcast", layouts, ((name, dims),))):
-                forms.append((name, dims))
-                break
-        else:
-            return None
-    whole = Plan("broadcast", layouts, tuple(forms))
-    return whole.forms if len(forms) < 2 or proof.holds(whole) else None
-
-
 class _Proof:
-    """Runs a way with per-sample parameters that are changed for every other sample, and compares."""
+    """Runs a way with per-sample parameters, and compares outputs and gradients with those of the plain module.
 
-    def __init__(self, module: nn.Module, forward: Forward, call: Call, outputs: tuple[Layout, ...], size: int) -> None:
-        self.module, self.forward, self.call, self.outputs, self.size = module, forward, call, outputs, size
-        self.changed = torch.arange(size) % 2 == 0
-        self.problem = ""
-        self.redirected: set[str] = set()
-        self.values = {name: p.detach() for name, p in parameters_of(module, own=False).items()}
-        self.others = {name: p * 1.1 + 0.1 * (p.abs().mean() + 0.1) * noise(p) for name, p in self.values.items()}
+    Parameters have some noise meanwhile: nothing depends on what a zero-initialised layer gives.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        call: Call,
+        layouts: Layouts,
+        names: frozenset[str],
+        size: int,
+        whole: bool,
+        differ: bool,
+    ) -> None:
+        self.module, self.forward, self.call, self.size = module, forward, call, size
+        self.whole, self.differ = whole, differ
+        self.layouts, self.problem = (*layouts.outputs, *layouts.written), ""
+        self.inputs = layouts.inputs
+        found = parameters_of(module, own=False)
+        self.values = {n: p.detach() + 0.1 * (p.detach().abs().mean() + 0.1) * (noise(p) - 0.4) for n, p in found.items()}
+        self.values |= {n: p.detach() for n, p in own_parameters(module) if n in names and n not in self.values}
+        self.names = sorted(names)
+        self.factors = 0.5 + noise(torch.empty(size, dtype=torch.float64))  # one for each sample
         self.rounding = _rounding(call, self.values.values())
-        self.plain = self._outputs({})
+        before, plain = Snapshot(module), {n: self.values[n].clone().requires_grad_() for n in self.names}
+        with self._run_by_itself(plain):
+            args, kwargs = _copy(call)
+            given = {id(t) for t in tensors_in((args, kwargs))}
+            self.plain = self._outputs(forward(module, *args, **kwargs), (args, kwargs), given)
+            self.counts = before.differs()
+            self.sums = [self._gradients(self.plain, plain, mixed) for mixed in (False, True)]
+        self.plain = [t.detach() for t in self.plain]
 
-    def holds(self, plan: Plan) -> bool:
-        names = [name for name, _ in plan.forms] or [name for name in plan.fast if name in self.values] or list(self.values)
-        weights = {n: torch.stack([self.others[n] if c else self.values[n] for c in self.changed]) for n in names}
-        expected = self._outputs({n: self.others[n] for n in names})
-        with torch.no_grad(), trial(self.module):
-            try:
-                found = _run(self.module, self.forward, plan, _copy(self.call), weights, self.size)
-            except Exception as error:  # whatever a forward raises under per-sample parameters
-                self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
-                return False
-        tensors = [t for t in tensors_in([found]) if isinstance(t, Tensor)]
-        right = len(tensors) == len(self.plain) and all(
-            self._agrees(*each) for each in zip(tensors, self.plain, expected, self.outputs, strict=True)
-        )
-        if right and not self._differentiable(plan, names):
-            return False
-        self.problem = self.problem if right else f"samples that run by themselves ({plan.way}) give other outputs"
-        return right
+    def _run_by_itself(self, own: dict[str, Tensor]) -> Any:
+        """Around a run of the module: nothing is left behind, and nothing recorded."""
+        stack = ExitStack()
+        for context in (torch.enable_grad(), trial(self.module), by_original_layers()):
+            stack.enter_context(context)
+        others = {n: v for n, v in self.values.items() if n not in self.names}
+        stack.enter_context(in_place_of(places_of(self.module, others, tied=True)))
+        proved = {n: own.get(n, self.values[n]) for n in self.names}
+        stack.enter_context(in_place_of(places_of(self.module, proved, tied=self.whole)))
+        return stack
 
-    def matters(self, name: str) -> bool:
-        """Whether the parameter changes an output in which samples do not interact."""
-        others = zip(self._outputs({name: self.others[name]}), self.plain, self.outputs, strict=True)
-        return any(layout != MIXED and not torch.equal(other, plain) for other, plain, layout in others)
+    def _outputs(self, output: Any, call: Call, given: set[int]) -> list[Tensor]:
+        made = [*tensors_in([output]), *written_to(call, given)]
+        return [t for t in made if isinstance(t, Tensor)]
 
-    def _differentiable(self, plan: Plan, names: list[str]) -> bool:
-        """Whether the rows add up to the plain gradient: a custom backward may know of shared parameters only."""
-        size, grads = self.size, list[tuple[Tensor | None, ...]]()
-        shared = {n: self.values[n].clone().requires_grad_() for n in names}
-        each = {n: self.values[n].expand(size, *self.values[n].shape).requires_grad_() for n in names}
+    def _parts(self, tensors: Sequence[Tensor], mixed: bool) -> Iterator[tuple[Tensor, Layout]]:
+        """The outputs that count, with their layouts, and a row for each sample of what all share."""
+        for t, layout in zip(tensors, self.layouts, strict=True):
+            if t.is_floating_point() and (layout == MIXED) is mixed:
+                alone = layout in (SHARED, TABLE) and not (t.ndim and len(t) == self.size)
+                each = t.expand(self.size, *t.shape[layout == SHARED :]) if alone else t
+                yield each, ("dim", 0) if layout in (SHARED, TABLE) else layout
+
+    def _gradients(
+        self, tensors: Sequence[Tensor], of: dict[str, Tensor], mixed: bool = False, factors: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Of some numbers times the outputs, and times the factor of each sample."""
+        loss: Tensor | float = 0.0
+        for t, layout in self._parts(tensors, mixed):
+            weights = torch.where(t.isfinite(), noise(t) + 0.5, 0)
+            weights = weights if factors is None else weights * _factors(factors.to(t), t, layout)
+            loss = loss + (torch.where(t.isfinite(), t, 0) * weights).sum()
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            return {}
         # asked for too where a real run needs them: torch's group_norm crashes on channels_last images that need none
         taken = [t for t in tensors_in(self.call) if isinstance(t, Tensor) and t.requires_grad]
-        redirect = Redirect(size if plan.fresh else None)
-        with torch.enable_grad(), by_original_layers():  # what lies below is not recorded
-            try:
-                with trial(self.module), _reparametrize_module(self.module, shared, tie_weights=True):
-                    outputs = [self.forward(self.module, *args, **kwargs) for args, kwargs in [_copy(self.call)]]
-                with trial(self.module):
-                    outputs.append(_run(self.module, self.forward, plan, _copy(self.call), each, size, redirect))
-                for output, inputs in zip(outputs, (shared, each), strict=True):
-                    loss = sum(_summed(t, layout, size) for t, layout in zip(tensors_in([output]), self.outputs, strict=True))
-                    if isinstance(loss, Tensor) and loss.requires_grad:
-                        found = torch.autograd.grad(loss, [*inputs.values(), *taken], allow_unused=True)
-                        grads.append(found[: len(inputs)])
-                    elif not grads:  # nothing has a gradient
-                        return True
-                    else:
-                        grads.append((None,) * len(inputs))
-            except Exception as error:
-                self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
-                return False
-        # some gradients are nothing but rounding (a bias before a softmax): judge by the largest
-        largest = max((g.nan_to_num(0, 0, 0).abs().max().item() for g in grads[0] if g is not None and g.numel()), default=0.0)
-        close = max(1e-3, 16 * self.rounding), max(1e-4, 4 * self.rounding) * largest
-        for plain, rows in zip(*grads, strict=True):
-            if plain is not None and (rows is None or not torch.allclose(rows.sum(0), plain, *close, True)):
-                self.problem = f"the rows do not add up to the gradient ({plan.way})"
-                return False
-        self.redirected = {name for name, w in each.items() if w.data_ptr() in redirect.weights and plan.way == "vmap"}
-        return True
+        found = torch.autograd.grad(loss, [*of.values(), *taken], allow_unused=True, retain_graph=True)
+        return {name: g for name, g in zip(of, found, strict=False) if g is not None}
 
-    def _agrees(self, found: Tensor, plain: Tensor, other: Tensor, layout: Layout) -> bool:
-        if not plain.is_floating_point() or layout == MIXED:
-            return True
-        if layout == PICKED and picked_by(plain) is None:
-            return False
-        if layout in (SHARED, TABLE):
-            plain, other = (t.expand(self.size, *t.shape[layout == SHARED :]) for t in (plain, other))
-            layout = ("dim", 0)
-        if found.shape != plain.shape or not plain.numel():
-            return found.shape == plain.shape
-        expected = torch.where(_mask(self.changed.to(plain.device), plain, layout), other, plain)
-        scale = (other - plain).nan_to_num(0, 0, 0).abs().max()
-        same = (found == expected) | (found.isnan() & expected.isnan())  # infinities, as in masks
-        error = torch.where(same, 0, (found - expected).abs())
-        close = max(1e-3, 16 * self.rounding), max(1e-5, 4 * self.rounding)
-        return bool(error.max() <= close[0] * scale + close[1] * plain.abs().nan_to_num(0, 0, 0).max())
+    def idle(self) -> list[frozenset[str]]:
+        """The parameters that reach but outputs in which samples interact, if there are any beside others."""
+        idle = frozenset(n for n in self.names if n not in self.sums[0] and n in self.sums[1])
+        return [idle] if idle and any(layout != MIXED for layout in self.layouts) else []
 
-    def _outputs(self, weights: dict[str, Tensor]) -> list[Tensor]:
-        args, kwargs = _copy(self.call)
-        with torch.no_grad(), trial(self.module), _reparametrize_module(self.module, weights, tie_weights=True):
-            return [t for t in tensors_in([self.forward(self.module, *args, **kwargs)]) if isinstance(t, Tensor)]
+    def of_layers(self) -> frozenset[str]:
+        """The module's own parameters that are a layer's below, too (tied ones), which alone uses them."""
+        below = {id(p) for m in self.module.modules() if m is not self.module for p in m._parameters.values() if p is not None}
+        own = parameters_of(self.module, own=True)
+        return frozenset(n for n, p in own.items() if id(p) in below and n not in self.sums[0] and n not in self.sums[1])
+
+    def of(self, plan: Plan) -> Plan | None:
+        """The plan, with what its run has shown, where it is right."""
+        standing = Standing((), plan.whole, {}, plan.follows)
+        try:
+            self.problem = self._wrong(plan, standing) or ""
+        except Exception as error:  # whatever a forward raises under per-sample parameters
+            self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        if self.problem:
+            return None
+        return replace(plan, choices=tuple(standing.chosen), fast=plan.names - standing.slow)
+
+    def _wrong(self, plan: Plan, standing: Standing) -> str | None:
+        each = self._each(plan)
+        with self._run_by_itself({n: self.values[n] for n in plan.idle}):
+            call = _copy(self.call)
+            given = {id(t) for t in tensors_in(call)}
+            output = _run(self.module, self.forward, plan, call, each, self.size, standing)
+            tensors = self._outputs(output, call, given)
+            if problem := self._outputs_differ(tensors):
+                return problem
+            rows = self._gradients(tensors, each)
+            if problem := self._rows_differ(rows, self.sums[0], plan):
+                return problem
+            scaled = self._gradients(tensors, each, factors=self.factors)
+            if not self._close(scaled, {n: _by_sample(self.factors, r) for n, r in rows.items()}):
+                return f"rows depend on other samples' outputs ({plan.way})"
+            alone = [n for n in plan.names if n not in self.sums[0] and n in self.sums[1]]
+            of_mixed = self._gradients(tensors, each, mixed=True) if alone else {}
+        if not alone:
+            return None
+        return self._rows_differ(of_mixed, self.sums[1], plan) or self._interact(plan, of_mixed, alone)
+
+    def _each(self, plan: Plan) -> dict[str, Tensor]:
+        each = {n: self.values[n].expand(self.size, *self.values[n].shape) for n in sorted(plan.names)}
+        return {n: (w.clone() if self.differ else w).requires_grad_() for n, w in each.items()}
+
+    def _interact(self, plan: Plan, rows: dict[str, Tensor], names: list[str]) -> str | None:
+        """Whether rows, of what reaches but numbers of the whole batch (a loss), change with the inputs of other samples."""
+        for bit in range(max(self.size - 1, 1).bit_length()):
+            for value in (0, 1):
+                changed = torch.tensor([(i >> bit) & 1 == value for i in range(self.size)])
+                if changed.all() or not changed.any():
+                    continue
+                each = self._each(plan)
+                with self._run_by_itself({n: self.values[n] for n in plan.idle}):
+                    call = self._changed(changed)
+                    given = {id(t) for t in tensors_in(call)}
+                    output = _run(
+                        self.module, self.forward, plan, call, each, self.size, Standing((), plan.whole, {}, plan.follows)
+                    )
+                    found = self._gradients(self._outputs(output, call, given), each, mixed=True)
+                if not self._close(*({n: r[n][~changed] for n in names if n in found} for r in (found, rows))):
+                    return "samples interact in its only output"
+        return None
+
+    def _changed(self, samples: Tensor) -> Call:
+        """The call with other numbers in the place of these samples'."""
+        layouts = iter(self.inputs)
+
+        def change(t: Tensor) -> Tensor:
+            layout = next(layouts)
+            if not t.is_floating_point() or layout in (SHARED, TABLE, MIXED):
+                return t.clone()
+            return torch.where(_factors(samples.to(t.device), t, layout), t * (0.5 + noise(t)) + 0.1 * noise(t), t)
+
+        changed: Call = map_tensors(change, self.call)
+        return changed
+
+    def _outputs_differ(self, tensors: list[Tensor]) -> str | None:
+        if len(tensors) != len(self.plain):
+            return "it returns another number of tensors"
+        for t, plain, layout in zip(tensors, self.plain, self.layouts, strict=True):
+            if layout in (SHARED, TABLE) and t.shape != plain.shape:
+                plain = plain.expand(self.size, *plain.shape[layout == SHARED :])
+            if t.shape != plain.shape:
+                return f"a tensor of shape {tuple(t.shape)} instead of {tuple(plain.shape)}"
+            if layout == PICKED and picked_by(t) is None:
+                return "rows that were picked are lost"
+            if t.is_floating_point() and t.numel():
+                same = (t == plain) | (t.isnan() & plain.isnan())  # infinities, as in masks
+                error = torch.where(same, 0, (t - plain).abs()).max()
+                if not error <= max(1e-3, 16 * self.rounding) * plain.abs().nan_to_num(0, 0, 0).max():
+                    return "its outputs are others"
+        return None
+
+    def _rows_differ(self, rows: dict[str, Tensor], sums: dict[str, Tensor], plan: Plan) -> str | None:
+        plain = {n: g for n, g in sums.items() if n in plan.names}
+        added = {n: rows[n].sum(0) if n in rows else torch.zeros_like(g) for n, g in plain.items()}
+        return None if self._close(added, plain) else f"the rows do not add up to the gradient ({plan.way})"
+
+    def _close(self, found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+        with torch_api.without_torch_function():
+            # some gradients are nothing but rounding (a bias before a softmax): judge by the largest
+            largest = max((g.nan_to_num(0, 0, 0).abs().max().item() for g in expected.values() if g.numel()), default=0.0)
+            close = max(1e-3, 16 * self.rounding), max(1e-4, 4 * self.rounding) * largest
+            return all(n in found and torch.allclose(found[n], g, *close, equal_nan=True) for n, g in expected.items())
 
 
 def _rounding(call: Call, params: Iterable[Tensor]) -> float:
@@ -329,23 +438,19 @@ def _rounding(call: Call, params: Iterable[Tensor]) -> float:
     return max((torch.finfo(d).eps for d in (*(t.dtype for t in tensors), *map(torch.get_autocast_dtype, cast))), default=0.0)
 
 
-def _summed(t: Any, layout: Layout, size: int) -> Tensor | float:
-    """The sum of an output over all samples, to which one that they share counts for each."""
-    if not isinstance(t, Tensor) or not t.is_floating_point() or layout == MIXED:
-        return 0.0
-    alone = layout in (SHARED, TABLE) and not (t.ndim and t.shape[0] == size)
-    return torch.where(t.isfinite(), t, 0).sum() * (size if alone else 1)
-
-
 def _copy(call: Call) -> Call:
     copied: Call = map_tensors(lambda t: t.clone(), call)
     return copied
 
 
-def _mask(changed: Tensor, like: Tensor, layout: Layout) -> Tensor:
-    """`changed` (B,) so that it broadcasts over a tensor of this layout."""
-    owners, dim = _picked(like) if layout == PICKED else samples_of_rows(layout, like, len(changed)), layout[1]
-    return changed[owners].reshape(*[1] * dim, -1, *[1] * (like.ndim - dim - 1))
+def _factors(each: Tensor, like: Tensor, layout: Layout) -> Tensor:
+    """`each` (B,), one for each sample, so that it broadcasts over a tensor of this layout."""
+    owners, dim = _picked(like) if layout == PICKED else samples_of_rows(layout, like, len(each)), layout[1]
+    return each[owners].reshape(*[1] * dim, -1, *[1] * (like.ndim - dim - 1))
+
+
+def _by_sample(factors: Tensor, rows: Tensor) -> Tensor:
+    return rows * factors.to(rows).view(-1, *[1] * (rows.ndim - 1))
 
 
 # ---------------------------------------------------------------------------------------------------------------- the ways
@@ -356,27 +461,14 @@ def _run(
     call: Call,
     weights: dict[str, Tensor],
     size: int,
-    redirect: Redirect | None = None,
-    plain: tuple[Any, bool] | None = None,
+    standing: Standing | None = None,
 ) -> Any:
-    """The call with per-sample `weights` (B, *S); `plain`: what `_plainly` gives for it, if that is known."""
-    if plan.way == "broadcast":
-        forms = {name: _form(weights[name], dims) for name, dims in plan.forms}
-        with _in_place_of(module, forms):
-            return forward(module, *call[0], **call[1])
+    """The call with per-sample `weights` (B, *S); `standing` is told what is seen of it."""
     if plan.way == "direct":
-        if weights.keys() - plan.fast:  # not trained when this was proved
-            raise NoRuleError("a parameter is trained that was not")
-        batch = zip(tensors_in(call), plan.layouts.inputs, strict=True)
-        with standing_in(
-            weights, [t for t, lay in batch if isinstance(t, Tensor) and lay in (BATCH_MAJOR, ("dim", 0))]
-        ) as stand_ins:
-            with _in_place_of(module, stand_ins):
-                output = forward(module, *call[0], **call[1])
-            stand_ins.clear()
-            output = _of_the_batch(output, plan.layouts.outputs)
-        return output  # noqa: RET504  # what it was must not live when it is asked whether something was kept
-    redirect = redirect or Redirect(size if plan.fresh else None)
+        return _directly(module, forward, plan, call, weights, size, standing)
+    if any(isinstance(t, PerSample) for t in tensors_in(call)):
+        raise NoRuleError("it is given a parameter of each sample's own")
+    redirect = Redirect(size if plan.fresh else None)
     layouts = iter(plan.layouts.inputs)
     flat: list[Tensor] = []  # every sample's part in dim 0, a batch of one behind it; or as it is
     where: list[int | None] = []
@@ -396,8 +488,8 @@ def _run(
         with (
             without_picks(),
             by_original_layers(),
-            unchanged(module, numbers=False),
-            _reparametrize_module(module, own, tie_weights=True),
+            unchanged(module, hooks=False),
+            in_place_of(places_of(module, own, tied=True)),
             redirect,
         ):
             output = forward(module, *args, **kwargs)
@@ -407,20 +499,16 @@ def _run(
 
     both = (*plan.layouts.outputs, *plan.layouts.written)
     if plan.way == "vmap":
-        with warnings.catch_warnings():  # torch's, of ops that vmap runs sample by sample, of which the user knows nothing
-            warnings.filterwarnings("ignore", "There is a performance drop")
+        with torch_api.quiet_vmap():
             outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
     else:
         own = [dict(zip(weights, each, strict=True)) for each in zip(*(w.unbind() for w in weights.values()), strict=True)]
         each = [one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True))) for i in range(size)]
         outputs = tuple(zip(*each, strict=True))  # type: ignore[arg-type]
-    # rows that were picked need not be in the order of the samples
-    ordered = tensors_in([(plain or _plainly(module, forward, call))[0]]) if PICKED in both else ()
-    ids = {i: _picked(t) for i, (t, layout) in enumerate(zip(ordered, both, strict=False)) if layout == PICKED}  # type: ignore[arg-type]
-    together = [
-        local.picks.joined(parts, ids[i]) if layout == PICKED else _together(parts, layout)
-        for i, (parts, layout) in enumerate(zip(outputs, both, strict=True))
-    ]
+    if standing is not None:
+        standing.slow |= {name for name, w in weights.items() if plan.way == "loop" or w.data_ptr() not in redirect.weights}
+    mean = module._ps_state().settings.loss_reduction == "mean"  # type: ignore[operator, union-attr]
+    together = [_together(parts, layout, mean) for parts, layout in zip(outputs, both, strict=True)]
     output, taken, given, written = skeleton
     originals, count = list(tensors_in(call)), len(plan.layouts.outputs)
 
@@ -432,46 +520,45 @@ def _run(
     return map_tensors(lambda _: next(whole), output)
 
 
-def _plainly(module: Any, forward: Forward, call: Call) -> tuple[Any, bool]:
-    """What a call returns by the original layers, and whether it draws random numbers."""
-    random, (args, kwargs) = torch.get_rng_state(), _copy(call)
-    with torch.no_grad(), trial(module), by_original_layers():
-        output = forward(module, *args, **kwargs)
-        return output, not torch.equal(random, torch.get_rng_state())
-
-
-def _check_plain(module: Any, output: Any, plain: Any, drawn: bool) -> None:
-    """An error where samples by themselves do not return what they do together: what masks pick may be put in any order."""
-    shapes = [[t.shape for t in tensors_in([o]) if isinstance(t, Tensor)] for o in (output, plain)]
-    if shapes[0] != shapes[1] or (not drawn and disagreement(output, plain) is not None):
-        raise ValueError(
-            f"`{module._ps_state().path}` ({type(module).__name__}) picks rows by its data (as in h[mask]), and its samples, each "
-            f"by itself, do not return what they do together: they interact, or rows are moved in a way that is not followed. "
-            f"Write a layer for it (ps.PSLayer)."
-        )
+def _directly(
+    module: nn.Module, forward: Forward, plan: Plan, call: Call, weights: dict[str, Tensor], size: int, standing: Standing | None
+) -> Any:
+    """The forward as it is, with tensors that stand for the parameters of each sample."""
+    layouts = list(zip(tensors_in(call), plan.layouts.inputs, strict=True))
+    standing = Standing((), plan.whole, {}, plan.follows, plan.choices) if standing is None else standing
+    standing.weights = weights
+    standing.inputs = [t for t, layout in layouts if isinstance(t, Tensor) and layout in (BATCH_MAJOR, ("dim", 0))]
+    with following(size, layouts) if plan.follows else nullcontext():
+        with _below(module, size) if plan.whole else nullcontext(), standing_in(module, standing):
+            output = forward(module, *call[0], **call[1])
+            if not any(isinstance(t, PerSample) for t, _ in layouts):  # then what it returns may stand for each sample's, too
+                output = _of_the_batch(output, plan.layouts.outputs)
+            if plan.follows:
+                _check_owners(tensors_in([output]), plan.layouts.outputs)
+        return output
 
 
 @contextmanager
-def _in_place_of(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Tensors in the place of the module's own parameters."""
-    places = []
-    for name, tensor in tensors.items():
-        path, _, last = name.rpartition(".")
-        places.append((module.get_submodule(path)._parameters, last, tensor))
-    before = [(held, name, held[name]) for held, name, _ in places]
+def _below(module: Any, size: int) -> Iterator[None]:
+    """Around a forward in which layers, too, are given the samples' own weights: they run as such, in a batch."""
+    before = local.batch
+    local.batch = before or Batch(size, module._ps_state().settings)
     try:
-        for held, name, tensor in places:
-            held[name] = tensor  # type: ignore[assignment]
-        yield
+        with by_original_layers(False):
+            yield
     finally:
-        for held, name, param in before:
-            held[name] = param
+        local.batch = before
+
+
+def _check_owners(tensors: Iterable[Any], layouts: Sequence[Layout]) -> None:
+    """NoRuleError where rows that were moved are no longer where they were when this was proved."""
+    for t, layout in zip(tensors, layouts, strict=True):
+        if layout in (BATCH_MAJOR, ("dim", 0)) and (owners := local.picks.owners(t)) is not None and owners.picked:
+            raise NoRuleError("rows that were picked are no longer in the order of the batch")
 
 
 def _of_the_batch(output: Any, layouts: tuple[Layout, ...]) -> Any:
     """An output in which no parameter stands for each sample's own: what all samples share in the plain one has a batch dim."""
-    if isinstance(output, Tensor) and not isinstance(output, PerSample):
-        return output
     tensors = list(tensors_in([output]))
     if not any(isinstance(t, PerSample) for t in tensors):
         return output
@@ -480,16 +567,13 @@ def _of_the_batch(output: Any, layouts: tuple[Layout, ...]) -> Any:
     def real(t: Tensor) -> Tensor:
         if (layout := next(rest, None)) is None:
             raise NoRuleError("it returns more than it did")
-        return t if not isinstance(t, PerSample) else t.over(t.ndim, len(t.each)) if layout == SHARED else t.each
+        if not isinstance(t, PerSample):
+            return t
+        if layout == SHARED:
+            return t.each.squeeze(1)
+        return t.each if layout == TABLE else t.each.mean(0)  # a share of it is each sample's
 
     return map_tensors(real, output)
-
-
-def _form(weight: Tensor, dims: int) -> Tensor:
-    """(B, *S) with dims between, or, for -1, in the place of a leading dim of one."""
-    if dims < 0:
-        return weight.squeeze(1)
-    return weight.reshape(len(weight), *[1] * dims, *weight.shape[1:])
 
 
 def _apart(t: Tensor, layout: Layout, size: int) -> Tensor:
@@ -501,7 +585,7 @@ def _apart(t: Tensor, layout: Layout, size: int) -> Tensor:
     return t.unflatten(0, (size, -1))
 
 
-def _together(t: Tensor | tuple[Tensor, ...], layout: Layout) -> Tensor:
+def _together(t: Tensor | tuple[Tensor, ...], layout: Layout, mean: bool) -> Tensor:
     """The samples' outputs (B, ...), or one of each, in the layout that the plain output has."""
     kind, dim = layout
     if not isinstance(t, Tensor) and any(one.shape != t[0].shape for one in t):
@@ -511,6 +595,8 @@ def _together(t: Tensor | tuple[Tensor, ...], layout: Layout) -> Tensor:
         return t.movedim(0, dim).flatten(dim, dim + 1)
     if layout == TABLE:
         return t
+    if layout == MIXED:  # a loss, reduced as the model was told
+        return t.mean(0) if mean else t.sum(0)
     return (t.transpose(0, 1) if layout == TIME_MAJOR else t).flatten(0, 1)
 
 

@@ -2,18 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .context import Settings, clear, recorded_or_not
 from .convert import ConversionError, arguments, convert_model, converted_parameters, restore_model, settings_of
 from .converted import Converted
-from .expand import Settings, clear
 from .sharding import is_shard
 from .trees import map_tensors, tensors_in
 
 ACCUMULATION = ("replace", "append", "add")
+_CONVERTING = RLock()  # of threads that convert a model for one call alone
 
 
 @contextmanager
@@ -42,7 +44,7 @@ def recording(model: nn.Module, enabled: bool) -> Iterator[None]:
         >>> model.weight.grad_sample is None
         True
     """
-    with _changed(model, "recording", bool(enabled)):
+    with recorded_or_not(settings_of(model), bool(enabled)):
         yield
 
 
@@ -188,12 +190,15 @@ def per_sample_grads(
     if chunk_size is not None and memory_budget is not None:
         raise ValueError("`chunk_size` and `memory_budget` both say how many samples go into a pass: give one of them.")
     options: dict[str, Any] = {"chunk_size": chunk_size, "memory_budget": memory_budget}
-    if not any(isinstance(m, Converted) for m in model.modules()):
-        convert_model(model)
-        try:
-            return per_sample_grads(model, loss_fn, inputs, *targets, **options, create_graph=create_graph, progress=progress)
-        finally:
-            restore_model(model)
+    with _CONVERTING:
+        apart = not any(isinstance(m, Converted) for m in model.modules())
+    if apart:
+        with _CONVERTING:
+            convert_model(model)
+            try:
+                return per_sample_grads(model, loss_fn, inputs, *targets, **options, create_graph=create_graph, progress=progress)
+            finally:
+                restore_model(model)
     if not isinstance(model, Converted):
         raise ConversionError(f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model.")
     args, kwargs = arguments(inputs)
@@ -209,7 +214,8 @@ def per_sample_grads(
         stop = min(start + step, size)
         whole = stop - start == size
         part = (args, kwargs, targets) if whole else _narrow((args, kwargs, targets), dim, size, start, stop)
-        rows = _one_pass(model, loss_fn, *part, size=stop - start, create_graph=create_graph)
+        with model._ps_state().settings.turns.writing:
+            rows = _one_pass(model, loss_fn, *part, size=stop - start, create_graph=create_graph)
         if whole:
             return rows
         if create_graph:
@@ -260,7 +266,7 @@ def _one_pass(
     try:
         grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
     finally:
-        settings.asked = settings.waiting = False
+        settings.asked = False
     found = dict(zip(leaves, grads, strict=False))
     if size == 1:  # the sum is the one row
         found = {name: g if g is None else g.unsqueeze(0) for (name, _), g in zip(params, grads[len(leaves) :], strict=True)}

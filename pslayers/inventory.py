@@ -30,7 +30,10 @@ class Inventory:
         self.recurrent: list[weakref.ref[nn.Module]] = []
         self.trained: Any = None  # which of these parameters a call for one sample goes by
         self.settings: list[Any] = []  # of the converted modules: one, unless parts were converted apart
+        self.strangers: list[Slot] = []  # parameters of which no converted module records rows
         ndims: dict[tuple[int, str], int] = {}
+        recorded: set[tuple[int, str]] = set()
+        whole: list[str] = []  # modules that record whatever is below them
         for path, module in root.named_modules():
             held, children = module._parameters, module._modules
             self.modules.append((children, tuple(children.values())))
@@ -39,13 +42,18 @@ class Inventory:
                 state = module._ps_state()
                 if all(state.settings is not known for known in self.settings):
                     self.settings.append(state.settings)
+                records = module._ps_layer or state.general
+                whole += [f"{path}." if path else ""] if state.whole else []
                 for name, ndim in state.ndims.items():
                     *inner, last = name.split(".")  # a list or dict of parameters is no converted module
                     if (holder := _below(module, inner)) is not None:
                         ndims[id(holder._parameters), last] = ndim
+                        recorded |= {(id(holder._parameters), last)} if records else set()
             for name in held:
                 own = f"{path}.{name}" if path else name
                 self.slots.append(Slot(held, name, own, ndims.get((id(held), name)), weakref.ref(module)))
+                if (id(held), name) not in recorded and not any(own.startswith(above) for above in whole):
+                    self.strangers.append(self.slots[-1])
             if isinstance(module, nn.RNNBase):
                 self.recurrent.append(weakref.ref(module))
 

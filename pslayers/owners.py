@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import torch_api
+
 
 class Owners:
     """Whose the rows of a tensor are.
@@ -12,12 +14,22 @@ class Owners:
     Args:
         ids: (k,), the sample of each row; None where an op is not known to leave rows where they are.
         limit: the most rows that one sample can have, whatever the data.
-        picked: they are not (all of) the batch's, each sample's together and as many.
+        picked: they are not (all of) the batch's, each sample's together and as many; or are only by chance.
         one: (1,), the sample whose all of them are, if that is known, even where there are none.
+        rows: (k,), which rows of the batch's they are, where numbers of rows picked them.
+        by_data: which they are may be another in every batch; else they were only moved, or repeated.
     """
 
-    def __init__(self, ids: Tensor | None, limit: int, picked: bool = True, one: Tensor | None = None) -> None:
-        self.ids, self.limit, self.picked, self.one = ids, limit, picked, one
+    def __init__(
+        self,
+        ids: Tensor | None,
+        limit: int,
+        picked: bool = True,
+        one: Tensor | None = None,
+        rows: Tensor | None = None,
+        by_data: bool = True,
+    ) -> None:
+        self.ids, self.limit, self.picked, self.one, self.rows, self.by_data = ids, limit, picked, one, rows, by_data
         self.batches: dict[tuple[int, int, bool], Batched] = {}
 
     def batch(self, size: int, extra: int = 0, tracked: bool = False) -> "Batched":
@@ -25,7 +37,7 @@ class Owners:
         key = size, extra, tracked
         if key not in self.batches:
             assert self.ids is not None
-            with torch._C.DisableTorchFunction():
+            with torch_api.without_torch_function():
                 self.batches[key] = Batched(self.ids, size, extra, self.limit if tracked else None)
         return self.batches[key]
 
@@ -33,7 +45,14 @@ class Owners:
         """Those of some of the rows (a slice, or their numbers), of which there are at most `times` as many."""
         if isinstance(rows, slice) and rows == slice(None):
             return self
-        return UNKNOWN if self.ids is None else Owners(self.ids[rows], self.limit * times, one=self.one)
+        if self.ids is None:
+            return UNKNOWN
+        numbers = None
+        if isinstance(rows, Tensor) and (self.rows is not None or not self.picked):
+            numbers = rows if self.rows is None else self.rows[rows]
+            if self.rows is not None and put_back(self.rows, numbers):
+                return Owners(self.ids[rows], self.limit * times, picked=False)
+        return Owners(self.ids[rows], self.limit * times, one=self.one, rows=numbers)
 
     def same(self, other: "Owners") -> bool:
         """Whether both tell the same of every row."""
@@ -58,16 +77,27 @@ class Owners:
             return self
         if len(self.ids) and rows % len(self.ids) == 0:
             times = rows // len(self.ids)
-            return Owners(self.ids.repeat_interleave(times), self.limit * times, self.picked)
+            return Owners(self.ids.repeat_interleave(times), self.limit * times, self.picked, by_data=self.by_data)
         if rows and len(self.ids) % rows == 0:
             parts = self.ids.view(rows, -1)
             if bool((parts == parts[:, :1]).all()):
-                return Owners(parts[:, 0], self.limit, self.picked)
+                return Owners(parts[:, 0], self.limit, self.picked, by_data=self.by_data)
         return self.lost()
 
     def lost(self) -> "Owners":
         """Of what comes of these rows by a function that may do anything to them."""
-        return UNKNOWN if self.picked else WEAK
+        return UNKNOWN if self.picked and self.by_data else WEAK
+
+
+def put_back(before: Tensor, rows: Tensor) -> bool:
+    """Whether rows of a batch that were in another order are in their own again, each once or as often as every other.
+
+    Of few rows that may be chance: another batch's would not be.
+    """
+    k = len(rows) // (int(rows.max()) + 1) if len(rows) > 3 else 0
+    if not k or len(rows) != len(before) or torch.equal(before, rows):
+        return False
+    return torch.equal(rows, torch.arange(len(rows) // k, device=rows.device).repeat_interleave(k))
 
 
 UNKNOWN, WEAK = Owners(None, 0), Owners(None, 0, picked=False)  # of rows that were picked; of what comes of the batch in any way

@@ -7,18 +7,19 @@ are: what comes of picked rows by any other function may be anybody's, and a mod
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .expand import Settings, local, transforming
+from . import torch_api
+from .context import Settings, local, transforming
 from .owners import WEAK, Batched, Owners
 from .row_rules import RULES, lose, other
-from .tracking import Ambiguous
+from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Ambiguous, Layout
 from .trees import map_tensors, tensors_in
 
 
@@ -46,19 +47,22 @@ class Picks(TorchFunctionMode):
         self.second = _Notes()  # whose the rows in dim 1 are
         self.batches = _Notes()  # what modules were given for picked rows
         self.entering: Any = None  # the module that `call` is about to run
+        self.level = torch_api.level()  # of transforms of torch.func around
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if local.picks is not self or transforming() or not (self._any(args) or self._any(kwargs.values())):
+        if local.picks is not self or torch_api.level() != self.level or not (self._any(args) or self._any(kwargs.values())):
             return result
         name = getattr(func, "__name__", "")
+        if local.stand_ins is not None and isinstance(result, Tensor) and self.tags.get(result) is not None and name[-1:] != "_":
+            return result  # what has met a parameter of each sample's own knows its rows
         if isinstance(result, (Tensor, tuple, list)) or name == "__setitem__":
             if not args or not isinstance(args[0], (Tensor, tuple, list)):  # by their names, in any order
                 first = next((kwargs[n] for n in ("input", "self", "tensors", "condition") if n in kwargs), None)
                 args = (first, *args)
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with torch_api.without_torch_function(), torch.no_grad():
                 try:
                     RULES.get(name, other)(self, result, name, args, kwargs)
                 except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):  # arguments in a form that no rule knows
@@ -99,18 +103,25 @@ class Picks(TorchFunctionMode):
             self.tag(t, Owners(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False))
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is as long.
-
-        Of a checkpoint's, which may be rows that were picked before, only what has as many rows as there are samples.
-        """
-        recomputed = torch._C._current_graph_task_id() != -1
+        """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is as long."""
         for place, t in enumerate(tensors_in((args, kwargs))):
-            if not isinstance(t, Tensor) or not t.ndim or (recomputed and len(t) != self.size):
+            if not isinstance(t, Tensor) or not t.ndim:
                 continue
             if (place == 0 and len(t) % self.size == 0) or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1]):
                 self.tag_batch(t)
             elif place == 0 or self.size in t.shape:
                 self.tag(t, WEAK)
+
+    def copies(self, t: Tensor) -> tuple[bool, Callable[[], bool]]:
+        """Whether what all samples share has as many rows as the batch, and whether these are alike for every sample."""
+        rows = local.stand_ins is not None and local.stand_ins.rows(t)
+
+        def alike() -> bool:
+            with torch_api.without_torch_function():
+                each = t.unflatten(0, (self.size, -1))
+                return bool((each == each[:1]).all())
+
+        return rows, alike
 
     def pick(self, owners: Owners | None) -> Owners | None:
         """Note that the module that is running picks rows."""
@@ -118,18 +129,10 @@ class Picks(TorchFunctionMode):
             local.tracker.pickers.add(local.tracker.inner[-1])
         return owners
 
-    def joined(self, parts: Sequence[Tensor], ids: Tensor) -> Tensor:
-        """The rows of all samples, one tensor of each, in the order that `ids` tells."""
-        with torch._C.DisableTorchFunction():
-            # what sorts a permutation is its inverse
-            rows = torch.cat(list(parts)).index_select(0, ids.argsort(stable=True).argsort())
-        self.tag(rows, Owners(ids, len(ids)))
-        return rows
-
     def by_batch(self, op: Callable[[Tensor], Tensor], t: Tensor, owners: Owners) -> Tensor:
         """What an op on a batch, k rows a sample, gives for picked rows."""
         batch = owners.batch(self.size)
-        with torch._C.DisableTorchFunction():
+        with torch_api.without_torch_function():
             return batch.back(op(batch.into(t)))
 
     # ------------------------------------------------------------------ calls of modules
@@ -142,19 +145,12 @@ class Picks(TorchFunctionMode):
 
     def call(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a layer, or of a module without a replacement, that gets a batch in the place of picked rows."""
-        if transforming():
+        if torch_api.level() != self.level:
             self.entering = module
             return forward(*args, **kwargs)
         tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, Tensor)]
         if not local.general and (local.batch is not None or local.tracker is not None):
             found = [o for t in tensors if (o := self.picked(t)) is not None]
-            first = next((t for t in tensors if t.ndim), None)
-            if first is not None and local.tracker is None and self.batches.get(first) is None:
-                calls: list[Any] = module._ps_state().settings.picked.setdefault(id(module), [])
-                if torch._C._current_graph_task_id() == -1:
-                    calls.append((found[0] if found else None, len(first), first.data_ptr(), self._extra()))
-                elif not found:
-                    found = self._recalled(module, first, calls)
             if found:
                 return self._by_batch(module, forward, args, kwargs, found)
         self.entering = module
@@ -178,10 +174,7 @@ class Picks(TorchFunctionMode):
         elif module.training and any(b is not None for b in module._buffers.values()):
             problem = "it keeps statistics of what it is given"
         if problem is None:
-            extra = self._extra()
-            if torch._C._current_graph_task_id() != -1:  # as in the call that is recomputed
-                extra = next((e for o, *_, e in settings.picked.get(id(module), []) if o is not None and o.same(owners)), 0)
-            batch = owners.batch(self.size, extra, tracked)
+            batch = owners.batch(self.size, self._extra(), tracked)
             states = isinstance(module, nn.RNNBase)  # whose states hold the batch in dim 1
             try:
                 args_of_all, kwargs_of_all = map_tensors(lambda t: self._into(batch, t, states), (args, kwargs))
@@ -205,7 +198,7 @@ class Picks(TorchFunctionMode):
         dim = 0 if t.ndim and len(t) == batch.k else 1 if states and t.ndim > 2 and t.shape[1] == batch.k else None
         if dim is None or (self.picked(t) is None and not states and t.ndim < 2):
             return t
-        with torch._C.DisableTorchFunction():
+        with torch_api.without_torch_function():
             taken = batch.into(t, dim)
         self.batches[taken] = True
         return taken
@@ -217,7 +210,7 @@ class Picks(TorchFunctionMode):
             dim = 1 if states and t is not first else 0
             if t.ndim <= dim or t.shape[dim] != batch.rows:
                 return t
-            with torch._C.DisableTorchFunction():
+            with torch_api.without_torch_function():
                 rows = batch.back(t, dim)
             (self.tag_second if dim else self.tag)(rows, owners)
             return rows
@@ -226,26 +219,7 @@ class Picks(TorchFunctionMode):
 
     def _extra(self) -> int:
         """How many rows more than the longest sample has: one in a call that is to prove that they do nothing."""
-        return int(local.tracker is not None or (local.batch is not None and local.batch.outputs is not None))
-
-    def _recalled(self, module: Any, t: Tensor, calls: list[tuple[Owners | None, int, int, int]]) -> list[Owners]:
-        """Whose rows a module is given in the backward pass, by a checkpoint, perhaps without what has picked them.
-
-        Those that it was given in the forward pass in the same memory, or else as many.
-        """
-        alike = [(owners, at) for owners, k, at, _ in calls if k == len(t)]
-        found = [o for o, at in alike if at == t.data_ptr()][-1:] or [o for o, _ in alike]
-        if not found or found[0] is None:
-            if any(o is not None for o in found):
-                raise module._ps_not_told(_RECOMPUTED)
-            return []
-        if not all(o is not None and o.same(found[0]) for o in found):
-            raise module._ps_not_told(_RECOMPUTED)
-        self.tag(t, found[0])
-        return found[:1]  # type: ignore[return-value]
-
-
-_RECOMPUTED = "it is recomputed in the backward pass (checkpointing), without what has picked them"
+        return int(local.tracker is not None or (local.batch is not None and local.batch.proving))
 
 
 @contextmanager
@@ -254,6 +228,23 @@ def without_picks() -> Iterator[None]:
     before, local.picks = local.picks, None
     try:
         yield
+    finally:
+        local.picks = before
+
+
+@contextmanager
+def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]:
+    """Know whose the rows of tensors are in the forward of a module whose inputs hold the samples so."""
+    before, local.picks = local.picks, local.picks or Picks(size)
+    picks: Picks = local.picks
+    for t, layout in inputs:
+        if layout in (BATCH_MAJOR, ("dim", 0)):
+            picks.tag_batch(t)
+        elif layout not in (SHARED, TABLE, PICKED):
+            picks.tag(t, WEAK)
+    try:
+        with picks if before is None else nullcontext():
+            yield
     finally:
         local.picks = before
 

@@ -1,13 +1,15 @@
 """Proof that rows are the samples': from the graph of a first call, and by comparing with what the plain model returns."""
 
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .expand import Batch, picked_by
+from .context import Batch, picked_by
 from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
 from .trees import tensors_in
 
@@ -50,7 +52,9 @@ def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = 
     for place, t in enumerate(tensors_in([output])):
         if not isinstance(t, Tensor) or not t.requires_grad or not t.ndim or not t.numel() or t.is_complex():
             continue
-        if (picked := picked_by(t)) is not None and picked.ids is not None:
+        picked = picked_by(t)
+        # one row of each sample in another's place is that one's to whoever takes the loss
+        if picked is not None and picked.ids is not None and not (len(t) == len(picked.ids.unique()) == batch.size):
             found.append((t, 0, picked.ids))
             continue
         layout, dim = None if layouts is None else layouts[place], batch_dim(t, batch)
@@ -63,6 +67,31 @@ def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = 
     return found
 
 
+_quiet = threading.local()  # while a proof goes backward through a graph, hooks of the user's are not called
+
+
+@contextmanager
+def quiet_hooks(model: nn.Module) -> Iterator[None]:
+    """Have the backward hooks that modules put into the graph of this call be silent in passes that only prove."""
+    held = [m.__dict__[name] for m in model.modules() for name in ("_backward_hooks", "_backward_pre_hooks") if m.__dict__[name]]
+    before = [(hooks, dict(hooks)) for hooks in held]
+    for hooks, each in before:
+        hooks.update({key: _unless_quiet(hook) for key, hook in each.items()})
+    try:
+        yield
+    finally:
+        for hooks, each in before:
+            hooks.update({key: each[key] for key in hooks if key in each})
+
+
+def _unless_quiet(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def called(*args: Any) -> Any:
+        return None if getattr(_quiet, "now", False) else hook(*args)
+
+    return called
+
+
 class Watched:
     """What the layers of a call return, watched for the gradients that flow by; its values are not kept."""
 
@@ -72,17 +101,20 @@ class Watched:
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.samples: Tensor | None = None  # whose outputs are being back-propagated
         self.agree: bool | None = True
+        self.met: set[int] = set()  # which of the edges gradients flowed by
 
     def add(self, owned: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
         """Tensors, the dim of their rows, and whose these are; None: k a sample, in order."""
         for t, dim, owners in owned:
             if t.requires_grad and t.numel():
                 self.edges.append(torch.autograd.graph.get_gradient_edge(t))
-                self.hooks.append(t.register_hook(functools.partial(self._look, dim=dim, owners=owners)))
+                look = functools.partial(self._look, len(self.edges) - 1, dim=dim, owners=owners)
+                self.hooks.append(t.register_hook(look))
 
-    def _look(self, grad: Tensor | None, dim: int, owners: Tensor | None) -> None:
+    def _look(self, edge: int, grad: Tensor | None, dim: int, owners: Tensor | None) -> None:
         if grad is None or self.samples is None:  # of one of several outputs; or the user's own pass
             return
+        self.met.add(edge)
         grad = grad.detach().movedim(dim, 0)
         if owners is None:
             owners = torch.arange(self.size, device=grad.device).repeat_interleave(grad.shape[0] // self.size)
@@ -92,6 +124,11 @@ class Watched:
             self.agree = False
         elif self.agree and bool(unknown.any()):
             self.agree = None
+
+    def missed(self, output: Any) -> bool:
+        """Whether something that an output depends on was met by no pass: it goes but into numbers of the whole batch (a loss)."""
+        missed = {edge.node for i, edge in enumerate(self.edges) if i not in self.met}
+        return bool(missed & _nodes(output)) if missed else False
 
     def last(self) -> list["torch.autograd.graph.GradientEdge"]:
         """Those from which the graph leads to no other of them: a pass that is asked for these meets all that it can reach."""
@@ -117,6 +154,7 @@ def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, int, Tensor]], b
     A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a table as long as the
     batch). Costs 2 log2(B) passes of the graph without weight gradients, and their memory: gradients are looked at as they flow by.
     """
+    _quiet.now = True
     try:
         if not outputs or not layers.edges:
             return True  # nothing to be told here
@@ -135,8 +173,20 @@ def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, int, Tensor]], b
             raise Unprovable from error
         raise
     finally:
+        _quiet.now = False
         for hook in layers.hooks:
             hook.remove()
+
+
+def _nodes(output: Any) -> set[Any]:
+    """All nodes of the graph of an output."""
+    todo = [t.grad_fn for t in tensors_in([output]) if isinstance(t, Tensor) and t.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        new = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+        seen |= new
+        todo += new
+    return seen
 
 
 def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import sharding
-from .expand import Settings
+from . import sharding, torch_api
+from .context import Settings
 
 
 class Recorder:
@@ -110,7 +110,7 @@ class Recorder:
 
     def current_pass(self) -> int:
         """The id of the backward pass that is running."""
-        return self.outer_pass if self.outer_pass != -1 else torch._C._current_graph_task_id()
+        return self.outer_pass if self.outer_pass != -1 else torch_api.current_pass()
 
     def buffer(self, rows: Tensor) -> Tensor:
         """Memory for a gradient like `rows`: the last one's again, unless somebody holds it."""
@@ -125,7 +125,7 @@ class Recorder:
             and self.pass_id != self.current_pass()
         ):
             holder.grad_sample = None  # type: ignore[attr-defined]  # about to be replaced: let it go, then see who else holds it
-            if torch._C._storage_Use_Count(memory.untyped_storage()._cdata) == 2:  # `memory`, and the name for its storage
+            if not torch_api.held_elsewhere(memory):
                 return memory.detach()
         return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
 
@@ -144,7 +144,7 @@ class Recorder:
         size, held = rows.numel() * rows.element_size(), self.settings.workspace
         if held is None or held.nbytes() < size or held.device != rows.device:
             held = self.settings.workspace = torch.empty(size, dtype=torch.uint8, device=rows.device).untyped_storage()
-        elif torch._C._storage_Use_Count(held._cdata) > 1:  # by another parameter of the layer, or kept
+        elif torch_api.storage_used(held):  # by another parameter of the layer, or kept
             return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         return rows.new_empty(0).set_(held, 0, rows.shape)  # type: ignore[call-overload]
 
@@ -153,7 +153,7 @@ class Recorder:
 
         Compiled code may use its memory again before it arrives, and add several up in any order.
         """
-        if (pass_id := torch._C._current_graph_task_id()) != self.notes_pass:  # an earlier pass may have broken off
+        if (pass_id := torch_api.current_pass()) != self.notes_pass:  # an earlier pass may have broken off
             self.notes_pass, self.notes = pass_id, []
         self.compiled = compiled
         alone = self.uses <= 1 and not self.notes and not torch.is_grad_enabled() and not compiled
@@ -164,7 +164,7 @@ class Recorder:
 
         Where the call was that of one sample, it is the row.
         """
-        notes, self.notes, self.checked, pass_id = self.notes, [], True, torch._C._current_graph_task_id()
+        notes, self.notes, self.checked, pass_id = self.notes, [], True, torch_api.current_pass()
         noted = bool(notes) and self.notes_pass == pass_id
         if self.alone is not None and self.pass_id == pass_id:  # that part was taken on its way
             taken, self.alone, self.alone_pass = self.alone, None, -1
@@ -182,6 +182,7 @@ class Recorder:
             return
         if not noted:
             if not self.unexpanded:
+                self.settings.arrived(self)
                 return
             whole = False
         elif isinstance(notes[0], tuple):  # a second note means that an older graph took part: its value is gone
@@ -219,7 +220,7 @@ class Recorder:
                 return False
             self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
         try:
-            return torch._C._will_engine_execute_node(self.node)  # type: ignore[no-any-return]
+            return torch_api.will_execute(self.node)
         except RuntimeError:  # ps.per_sample_grads does
             return False
 
@@ -253,7 +254,7 @@ class Recorder:
             self.pass_id, self.offset = pass_id, 0
             settings.recorded[id(param)] = weakref.ref(param)
             if self.slot is not None and sharding.in_use():
-                torch.autograd.Variable._execution_engine.queue_callback(self.deliver)
+                torch_api.after_pass(self.deliver)
         if not first or settings.accumulation != "replace":
             rows = self._accumulated(param, rows, first)
         param.grad_sample = rows  # type: ignore[attr-defined]
@@ -311,12 +312,12 @@ _outer = _Outer()
 
 def outer_pass() -> int:
     """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their own in it."""
-    task = torch._C._current_graph_task_id()
+    task = torch_api.current_pass()
     if task == -1:
         _outer.task = -1  # also after a pass that broke off, and called nobody back
     elif _outer.task == -1:
         _outer.task = task
-        torch.autograd.Variable._execution_engine.queue_callback(_end_of_outer_pass)
+        torch_api.after_pass(_end_of_outer_pass)
     return _outer.task
 
 
@@ -330,14 +331,14 @@ def _no_recorder() -> None:
 
 def take_alone(recorders: Sequence[Recorder], grads: Sequence[Tensor | None]) -> None:
     """Gradients on their way to parameters, as the rows of one sample; what cannot be taken so early is when it arrives."""
-    settings, pass_id = recorders[0].settings, torch._C._current_graph_task_id()
+    settings, pass_id = recorders[0].settings, torch_api.current_pass()
     early = settings.stream is None and settings.accumulation == "replace" and not sharding.in_use()
     if early and pass_id != settings.pass_id:
         settings.begin_pass(pass_id)
     early = early and settings.rows in (-1, 1)
     rows: list[Tensor] = []
     taken: list[Tensor] = []
-    use_count, recorded = torch._C._storage_Use_Count, settings.recorded
+    held_elsewhere, recorded = torch_api.held_elsewhere, settings.recorded
     for recorder, grad in zip(recorders, grads, strict=True):
         if grad is None:
             continue
@@ -349,7 +350,7 @@ def take_alone(recorders: Sequence[Recorder], grads: Sequence[Tensor | None]) ->
             or param is None
             or recorder.fits is not recorder.leaf
             or len(memory) != 1
-            or use_count(memory.untyped_storage()._cdata) != 2
+            or held_elsewhere(memory)
         ):
             recorder.alone_pass = pass_id
             continue
@@ -360,7 +361,7 @@ def take_alone(recorders: Sequence[Recorder], grads: Sequence[Tensor | None]) ->
         taken.append(grad)
     if rows:
         settings.rows = 1
-        torch._foreach_copy_(rows, taken)
+        torch_api.copy_each(rows, taken)
 
 
 class _WeakHook:

@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from . import functional as PF
-from .expand import local, picked_by
-from .per_sample import OPS, PerSample, behind, of_the_input
+from . import torch_api
+from .context import local
+from .per_sample import OPS, PerSample, behind, followed, is_vector, of_the_input
 
 Op = Callable[..., Tensor]
 
@@ -45,23 +46,37 @@ class _Redirected(torch.autograd.Function):
 
 def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     """The op, by its vmap rule, or with the samples' own weights on the batch."""
-    if not isinstance(weight, PerSample) and not isinstance(bias, PerSample):
+    own = [t for t in (x, weight, bias) if isinstance(t, PerSample)]
+    if not own:
         return _Redirected.apply(op, x, weight, bias)
     each = [t.each if isinstance(t, PerSample) else t for t in (weight, bias)]
-    if (owners := picked_by(x)) is not None and owners.ids is not None:
-        return local.picks.by_batch(lambda rows: op(rows, *each), x, owners)
-    return NotImplemented if isinstance(x, PerSample) or not of_the_input(x) else op(x, *each)
+    names = frozenset[str]().union(*(t.names for t in own))
+    if local.stand_ins is not None:
+        computed = (t for t in own if t is not x and len(t.each) > 1 and t.each.stride(0) and not is_vector(t.shape))
+        local.stand_ins.slow |= frozenset[str]().union(*(t.names for t in computed))  # for each sample
+    same = all(t.same for t in own)
+    if isinstance(x, PerSample):
+        return NotImplemented if same else PerSample.of(op(x.each, *each), False, names)
+    if (picks := followed()) is None:
+        return op(x, *each) if of_the_input(x) else NotImplemented
+    owners = picks.owners(x)
+    if owners is None and local.stand_ins is not None and local.stand_ins.choose(*picks.copies(x)):
+        return op(x, *each)  # made like the batch, a row for each of its
+    if owners is None and not same:  # what all samples share
+        return PerSample.of(op(x.expand(own[0].each.shape[0], *x.shape), *each), False, names)
+    if owners is None or owners.ids is None:
+        return NotImplemented
+    return picks.by_batch(lambda rows: op(rows, *each), x, owners) if owners.picked else op(x, *each)
 
 
 def _expanded(weight: Any) -> bool:
     """Whether a tensor is the samples' own: an expansion that vmap has batched, once, or a `PerSample`."""
     if isinstance(weight, PerSample):
         return True
-    functorch = torch._C._functorch
-    if not isinstance(weight, Tensor) or not functorch.is_batchedtensor(weight):
+    if not isinstance(weight, Tensor) or not torch_api.is_batched(weight):
         return False
-    inner, dim = functorch.get_unwrapped(weight), functorch.maybe_get_bdim(weight)
-    return not functorch.is_batchedtensor(inner) and (inner.stride(dim) == 0 or inner.shape[dim] == 1)
+    inner, dim = torch_api.unwrapped(weight), torch_api.batch_dim_of(weight)
+    return not torch_api.is_batched(inner) and (inner.stride(dim) == 0 or inner.shape[dim] == 1)
 
 
 class Redirect(TorchFunctionMode):
@@ -76,17 +91,21 @@ class Redirect(TorchFunctionMode):
         self.size = size
         self.weights: set[int] = set()
 
+    def __enter__(self) -> "Redirect":
+        self.level = torch_api.level()
+        return super().__enter__()  # type: ignore[no-any-return]
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = _RULES.get(func)
-        if rule is not None:
+        if rule is not None and torch_api.level() == self.level:  # not inside a further transform that the forward makes
             result = rule(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 self.weights |= {behind(t).data_ptr() for t in (*args, *(kwargs or {}).values()) if _expanded(t)}
                 return result
         result = func(*args, **(kwargs or {}))
-        if self.size is not None and func in _MAKERS and not torch._C._functorch.is_batchedtensor(result):
-            level = torch._C._functorch.peek_interpreter_stack().level()
-            result = torch._C._functorch._add_batch_dim(result.expand(self.size, *result.shape).clone(), 0, level)
+        if self.size is not None and func in _MAKERS and not torch_api.is_batched(result):
+            level = torch_api.peek().level()
+            result = torch_api.add_batch_dim(result.expand(self.size, *result.shape).clone(), 0, level)
         return result
 
 
@@ -216,9 +235,46 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | No
 
 
 def _needs_gradient(t: Tensor) -> bool:
-    while torch._C._functorch.is_batchedtensor(t):
-        t = torch._C._functorch.get_unwrapped(t)
+    while torch_api.is_batched(t):
+        t = torch_api.unwrapped(t)
     return t.requires_grad
+
+
+def _grouped_mm(func: Any) -> Callable[..., Any]:
+    def rule(mat_a: Tensor, mat_b: Tensor, *args: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        offs = args[0] if args else offs
+        if not isinstance(mat_b, PerSample) or mat_a.ndim != 2 or mat_b.ndim != 3 or (picks := followed()) is None:
+            return NotImplemented
+        owners = picks.owners(mat_a)
+        if owners is None or owners.ids is None or offs is None or bias is not None or out_dtype is not None:
+            return NotImplemented
+        if local.stand_ins is not None and not mat_b.same:
+            local.stand_ins.slow |= mat_b.names
+        return PF.grouped_mm(mat_a, mat_b.each, offs, owners.ids, lambda x, w, offsets: func(x, w, offs=offsets))
+
+    return rule
+
+
+def _linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    options: Any = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    **more: Any,
+) -> Any:
+    """As its reference: each sample has its rows of the logits, whatever `options` say of chunks."""
+    classes, out_features = linear_weight.shape[0], tuple(linear_weight.shape[1:-1])
+    bias = None if linear_bias is None else linear_bias.reshape(-1)
+    logits = F.linear(input, linear_weight.reshape(-1, linear_weight.shape[-1]), bias)
+    if isinstance(logits, PerSample):
+        return NotImplemented
+    logits = logits.reshape(*input.shape[:-1], classes, *out_features)
+    ignore_index = -100 if ignore_index is None else ignore_index
+    return F.cross_entropy(logits, target, reduction=reduction, ignore_index=ignore_index, **more)
 
 
 _MAKERS = {
@@ -245,3 +301,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
 }
 OPS.update(_RULES)
+for _name in ("grouped_mm", "_grouped_mm"):
+    for _where in (torch, F):
+        if hasattr(_where, _name):
+            OPS[getattr(_where, _name)] = _grouped_mm(getattr(_where, _name))
+if hasattr(F, "linear_cross_entropy"):
+    OPS[F.linear_cross_entropy] = _linear_cross_entropy

@@ -149,7 +149,8 @@ def report(model: nn.Module) -> Report:
                 ways[path] = way
             rows.append(Row(path, module, original_class(type(module)), type(module), state.general, above or way, slow))
         elif callable_module(module) and any(p.requires_grad for _, p in own_parameters(module)):
-            rows.append(Row(path, module, type(module), None))
+            above = next((f"{w} of {p or '(model)'}" for p, w in ways.items() if path.startswith(f"{p}." if p else "")), "")
+            rows.append(Row(path, module, type(module), None, way=above, slow=slow))
     return Report(rows)
 
 
@@ -158,5 +159,5 @@ def _slow(model: nn.Module) -> Iterator[int]:
     for module in model.modules():
         if isinstance(module, PSContainer) and (state := module._ps_state()).general:
             for name, param in parameters_of(module, own=not state.whole).items():
-                if not state.plans or any(name not in plan.fast for plan in state.plans.values()):
+                if not state.plans or any(name not in plan.fast | plan.others for plan in state.plans.values()):
                     yield id(param)

@@ -30,7 +30,7 @@ def _given(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) 
 def _followed(picks: "Picks", args: Any, kwargs: Kwargs) -> tuple[list[tuple[Owners, Tensor]], Owners]:
     """The arguments whose rows are followed, and what is then known of a result of which nothing is."""
     found = [(o, t) for t in tensors_in((args, kwargs)) if isinstance(t, Tensor) and (o := picks.owners(t)) is not None]
-    return found, UNKNOWN if any(o.picked for o, _ in found) else WEAK
+    return found, UNKNOWN if any(o.picked and o.by_data for o, _ in found) else WEAK
 
 
 def lose(picks: "Picks", results: Any, args: Args, kwargs: Kwargs) -> None:
@@ -112,11 +112,15 @@ def _written(picks: "Picks", y: Tensor, index: Any, value: Any) -> Owners | None
         told = (
             of if of is not None and of.ids is not None else picks.owners(index) if mask and (of is None or not of.picked) else None
         )
-        if told is not None and told.ids is not None:
-            rows = index.nonzero()[:, 0] if mask else index
-            if not new.picked or (rows.ndim == 1 and told.at(rows).same(new)):
-                return told
-        return UNKNOWN if of is not None and of.picked else WEAK
+        rows = index.nonzero()[:, 0] if mask else index
+        if told is None and of is None and new.ids is not None and rows.ndim == 1 and len(y) % picks.size == 0 < len(y):
+            batch = Owners(
+                torch.arange(picks.size, device=rows.device).repeat_interleave(len(y) // picks.size), len(y), picked=False
+            )
+            told = batch if batch.at(rows).same(new) else None  # made anew, and every row put where its sample's are
+        if told is not None and told.ids is not None and rows.ndim == 1 and told.at(rows).same(new):
+            return told
+        return UNKNOWN if (of is not None and of.picked) or (new.picked and new.by_data) else WEAK
     return UNKNOWN if new.picked or (of is not None and of.picked) else WEAK
 
 
@@ -182,7 +186,9 @@ def _cat(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> 
     elif any(o is None or o.ids is None for o in found):
         other(picks, result, name, args, kwargs)
     else:
-        picks.tag(result, Owners(torch.cat([o.ids for o in found]), sum(o.limit for o in found)))  # type: ignore[union-attr, misc]
+        by_data = any(o.picked and o.by_data for o in found)  # type: ignore[union-attr]
+        ids = torch.cat([o.ids for o in found])  # type: ignore[union-attr, misc]
+        picks.tag(result, Owners(ids, sum(o.limit for o in found), by_data=by_data))  # type: ignore[union-attr, misc]
 
 
 def _stack(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -224,10 +230,13 @@ def _rowwise(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs)
 
 
 def _of_first(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    """The first argument's rows, each by itself."""
+    """The first argument's rows, each by itself; or with the rows of a second one, where these go one by one with them."""
     of = picks.owners(args[0])
     if of is None or args[0].ndim <= (name in _OF_ROWS):
         other(picks, result, name, args, kwargs)
+        return
+    if name in _PRODUCTS and isinstance(args[1], Tensor) and picks.owners(args[1]) is not None:
+        (_rowwise if result.ndim > 2 else other)(picks, result, name, args, kwargs)
         return
     for t in tensors_in([result]):
         picks.tag(t, of)
@@ -242,7 +251,14 @@ def _along(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -
     dims, n = (int(dims),) if not isinstance(dims, (tuple, list)) and dims is not None else dims or (0,), max(args[0].ndim, 1)
     if all(d % n for d in dims):
         _of_first(picks, result, name, args, kwargs)
-    elif (of := picks.owners(args[0])) is not None and (one := of.of_one()) is not None and name in _REDUCING:
+    elif (of := picks.owners(args[0])) is not None and of.ids is not None and name in _PARTS:
+        start = int(_given(args, kwargs, 2, "start")) % max(len(args[0]), 1) if name == "narrow" else 0
+        for t in tensors_in([result]):
+            picks.tag(t, picks.pick(of.at(slice(start, start := start + len(t)))) if isinstance(t, Tensor) else None)
+    elif of is not None and of.ids is not None and name in ("sort", "topk", "argsort") and args[0].ndim == 1:
+        for t in tensors_in([result]):  # each number is some row's
+            picks.tag(t, picks.pick(of.at(result if name == "argsort" else result[1])))
+    elif of is not None and (one := of.of_one()) is not None and name in _REDUCING:
         for t in tensors_in([result]):  # of rows that are all one sample's
             picks.tag(t, Owners(one.expand(len(t)), of.limit * len(t), one=one) if isinstance(t, Tensor) and t.ndim else None)
     else:
@@ -259,6 +275,37 @@ def _unsqueeze(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwarg
 def _repeat(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     alike = result.ndim == args[0].ndim and len(result) == len(args[0])
     (_of_first if alike else other)(picks, result, name, args, kwargs)
+
+
+def _moved(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Rows that are moved, left out or repeated, whatever they hold: so are the numbers of their samples."""
+    of, x = picks.owners(args[0]), args[0]
+    if of is None or of.ids is None:
+        other(picks, result, name, args, kwargs)
+        return
+    function = getattr(torch, name, None) or getattr(Tensor, name)
+    ids = function(of.ids.view(-1, *(1,) * (x.ndim - 1)).expand_as(x), *args[1:], **kwargs)
+    rows = ids.flatten(1) if ids.ndim > 1 else ids[:, None]
+    if result.ndim == x.ndim and bool((rows == rows[:, :1]).all()):
+        by_data = of.picked and of.by_data
+        moved = Owners(rows[:, 0], of.limit * max(len(ids) // max(len(x), 1), 1), by_data=by_data)
+        picks.tag(result, of if of.same(moved) else picks.pick(moved) if by_data else moved)
+    else:
+        other(picks, result, name, args, kwargs)
+
+
+def _einsum(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Rows of the first letter of what is followed, which the result begins with, too."""
+    equation, operands = args[0], args[1:] if isinstance(args[1], Tensor) else args[1]
+    terms, _, made = str(equation).replace(" ", "").partition("->")
+    named = list(zip(terms.split(","), operands, strict=True))
+    rows = {term[:1] for term, t in named if picks.owners(t) is not None}
+    alone = all(letter not in (term if picks.owners(t) is None else term[1:]) for letter in rows for term, t in named)
+    owners = [o for _, t in named if (o := picks.owners(t)) is not None]
+    if rows == {made[:1]} and made[:1].isalpha() and alone and all(o.ids is not None and o.same(owners[0]) for o in owners):
+        picks.tag(result, owners[0])
+    else:
+        other(picks, result, name, args, kwargs)
 
 
 def _pad(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -281,13 +328,14 @@ def _recurrent(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwarg
 def _made(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Made like a tensor, of nobody's values: it may as well hold the same samples' rows."""
     of = picks.owners(args[0])
-    picks.tag(result, of if of is not None and of.ids is not None and not of.picked else None)
+    alike = of is not None and of.ids is not None and not of.picked and result.ndim > 0 and len(result) == len(of.ids)
+    picks.tag(result, of if alike else None)
 
 
 def other(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Views of what each row holds; anything else that comes of rows may be anybody's."""
     found, lost = _followed(picks, args, kwargs)
-    for t in tensors_in([result]):
+    for t in tensors_in([result]) if found else ():
         if isinstance(t, Tensor) and t.ndim and all(t is not s for _, s in found):
             kept = [o for o, s in found if o.ids is not None and s.ndim and len(t) == len(s) and (len(t) == 1 or lies_in(t, s))]
             picks.tag(t, kept[0] if kept and len(found) == 1 else lost)
@@ -311,25 +359,37 @@ _OPERATORS = (
     *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "floordiv", "mod"),
     *("pow", "rpow", "neg", "abs", "invert", "and", "or", "xor", "rand", "ror", "rxor", "eq", "ne", "lt", "le", "gt", "ge"),
 )
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "__matmul__", "bmm"})
 _OF_ROWS = frozenset({"linear", "matmul", "mm", "__matmul__", "layer_norm", "rms_norm"})  # of a vector they are not
 _OF_FIRST = (
-    *("bmm", "group_norm", "instance_norm", "embedding", "interpolate", *_OF_ROWS),
+    *(
+        "bmm",
+        "grouped_mm",
+        "_grouped_mm",
+        "grouped_mm_fallback",
+        "group_norm",
+        "instance_norm",
+        "embedding",
+        "interpolate",
+        *_OF_ROWS,
+    ),
     *(f"{kind}{d}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool") for d in (1, 2, 3)),
     *(f"adaptive_avg_pool{d}d" for d in (1, 2, 3)),
 )
 # along a dim, or some: the number of that argument, and what it is by default (None: all)
 _REDUCING = ("sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "max", "min", "median", "std", "var", "all", "any")
 _ALONG: dict[str, tuple[int, int | None]] = {
-    **dict.fromkeys((*_REDUCING, "logsumexp", "var_mean", "std_mean", "nansum", "nanmean", "cumsum", "cumprod", "flip"), (1, None)),
+    **dict.fromkeys((*_REDUCING, "logsumexp", "var_mean", "std_mean", "nansum", "nanmean", "cumsum", "cumprod"), (1, None)),
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "select", "narrow"), (1, None)),
     **dict.fromkeys(("glu", "sort", "argsort"), (1, -1)),
     **dict.fromkeys(("chunk", "split", "tensor_split"), (2, 0)),
-    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "roll"), (2, None)),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), (2, None)),
     "topk": (2, -1),
     "diff": (2, -1),
     "normalize": (2, 1),
     "gumbel_softmax": (4, -1),
 }
+_PARTS = ("chunk", "split", "tensor_split", "narrow")
 _PUT = ("index_copy", "index_add", "scatter", "scatter_add", "scatter_reduce", "index_reduce")
 _MADE = (
     *(f"{what}_like" for what in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
@@ -347,7 +407,9 @@ RULES: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("stack", "pad_sequence"), _stack),
     **dict.fromkeys(("nonzero", "argwhere"), _nonzero),
-    **dict.fromkeys(("repeat", "expand", "tile"), _repeat),
+    "expand": _repeat,
+    **dict.fromkeys(("flip", "roll", "repeat_interleave", "repeat", "tile"), _moved),
+    "einsum": _einsum,
     **dict.fromkeys(("gather", "take_along_dim"), _gather),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
     "where": _where,

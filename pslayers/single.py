@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .expand import Op, Settings, by_original_layers, will_execute
+from . import torch_api
+from .context import Place, Settings, by_original_layers, in_place_of
+from .expand import Op, will_execute
 from .inventory import Inventory
 from .record import Recorder, outer_pass, recorder_of, take_alone
 
@@ -24,7 +26,7 @@ class _Alone(Op):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        recorders, pass_id = ctx.recorders, torch._C._current_graph_task_id()
+        recorders, pass_id = ctx.recorders, torch_api.current_pass()
         if ctx.outer_pass == -1 and not torch.is_grad_enabled() and recorders[0].whole_pass():
             take_alone(recorders, grads)
         else:
@@ -55,6 +57,11 @@ class Trained:
                 self.recorders[-1].like(1)
             self.places.append((held, name, param, known[id(param)]))
 
+    def aliased(self) -> list[Place]:
+        """Aliases of the parameters for a call, in their places."""
+        aliases = _Alone.apply(self.recorders, outer_pass(), self.recorders[0].leaf, *self.params)
+        return [(held, name, aliases[at]) for held, name, _, at in self.places]
+
     def holds(self) -> bool:
         """Whether it still tells what there is, and the recorders are ready for one sample."""
         for held, name, param, at in self.places:
@@ -76,23 +83,18 @@ def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: d
         inventory.trained = trained = Trained(inventory, model._ps_state().settings)
     if not trained.params:
         return run_plain(model, args, kwargs)
-    aliases = _Alone.apply(trained.recorders, outer_pass(), trained.recorders[0].leaf, *trained.params)
-    kept: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for held, name, _, at in trained.places:
-            held[name] = aliases[at]
+    with in_place_of(trained.aliased(), trained.aliased):
+        flat: list[Place] = []
         for ref in inventory.recurrent:  # they keep their weights in a list, too, and make it anew where those are others
             layer = vars(ref())
             names, held = layer.get("_flat_weights_names", ()), layer["_parameters"]
             if names and "_flat_weight_refs" in layer and all(name in held for name in names):
-                kept += [(layer, name, layer[name]) for name in ("_flat_weights", "_flat_weight_refs")]
-                layer.update(_flat_weights=[held[name] for name in names], _flat_weight_refs=[None] * len(names))
-        return run_plain(model, args, kwargs)
-    finally:
-        for held, name, param, _ in trained.places:
-            held[name] = param
-        for held, name, value in kept:
-            held[name] = value
+                flat += [
+                    (layer, "_flat_weights", [held[name] for name in names]),
+                    (layer, "_flat_weight_refs", [None] * len(names)),
+                ]
+        with in_place_of(flat):
+            return run_plain(model, args, kwargs)
 
 
 def run_plain(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

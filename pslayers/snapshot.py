@@ -12,7 +12,16 @@ from torch import Tensor, nn
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "_hooks" in name)
 _KEPT = frozenset(nn.Module().__dict__) - {"_buffers"} - _HOOKS | {"_ps"}  # of every module, and not a forward's to change
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
-_NUMBERS = (bool, int, float, str)
+
+
+def _alike(now: Any, before: Any) -> bool:
+    if isinstance(before, dict):
+        return all(name in now and (now[name] is value or _equal(now[name], value)) for name, value in before.items())
+    return all(one is other or _equal(one, other) for one, other in zip(now, before, strict=True))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and isinstance(one, bool | int | float | str) and one == other
 
 
 class Snapshot:
@@ -42,13 +51,18 @@ class Snapshot:
                 elif isinstance(value, Tensor):
                     self.tensors.append((value, value.detach().clone()))
 
-    def restore(self, numbers: bool = True) -> None:
-        """Put everything back; without `numbers`, attributes that are numbers or strings (counters) keep their new values.
-
-        So do hooks then: a model that installs some in its first forward notes in a flag that it has.
-        """
+    def differs(self) -> bool:
+        """Whether something has another value now, or is not there any more."""
         for key, (held, values) in self.containers.items():
-            if key in self.hooks and not numbers:
+            now = {n: v for n, v in held.items() if n not in _KEPT} if key in self.modules else held
+            if key not in self.hooks and (len(now) != len(values) or not _alike(now, values)):
+                return True
+        return any(not torch.equal(tensor, value) for tensor, value in self.tensors)
+
+    def restore(self, hooks: bool = True) -> None:
+        """Put everything back; but for `hooks`, perhaps: a model that installs some in its first forward notes that it has."""
+        for key, (held, values) in self.containers.items():
+            if key in self.hooks and not hooks:
                 continue
             if isinstance(held, list):
                 held[:] = values
@@ -58,7 +72,7 @@ class Snapshot:
             else:
                 attributes = key in self.modules
                 for name, value in list(held.items()):
-                    if attributes and (name in _KEPT or (not numbers and isinstance(value, _NUMBERS))):
+                    if attributes and name in _KEPT:
                         continue
                     if name not in values:
                         del held[name]
@@ -72,13 +86,13 @@ class Snapshot:
 
 
 @contextmanager
-def unchanged(model: nn.Module, numbers: bool = True) -> Iterator[None]:
+def unchanged(model: nn.Module, hooks: bool = True) -> Iterator[None]:
     """After the block, the model's modules hold what they held before."""
     before = Snapshot(model)
     try:
         yield
     finally:
-        before.restore(numbers)
+        before.restore(hooks)
 
 
 @contextmanager

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
-from .expand import Batch, local, picked_by, transforming
+from . import torch_api
+from .context import Batch, local, picked_by, transforming
 from .snapshot import trial
 from .trees import map_tensors, own_parameters, tensors_in, written_to
 
@@ -50,10 +51,20 @@ class Tracker:
         self.seen: dict[Key, Tensor] = {}
         self.calls: dict[int, int] = {}
         self.pickers: set[int] = set()  # modules whose forward picks rows by a mask
+        self.level = torch_api.level()  # of transforms of torch.func around the run
+        self.transformers: set[int] = set()  # modules whose forward calls others inside a further one
         self.inner: list[int] = []  # the modules that are being called, the innermost last
         self.callers: dict[tuple[int, int], int | None] = {}  # (module, number of its call): the container that called it
         # the calls of containers, whole: what they take, return, and write into what they take
         self.made: list[tuple[nn.Module, int, tuple[Any, ...], dict[str, Any], Any, list[Tensor]]] = []
+
+    def transformed(self) -> bool:
+        """Whether a transform of torch.func that the forward makes is running; then the module that makes it is noted."""
+        if torch_api.level() <= self.level:
+            return False
+        if self.inner:
+            self.transformers.add(self.inner[-1])
+        return True
 
     def see(self, module: nn.Module, x: Tensor) -> None:
         """Note the input of the layer that is being called."""
@@ -72,6 +83,8 @@ class Tracker:
 
     def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the container `module`, and note all of its inputs and outputs."""
+        if self.transformed():
+            return forward(module, *args, **kwargs)
         # what it takes may be changed in place later on
         kept_args, kept_kwargs = map_tensors(_kept, (args, kwargs))
         given = {id(t) for t in tensors_in((args, kwargs))}
@@ -96,6 +109,8 @@ class _Comparison(Tracker):
         self._compare([((id(module), self.calls[id(module)], FIRST, x.ndim), x)])
 
     def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.transformed():
+            return forward(module, *args, **kwargs)
         given = {id(t) for t in tensors_in((args, kwargs))}
         with self.inside(module) as call:
             self._compare(_keyed(module, call, "in", (args, kwargs)))
@@ -107,7 +122,11 @@ class _Comparison(Tracker):
     def _compare(self, keyed: Iterable[tuple[Key, Tensor]]) -> None:
         for key, t in keyed:
             if (x := self.first.get(key)) is not None:
-                self.differs[key] = _changes(x, t) if x.shape == t.shape else None
+                owners = picked_by(x), picked_by(t)
+                if all(o is not None and o.ids is not None for o in owners):
+                    self.differs[key] = _changes_by_sample(x, owners[0].ids, t, owners[1].ids)
+                else:
+                    self.differs[key] = _changes(x, t) if x.shape == t.shape else None
 
 
 def _keyed(module: nn.Module, call: int, slot: str, value: Any) -> Iterator[tuple[Key, Tensor]]:
@@ -323,7 +342,7 @@ def _unwatched(fn: Callable[..., Tensor | bool]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def unwatched(*args: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with torch_api.without_torch_function():
             return fn(*args)
 
     return unwatched
@@ -337,6 +356,17 @@ def _changes(x: Tensor, y: Tensor) -> Tensor:
     # sums in another order round in another way, parts may compute in float32: that is no change
     small = max(torch.finfo(x.dtype).eps ** 0.75, 1e-6) * x.abs().nan_to_num(0, 0, 0).max()
     return ((x - y).abs() > small) | (x.isfinite() != y.isfinite())
+
+
+@_unwatched
+def _changes_by_sample(x: Tensor, ids: Tensor, y: Tensor, other_ids: Tensor) -> Tensor:
+    """Where rows that were picked differ, which may be in another order: each sample's with its own."""
+    where = torch.ones_like(x, dtype=torch.bool)
+    for sample in ids.unique():
+        rows, others = (ids == sample).nonzero()[:, 0], (other_ids == sample).nonzero()[:, 0]
+        if len(rows) == len(others) and x.shape[1:] == y.shape[1:]:
+            where[rows] = _changes(x[rows], y[others])
+    return where
 
 
 def _candidates(x: Tensor, size: int) -> list[Layout]:

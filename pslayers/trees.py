@@ -23,13 +23,14 @@ def opens(value: Any) -> bool:
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor | PackedSequence]:
     """Every tensor in a value, its containers and objects opened in order, each once."""
-    if torch.compiler.is_compiling():
-        yield from _traced_tensors(value)
-        return
     if isinstance(value, (Tensor, PackedSequence)):
         yield value
         return
-    seen = set() if seen is None else seen
+    if seen is None:
+        if torch.compiler.is_compiling():
+            yield from _traced_tensors(value)
+            return
+        seen = set()
     if isinstance(value, tuple):
         items: list[Any] = list(value)
     elif isinstance(value, (list, Mapping)) or opens(value):

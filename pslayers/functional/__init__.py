@@ -8,6 +8,7 @@ from .bilinear import bilinear
 from .conv import conv1d, conv2d, conv3d
 from .conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from .embedding import embedding
+from .grouped import grouped_mm
 from .linear import linear
 from .norm import group_norm, instance_norm, layer_norm, rms_norm
 from .rnn import gru, gru_cell, lstm, lstm_cell, rnn_relu, rnn_relu_cell, rnn_tanh, rnn_tanh_cell
@@ -24,6 +25,7 @@ __all__ = [
     "embedding",
     "embedding_bag",
     "group_norm",
+    "grouped_mm",
     "gru",
     "gru_cell",
     "in_projection",

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from ..expand import Expansion, Op, composite_backward, per_sample, shared, transforming, wanted
+from ..context import transforming
+from ..expand import Expansion, Op, composite_backward, per_sample, shared, wanted
 from .common import SUM_FROM_ROWS, by_sample, check_rows, of_dtype, owned
 from .linear import linear, product
 from .products import affine, outer, outer_each

@@ -23,6 +23,8 @@ class PSPReLU(PSLayer, nn.PReLU, replaces=nn.PReLU, fused=True):
         torch.Size([5, 4])
     """
 
+    _ps_channels = True
+
     def forward(self, input: Tensor) -> Tensor:
         """x (B, C, ...) -> (B, C, ...)."""
         weight = self.expansion("weight")

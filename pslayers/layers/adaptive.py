@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.adaptive import _ASMoutput
 
-from ..expand import transforming
+from ..context import transforming
 from .base import PSLayer
 
 

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import functional as PF
+from ..context import clear, current_batch, local
 from ..converted import State
-from ..expand import Expansion, clear, current_batch, local
+from ..expand import Expansion
 from ..functional.attention import of_rows
 from .base import Call, PSLayer
 from .linear import PSLinear

@@ -7,9 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .. import compiled
+from .. import compiled, torch_api
+from ..context import Batch, Scale, Settings, clear, in_place_of, local, places_of, transforming
 from ..converted import Converted, State
-from ..expand import Expansion, Scale, Settings, clear, cross, local, transforming
+from ..expand import Expansion, cross
+from ..per_sample import NoRuleError, PerSample, Standing, followed
 from ..record import recorder_of
 from ..tracking import (
     BATCH_MAJOR,
@@ -20,6 +22,7 @@ from ..tracking import (
     TIME_MAJOR,
     Ambiguous,
     Layout,
+    Tracker,
     fits_layout,
 )
 from ..trees import map_tensors, tensors_in
@@ -37,6 +40,8 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             return compiled.call_layer(self, ps_forward, args, kwargs)
         if local.call is not None and local.call.layer is self:  # a subclass that calls super().forward: one call, one set of rows
             return ps_forward(self, *args, **kwargs)
+        if (standing := local.stand_ins) is not None and (stand_in := self._ps_standing(standing, args, kwargs)) is not None:
+            return stand_in(functools.partial(forward, self))
         if (picks := local.picks) is not None and not picks.enters(self):
             return picks.call(self, functools.partial(forward, self), args, kwargs)
         if local.tracker is not None:
@@ -44,7 +49,9 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
         if local.general:
             return self._ps_plain(ps_forward, args, kwargs)
         if (batch := local.batch) is not None:
-            batch.calls[id(self)] = batch.calls.get(id(self), -1) + 1
+            batch.count(self)
+            if transforming() and torch_api.level() > batch.level:
+                self._ps_transformed(batch)
         if self.replaces is not None and not self._ps_needed():
             return self.replaces.forward(self, *args, **kwargs)
         if batch is not None:
@@ -105,6 +112,7 @@ class PSLayer(Converted):
     replaces: ClassVar[type[nn.Module] | None] = None
     event_dims: int | None = None
     _ps_fused: ClassVar[bool] = False
+    _ps_channels: ClassVar[bool] = False  # an input's dims are its rows, its channels, and others
     _ps_layer: ClassVar[bool] = True
 
     def __init_subclass__(cls, replaces: type[nn.Module] | None = None, fused: bool = False, **kwargs: Any) -> None:
@@ -193,12 +201,74 @@ class PSLayer(Converted):
                     recorder_of(param, f"{state.prefix}{name}", state.settings).unexpanded = not expanded
         return whole
 
+    def _ps_transformed(self, batch: Batch) -> None:
+        """A call by a transform of torch.func that the model's own forward makes: its caller is run with per-sample parameters."""
+        recorded = batch.settings.recording and torch.is_grad_enabled()
+        if not recorded or not any(isinstance(p, nn.Parameter) and p.requires_grad for p in self._parameters.values()):
+            return
+        if batch.trackable:
+            raise Ambiguous
+        raise ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) is called inside a transform of torch.func in the model's forward, "
+            f"as it was not when this kind of call was proved: convert the model anew, or compute that part of the forward with "
+            f"torch.autograd.grad(..., create_graph=True)."
+        )
+
+    def _ps_standing(
+        self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Callable[..., Any]], Any] | None:
+        """How a call runs whose weights or input are tensors that stand for those of each sample; None for one of no such."""
+        held: dict[str, Any] = self._parameters
+        own = {name: p.each for name, p in held.items() if isinstance(p, PerSample)}
+        x = next(iter(tensors_in((args, kwargs))), None)
+        if not own and not isinstance(x, PerSample):
+            return None
+        standing.check_level()
+        shared: Tensor | None = None  # by all samples
+        if isinstance(x, PerSample):
+            shared = x.each
+        elif own and isinstance(x, Tensor):
+            owners = None if (picks := followed()) is None else picks.owners(x)
+            if picks is None or (owners is not None and owners.ids is None):
+                raise NoRuleError(f"`{self._ps_state().path}` is given rows of which it is not known whose they are")
+            if owners is None and not standing.choose(*picks.copies(x)):
+                shared = x.expand(local.batch.size, *x.shape)  # type: ignore[union-attr]
+
+        def run(forward: Callable[..., Any]) -> Any:
+            if own and local.batch is None:
+                raise NoRuleError(f"`{self._ps_state().path}` is called without a batch")
+            with in_place_of(places_of(self, own)):
+                if shared is None:
+                    return forward(*args, **kwargs)
+                return self._ps_of_shared(forward, args, kwargs, x, shared)
+
+        return run
+
+    def _ps_of_shared(self, forward: Callable[..., Any], args: Any, kwargs: Any, x: Any, each: Tensor) -> Any:
+        """A call for what all samples share, or what stands for each sample's own, `each` (B, *S): what stands for the results."""
+        rows, k = each, each.shape[1] if each.ndim > 2 else 0
+        if k and (self._ps_channels or (self.event_dims is not None and each.ndim - 2 == self.event_dims)):
+            rows = each.flatten(0, 1)  # k rows for each sample
+        args, kwargs = map_tensors(lambda t: rows if t is x else t, (args, kwargs))
+        if local.picks is not None:
+            local.picks.tag_batch(rows)
+        output = forward(*args, **kwargs)
+        same = not isinstance(x, PerSample) or x.same
+
+        def apart(t: Tensor) -> Tensor:
+            return PerSample.of(t if rows is each else t.unflatten(0, (len(each), k)), same)
+
+        return map_tensors(apart, output)
+
     def _ps_seen(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call while the batch is tracked: note the input, and compute as the original does."""
+        tracker: Tracker = local.tracker
+        if tracker.transformed():
+            return self._ps_plain(ps_forward, args, kwargs)
         x = self._ps_tracked(args, kwargs)
-        with local.tracker.inside(self):
+        with tracker.inside(self):
             if x is not None:
-                local.tracker.see(self, x)
+                tracker.see(self, x)
             return self._ps_plain(ps_forward, args, kwargs)
 
     def _ps_tracked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -277,9 +347,6 @@ class PSLayer(Converted):
         if size <= 1:
             return BATCH_MAJOR if size or not n else SHARED if n == 1 else TABLE
         known = state.layouts.get((batch.calls.get(id(self), 0), FIRST, x.ndim))
-        if torch._C._current_graph_task_id() != -1:  # recomputed, in an order of its own: which call is it?
-            alike = {layout for (_, place, ndim), layout in state.layouts.items() if (place, ndim) == (FIRST, x.ndim)}
-            known = alike.pop() if len(alike) == 1 else MIXED if alike else None
         if known is not None and fits_layout(known, x, size):
             return self._attributable(known, x, free, size)
         first = 0 if state.settings.batch_first or free < 2 else 1

@@ -11,6 +11,8 @@ from .base import PSLayer
 class PSRunningNorm(PSLayer, _BatchNorm, fused=True):
     """What they share: an affine map by running statistics, and a refusal to record where samples are mixed."""
 
+    _ps_channels = True
+
     def _ps_needed(self) -> bool:
         """Also without trainable weights: where samples are mixed here, other layers' rows would be wrong."""
         recording = self._ps_state().settings.recording and torch.is_grad_enabled()

@@ -69,6 +69,8 @@ class PSGroupNorm(PSLayer, nn.GroupNorm, replaces=nn.GroupNorm, fused=True):
         torch.Size([5, 4])
     """
 
+    _ps_channels = True
+
     def forward(self, input: Tensor) -> Tensor:
         """x (B, C, ...) -> (B, C, ...)."""
         return PF.group_norm(input, self.num_groups, self.expansion("weight"), self.expansion("bias"), self.eps)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from ..expand import Expansion, current_batch
+from ..context import current_batch
+from ..expand import Expansion
 from ..functional import rnn as PF
 from ..tracking import BATCH_MAJOR, MIXED, SHARED
 from .base import PSLayer

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..expand import current_batch
+from ..context import current_batch
 from ..functional import rnn as PF
 from ..trees import map_tensors
 from .base import PSLayer

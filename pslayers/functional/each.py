@@ -1,0 +1,84 @@
+"""Any function of torch with per-sample weights: one run for all samples, and the gradient of each sample's weights by vmap."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import torch_api
+from ..expand import Op, composite_backward
+from .common import owned
+
+Result = Tensor | tuple[Tensor, ...]
+
+
+def for_each(fn: Callable[..., Any], weights: Sequence[Tensor], batch: Sequence[Tensor]) -> Any:
+    """``y[n] = fn(*weights[n], *batch[n])``, weights being expansions (of stride 0 over the batch), by one run for all samples.
+
+    Shapes: weights (B, *S); batch (k * B, ...), k rows a sample, and a result's rows likewise; without a batch, results are
+    expansions (B, *S') themselves. `fn` must treat the rows of each sample by themselves: that is the caller's to know. It returns
+    a tensor or a tuple of some. Memory: what `fn` takes, and B x S values for each weight's gradient.
+    """
+    made: list[Any] = []
+
+    def flat(*tensors: Tensor) -> tuple[Tensor, ...]:
+        result = fn(*tensors)
+        made[:] = [result]
+        return (result,) if isinstance(result, Tensor) else tuple(result)
+
+    found = _Each.apply(flat, len(weights), weights[0].shape[0], *weights, *batch)
+    return found[0] if isinstance(made[0], Tensor) else type(made[0])(found)
+
+
+def _apart(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
+    return [t.unflatten(0, (size, -1)) for t in tensors]
+
+
+class _Each(Op):
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[..., tuple[Tensor, ...]], count: int, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.fn, ctx.count, ctx.size = fn, count, size
+        results = fn(*(w[0] for w in tensors[:count]), *tensors[count:])
+        if count == len(tensors):
+            results = tuple(t.expand(size, *t.shape) for t in results)
+        results = tuple(t.clone() if any(t is given for given in tensors) else owned(t) for t in results)
+        ctx.mark_non_differentiable(*(t for t in results if not (t.is_floating_point() or t.is_complex())))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        fn, count, size, tensors = ctx.fn, ctx.count, ctx.size, ctx.saved_tensors
+        alone = count == len(tensors)
+
+        def together(*tensors: Tensor) -> tuple[Tensor, ...]:
+            """The same by truly different weights."""
+            with torch_api.quiet_vmap():
+                found = torch.func.vmap(fn)(*tensors[:count], *_apart(tensors[count:], size))
+            return found if alone else tuple(t.flatten(0, 1) for t in found)
+
+        if torch.is_grad_enabled():
+            return None, None, None, *composite_backward(together, tensors, grads)
+        differentiable = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
+        of = [g for g in grads if g is not None and (g.is_floating_point() or g.is_complex())]
+
+        def pull(each: list[Tensor], gy: list[Tensor]) -> tuple[Tensor, ...]:
+            def run(*some: Tensor) -> tuple[Tensor, ...]:
+                chosen = dict(zip(differentiable, some, strict=True))
+                results = fn(*(chosen.get(i, t) for i, t in enumerate(each)))
+                return tuple(t for t in results if t.is_floating_point() or t.is_complex())
+
+            found: tuple[Tensor, ...] = torch.func.vjp(run, *(each[i] for i in differentiable))[1](tuple(gy))
+            return found
+
+        shared = [w[0] for w in tensors[:count]]
+        dims = [None] * count + [0] * (len(tensors) - count)
+        with torch_api.quiet_vmap():
+            found = torch.func.vmap(pull, in_dims=(dims, 0))(
+                [*shared, *_apart(tensors[count:], size)], of if alone else _apart(of, size)
+            )
+        result: list[Tensor | None] = [None] * len(tensors)
+        for i, g in zip(differentiable, found, strict=True):
+            result[i] = g if i < count else g.flatten(0, 1)
+        return None, None, None, *result

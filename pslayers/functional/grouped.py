@@ -1,0 +1,94 @@
+"""Products of groups of rows with one matrix a group (experts), with per-sample weights. E groups of rows, S rows in all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..expand import Expansion, Op, composite_backward, shared, wanted
+from .common import of_dtype, owned
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def grouped_mm(x: Tensor, weight: Tensor | Expansion, offsets: Tensor, samples: Tensor, product: Product) -> Tensor:
+    """``y[r] = x[r] @ weight[samples[r], group(r)]``, where group e holds the rows ``offsets[e - 1] <= r < offsets[e]``.
+
+    Shapes: x (S, I), weight (B, E, I, O), offsets (E,), samples (S,) the sample of each row; result (S, O). Rows from the last
+    offset on are in no group: what they give is not defined, and they get no gradient. `product` is torch's own
+    (``torch._grouped_mm``), by which the result is computed where the weights are only an expansion. Memory of the weight's
+    gradient: B x E x I x O values.
+    """
+    w = shared(weight, 3)
+    if w is None:
+        assert isinstance(weight, Tensor)
+        return _composite(x, weight, offsets, samples)
+    return _Grouped.apply(x, w.weight, w.rows, offsets, samples, w, product)
+
+
+def _groups(offsets: Tensor, rows: int) -> Tensor:
+    """The group of each row; that of rows in none is the number of groups."""
+    return torch.searchsorted(offsets.long(), torch.arange(rows, device=offsets.device), right=True)
+
+
+def _composite(x: Tensor, weight: Tensor, offsets: Tensor, samples: Tensor) -> Tensor:
+    """The same by differentiable ops, with a weight (B, E, I, O) for each sample."""
+    group = _groups(offsets, len(x))
+    y = (x.unsqueeze(1) @ weight[samples, group.clamp(max=weight.shape[1] - 1)]).squeeze(1)
+    return torch.where((group < weight.shape[1]).unsqueeze(1), y, 0)
+
+
+class _Grouped(Op):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, rows: Tensor | None, offsets: Tensor, samples: Tensor, w: Expansion, product: Product
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, rows, offsets, samples)
+        ctx.w, ctx.product = w, product
+        return owned(product(x, weight, offsets))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (gy,), (x, weight, rows, offsets, samples), w = grads, ctx.saved_tensors, ctx.w
+        if torch.is_grad_enabled():
+
+            def composite(x: Tensor, *handles: Tensor) -> Tensor:
+                size = int(samples.max()) + 1 if rows is None else len(rows)
+                return _composite(x, w.rebind(*handles).tensor(size), offsets, samples)
+
+            return *composite_backward(composite, (x, weight, rows), grads), None, None, None, None
+        need_x, need_weight, need_rows, *_ = wanted(ctx, w)
+        gx = g_weight = g_rows = None
+        gy = of_dtype(gy, weight.dtype)
+        group = _groups(offsets, len(x))
+        inside = group < len(weight)
+        if need_x:
+            gx = ctx.product(gy, weight.transpose(1, 2), offsets)
+            gx = torch.where(inside.unsqueeze(1), gx, 0).to(x.dtype)
+        if need_weight or need_rows:
+            each = _each_group(of_dtype(x, weight.dtype), gy, group, len(weight))
+            if need_rows:
+                g_rows = each(samples, w.buffer(), w.scale.rows)
+            if need_weight:
+                g_weight = each(torch.zeros_like(samples), weight.new_empty(1, *weight.shape), 1.0)[0]
+        return *(gx, *w.send(g_weight, g_rows)), None, None, None, None
+
+
+def _each_group(x: Tensor, gy: Tensor, group: Tensor, groups: int) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """What writes ``x.T @ gy`` over the rows of each (owner, group) to a tensor (owners, E, I, O), times a factor."""
+
+    def write(owners: Tensor, out: Tensor, factor: float) -> Tensor:
+        keys = torch.where(group < groups, owners * groups + group, len(out) * groups)
+        order = keys.argsort(stable=True)
+        counts = keys.bincount(minlength=len(out) * groups + 1)[: len(out) * groups]
+        n, rows = max(int(counts.max()), 1), int(counts.sum())
+        order, starts = order[:rows], counts.cumsum(0) - counts
+        places = torch.arange(rows, device=x.device) + (torch.arange(len(counts), device=x.device) * n - starts)[keys[order]]
+        left, right = (t.new_zeros(len(counts) * n, t.shape[1]).index_copy_(0, places, t[order]) for t in (x, gy))
+        if factor != 1:
+            right *= factor
+        torch.bmm(left.view(-1, n, x.shape[1]).mT, right.view(-1, n, gy.shape[1]), out=out.view(-1, *out.shape[2:]))
+        return out
+
+    return write

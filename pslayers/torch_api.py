@@ -1,0 +1,120 @@
+"""What is used of torch beyond its public interface, in one place: what it does, and what it needs.
+
+Nothing else in the package reaches into ``torch._C`` and its like. What a version of torch lacks is found out here, at import.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint
+
+_functorch: Any = torch._C._functorch
+
+# ---------------------------------------------------------------------------------------------------------- torch.func
+peek = _functorch.peek_interpreter_stack  # the innermost transform of torch.func that runs, None if none does
+is_batched = _functorch.is_batchedtensor  # whether vmap has wrapped a tensor, and hides a dim of it
+is_wrapped = _functorch.is_functorch_wrapped_tensor  # the same of any transform
+unwrapped = _functorch.get_unwrapped  # what one transform has wrapped
+batch_dim_of = _functorch.maybe_get_bdim  # the dim that vmap hides
+add_batch_dim = _functorch._add_batch_dim  # (tensor, dim, level): a tensor as vmap wraps it
+functions_transformed = torch._C._are_functorch_transforms_active  # whether an autograd.Function has to know of a transform
+
+
+def level() -> int:
+    """How many transforms of torch.func run, one in another."""
+    return 0 if (innermost := peek()) is None else innermost.level()  # type: ignore[no-any-return]
+
+
+def transforms_run() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running."""
+    return peek() is not None
+
+
+@contextmanager
+def quiet_vmap() -> Iterator[None]:
+    """Have torch say nothing of ops that vmap runs one after the other, of which a user that has not called it knows nothing."""
+    _functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        _functorch._set_vmap_fallback_warning_enabled(True)
+
+
+# ----------------------------------------------------------------------------------------------------- backward passes
+# the number of the backward pass that runs in this thread, -1 if none does
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+# whether the pass that runs goes to a node of the graph; RuntimeError for a leaf that torch.autograd.grad was asked for
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def after_pass(callback: Callable[[], None]) -> None:
+    """Call back at the end of the backward pass that runs."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def saved_tensors_packed(by: object) -> bool:
+    """Whether somebody, by other hooks than `by`, packs the tensors that are saved for the backward pass."""
+    hooks = top_saved_tensors_hooks(False)
+    return hooks is not None and hooks[0] is not by
+
+
+# ------------------------------------------------------------------------------------------------------------- tensors
+without_torch_function = torch._C.DisableTorchFunction  # a context in which no mode and no subclass sees a function
+without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context in which no subclass does
+without_autocast = torch._C._DisableAutocast  # type: ignore[attr-defined]
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+copy_each = torch._foreach_copy_  # several tensors, by one call
+
+
+_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+
+
+def storage_used(storage: torch.UntypedStorage) -> bool:
+    """Whether a tensor lies in a storage that was made by itself."""
+    return _use_count(storage._cdata) > 1  # type: ignore[no-any-return]
+
+
+def held_elsewhere(t: Tensor) -> bool:
+    """Whether anything but this one tensor lies in its memory."""
+    return _use_count(t.untyped_storage()._cdata) != 2  # type: ignore[no-any-return]  # `t`, and the name for its storage
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[None]]]) -> None:
+    """Have every part of a forward that `torch.utils.checkpoint` computes again run in the context that it ran in at first.
+
+    `situation()` is called where the part runs at first, and gives a function that makes the context.
+    """
+    frame_init = checkpoint._CheckpointFrame.__init__
+
+    @functools.wraps(frame_init)
+    def init(self: Any, recompute_fn: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        context = situation()
+
+        def recompute(*inputs: Any) -> None:
+            with context():
+                recompute_fn(*inputs)
+
+        frame_init(self, recompute, *args, **kwargs)
+
+    checkpoint._CheckpointFrame.__init__ = init  # type: ignore[method-assign]
+    reentrant = checkpoint.CheckpointFunction
+    forward, backward = reentrant.forward, reentrant.backward
+
+    @functools.wraps(forward)
+    def forward_noted(ctx: Any, *args: Any) -> Any:
+        ctx._ps_context = situation()
+        return forward(ctx, *args)
+
+    @functools.wraps(backward)
+    def backward_in_context(ctx: Any, *grads: Tensor | None) -> Any:
+        with ctx._ps_context():
+            return backward(ctx, *grads)
+
+    reentrant.forward = staticmethod(forward_noted)  # type: ignore[method-assign]
+    reentrant.backward = staticmethod(backward_in_context)  # type: ignore[method-assign]
