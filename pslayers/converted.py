@@ -99,7 +99,7 @@ class Converted(_Mixin):
 
     def _ps_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
         """(dims, the size of the one that would be the batch's) of every tensor that has dims."""
-        first, found = self._ps_state().settings.batch_first, list[tuple[int, int]]()
+        first, found = self._ps_state().settings.batch_first, []
         for t in tensors_in((args, kwargs)):
             if isinstance(t, PackedSequence):
                 found.append((-1, int(t.batch_sizes[0]) if len(t.batch_sizes) else 0))
