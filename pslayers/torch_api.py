@@ -4,7 +4,7 @@ Nothing else in the package reaches into ``torch._C`` and its like. What a versi
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -61,6 +61,28 @@ def saved_tensors_packed(by: object) -> bool:
     """Whether somebody, by other hooks than `by`, packs the tensors that are saved for the backward pass."""
     hooks = top_saved_tensors_hooks(False)
     return hooks is not None and hooks[0] is not by
+
+
+_is_several: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
+
+
+def is_several(t: Tensor | None) -> bool:
+    """Whether a tensor is several, for which ``torch.autograd.grad(is_grads_batched=True)`` goes backward at once."""
+    return t is not None and _is_several(t)
+
+
+def one_by_one(fn: Callable[..., Any], tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """`fn` of tensors some of which are several, of one after the other; what it returns is several, too."""
+    depth = torch._C._vmapmode_increment_nesting() - 1  # not known in the threads of a GPU's backward passes
+    torch._C._vmapmode_decrement_nesting()
+    for level in range(max(depth, 1), 0, -1):
+        # (K, ...); of what is not several at this level, none
+        apart = [None if t is None else torch._remove_batch_dim(t, level, 0, 0) for t in tensors]
+        if count := max(len(t) for t in apart if t is not None):
+            break
+    chosen = [[t if a is None or not len(a) else a[k] for t, a in zip(tensors, apart, strict=True)] for k in range(count)]
+    found = zip(*(fn(*each) for each in chosen), strict=True)
+    return tuple(None if each[0] is None else torch._add_batch_dim(torch.stack(each), 0, level) for each in found)
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
