@@ -1,6 +1,5 @@
 """Recording: the gradient of a parameter's expansion becomes its `grad_sample`, without a copy, into memory that is reused."""
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -90,7 +89,7 @@ class Recorder:
         """Count an expansion of the parameter."""
         self.uses, self.checked = 1 if self.checked else self.uses + 1, False
         # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own: count the outer one
-        self.outer_pass = outer_pass()
+        self.outer_pass = torch_api.outer_pass()
 
     def holder(self) -> Tensor | None:
         """The tensor whose `grad_sample` is written."""
@@ -110,7 +109,7 @@ class Recorder:
 
     def current_pass(self) -> int:
         """The id of the backward pass that is running."""
-        return self.outer_pass if self.outer_pass != -1 else torch_api.current_pass()
+        return self.outer_pass if self.outer_pass != -1 else torch_api.running_pass()
 
     def buffer(self, rows: Tensor) -> Tensor:
         """Memory for a gradient like `rows`: the last one's again, unless somebody holds it."""
@@ -304,28 +303,6 @@ class Recorder:
 def _nearly_equal(t: Tensor, other: Tensor) -> bool:
     """Up to the rounding of sums in another order."""
     return not t.numel() or bool((t - other).abs().max() <= 16 * torch.finfo(t.dtype).eps * t.abs().max())
-
-
-class _Outer(threading.local):
-    task = -1
-
-
-_outer = _Outer()
-
-
-def outer_pass() -> int:
-    """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their own in it."""
-    task = torch_api.current_pass()
-    if task == -1:
-        _outer.task = -1  # also after a pass that broke off, and called nobody back
-    elif _outer.task == -1:
-        _outer.task = task
-        torch_api.after_pass(_end_of_outer_pass)
-    return _outer.task
-
-
-def _end_of_outer_pass() -> None:
-    _outer.task = -1
 
 
 def _no_recorder() -> None:

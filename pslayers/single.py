@@ -9,7 +9,7 @@ from . import torch_api
 from .context import Place, Settings, by_original_layers, in_place_of
 from .expand import Op, will_execute
 from .inventory import Inventory
-from .record import Recorder, outer_pass, recorder_of, take_alone
+from .record import Recorder, recorder_of, take_alone
 
 
 class _Alone(Op):
@@ -62,7 +62,7 @@ class Trained:
 
         Those with hooks of the user's have a node of their own: no pass calls these that does not reach the parameter.
         """
-        recorders, params, task = self.recorders, self.params, outer_pass()
+        recorders, params, task = self.recorders, self.params, torch_api.outer_pass()
         hooked = [i for i, p in enumerate(params) if len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks]
         if not hooked:
             aliases = _Alone.apply(recorders, task, recorders[0].leaf, *params)
