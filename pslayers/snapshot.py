@@ -98,7 +98,7 @@ def unchanged(model: nn.Module, hooks: bool = True) -> Iterator[None]:
 @contextmanager
 def gradients_unchanged(model: nn.Module) -> Iterator[None]:
     """After the block, `.grad` and `grad_sample` are what they were: a backward pass inside of a forward's own may add to them."""
-    params = list(model.parameters())
+    params = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
     before = [(p.grad, getattr(p, "grad_sample", None)) for p in params]
     for p in params:
         p.grad = None

@@ -231,9 +231,11 @@ def _noisy(model: Any) -> dict[str, Tensor]:
         for name, p in module._parameters.items():
             if p is not None and p.is_floating_point():
                 name = f"{path}.{name}" if path else name
-                p = p.detach()[0] if name in given and len(p) else p.detach()
-                noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(p)
-                noisy[name] = p + noise * (0.1 * p.abs().mean() + 0.01)
+                value = p.detach()[0] if name in given and len(p) else p.detach()
+                some = torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel())).to(value)
+                noisy[name] = value = value + some * (0.1 * value.abs().mean() + 0.01)
+                if isinstance(p, nn.Parameter):  # by which a forward may know them
+                    noisy[name] = nn.Parameter(value, p.requires_grad)
     return noisy
 
 

@@ -531,7 +531,7 @@ def test_the_pass_after_one_that_broke_off(reentrant: bool | None, n: int) -> No
 
 
 def test_training_beside_inference_in_threads() -> None:
-    model, ours = both(nn.Sequential(nn.Linear(3, 3), Uses(lambda w, x: x @ w, 3, 16), nn.Linear(3, 2)))
+    model, ours = both(nn.Sequential(nn.Linear(3, 3), Uses(lambda w, x: x @ w, 3, 3), nn.Linear(3, 2)))
     x, stop, errors = batch(6, 3), threading.Event(), []
     with torch.no_grad():
         expected = model(x)
