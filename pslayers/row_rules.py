@@ -221,8 +221,13 @@ def _view(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) ->
 
 
 def _rowwise(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays whose it is."""
+    """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays whose it is.
+
+    So it does beside numbers of which it is not known whose they are (the places of experts): no gradient goes to integers.
+    """
     found, lost = _followed(picks, args, kwargs)
+    if any(o.ids is not None and s.is_floating_point() for o, s in found):
+        found = [(o, s) for o, s in found if o.ids is not None or s.is_floating_point()]
     for t in tensors_in([result]) if found else ():
         known = [o for o, s in found if o.ids is not None and isinstance(t, Tensor) and s.ndim == t.ndim and len(s) == len(t)]
         unsure = [o for o, s in found if (o.ids is None and o.picked) or (o.ids is not None and o not in known)]
@@ -275,6 +280,27 @@ def _unsqueeze(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwarg
 def _repeat(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     alike = result.ndim == args[0].ndim and len(result) == len(args[0])
     (_of_first if alike else other)(picks, result, name, args, kwargs)
+
+
+def _packed(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Sequences, the longest first, packed: a row for each step of each."""
+    data, counts = result
+    of = (picks.owners if _given(args, kwargs, 2, "batch_first", False) else picks.second.get)(args[0])
+    if of is None or of.ids is None or len(of.ids) != int(counts[0]):
+        other(picks, result, name, args, kwargs)
+        return
+    rows = torch.cat([of.ids[:count] for count in counts.tolist()])
+    picks.tag(data, Owners(rows, len(counts), rows=rows if of.picked else None, by_data=False))
+
+
+def _padded(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Back to a sequence in each row."""
+    of, counts = picks.owners(args[0]), args[1]
+    first = None if of is None else of.first(int(counts[0]), picks.size)
+    if first is None:
+        other(picks, result, name, args, kwargs)
+    else:
+        (picks.tag if _given(args, kwargs, 2, "batch_first", False) else picks.tag_second)(result[0], first)
 
 
 def _moved(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -412,6 +438,8 @@ RULES: dict[str, Callable[..., None]] = {
     "einsum": _einsum,
     **dict.fromkeys(("gather", "take_along_dim"), _gather),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    "_pack_padded_sequence": _packed,
+    "_pad_packed_sequence": _padded,
     "where": _where,
     "masked_select": _masked_select,
     "index_select": _index_select,
