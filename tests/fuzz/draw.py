@@ -20,7 +20,12 @@ class Draw(random.Random):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.layout = self.choice(LAYOUTS)
+        self.number, self.layout = seed, self.choice(LAYOUTS)
+
+    def begin(self, part: int) -> None:
+        """What is drawn from here on depends on the part, not on what was drawn before: parts can be left out."""
+        self.seed(self.number * 100 + part)
+        self.generator.manual_seed(self.number * 100 + part)
 
     def pick(self, *choices: Any) -> Any:
         return self.choice(choices)
