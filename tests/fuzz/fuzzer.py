@@ -132,7 +132,6 @@ def leak(config: Config, draw: Draw, seen: bool) -> None:
     ours = ps.convert_model(copy.deepcopy(model), **config.options)
     if seen:
         config.reduced(ours(*inputs)).backward()
-    with warnings.catch_warnings():
-        check = ps.check_model(ours, *inputs, loss_fn=config.losses)
-    if seen or check:
-        raise WrongError(f"samples interact ({'seen' if seen else 'not seen'} by autograd), and check_model says: {check}")
+    checks = (ps.check_model(ours, *config.inputs(4), loss_fn=config.losses) for _ in range(5))  # a sum may stay the same by chance
+    if seen or all(checks):
+        raise WrongError(f"samples interact ({'seen' if seen else 'not seen'} by autograd), and were let pass")

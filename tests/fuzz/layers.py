@@ -26,7 +26,7 @@ def config(
 
 
 class Around(nn.Module):
-    """A layer in a model: its arguments come batch first, go through something with parameters, and the layer is called once or twice."""
+    """A layer in a model: its arguments come batch first, the first one through something with parameters."""
 
     def __init__(self, inner: nn.Module, dims: Sequence[int | None], outputs: Sequence[int], times: int, width: int | None) -> None:
         super().__init__()
@@ -206,8 +206,8 @@ def recurrent(draw: Draw) -> Config:
     i, h, t = draw.sizes(3)
     h += 1
     kind, first, packed, given = draw.pick("lstm", "gru", "tanh", "relu"), draw.maybe(), draw.maybe(0.3), draw.maybe(0.3)
-    options: dict[str, Any] = {
-        "num_layers": draw.pick(1, 1, 2), "bidirectional": draw.maybe(0.4), "bias": draw.maybe(0.8), "batch_first": first}  # fmt: skip
+    options: dict[str, Any] = {"num_layers": draw.pick(1, 1, 2), "bidirectional": draw.maybe(0.4)}
+    options |= {"bias": draw.maybe(0.8), "batch_first": first}
     if kind == "lstm":
         options["proj_size"] = draw.pick(0, 0, 1)
     elif kind != "gru":

@@ -60,9 +60,14 @@ class Across(Block):
 
     def __init__(self, way: str) -> None:
         super().__init__(way=way)
-        layers = {"attention": lambda: nn.MultiheadAttention(D, 2), "lstm": lambda: nn.LSTM(D, D), "gru": lambda: nn.GRU(D, D),
-                  "transformer": lambda: nn.TransformerEncoderLayer(D, 2, 3, dropout=0.0), "conv": lambda: nn.Conv1d(D, D, 3, padding=1),
-                  "batch norm": lambda: nn.BatchNorm1d(D)}  # fmt: skip
+        layers: dict[str, Callable[[], nn.Module]] = {
+            "attention": lambda: nn.MultiheadAttention(D, 2),
+            "lstm": lambda: nn.LSTM(D, D),
+            "gru": lambda: nn.GRU(D, D),
+            "transformer": lambda: nn.TransformerEncoderLayer(D, 2, 3, dropout=0.0),
+            "conv": lambda: nn.Conv1d(D, D, 3, padding=1),
+            "batch norm": lambda: nn.BatchNorm1d(D),
+        }
         self.net: nn.Module = layers[way]()
 
     def forward(self, h: Tensor) -> Tensor:

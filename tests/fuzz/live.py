@@ -107,8 +107,9 @@ class Live:
                     rows[k].append(g[None])
             found = {k: torch.cat(v) for k, v in rows.items()}
             reduced = together if together.ndim == 0 else getattr(together, self.config.reduction)() if n else together.sum()
-            for (k, r), total in zip(found.items(), gradient(reduced) if n else (), strict=bool(n)):
-                assert_near(f"samples interact, as the gradient of `{k}`", total, getattr(r, self.config.reduction)(0))
+            for (k, r), total in zip(found.items(), gradient(reduced), strict=True):
+                if n:
+                    assert_near(f"samples interact, as the gradient of `{k}`", total, getattr(r, self.config.reduction)(0))
             return found
 
     def assert_rows(self, found: Rows, expected: dict[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ import pslayers as ps
 
 from .draw import Draw
 from .live import InvalidError, Live, WrongError, assert_near, is_random, plainly, without_checkpoints
-from .models import Checkpointed
+from .models import Attention, Checkpointed
 
 Step = Callable[[Live, Draw], Any]
 STEPS: dict[str, Step] = {}
@@ -307,15 +307,14 @@ def to_chosen(live: Live, draw: Draw) -> None:
 @step
 def graph(live: Live, draw: Draw) -> None:
     """Rows that can be differentiated again: the gradient of their squares."""
-    if not differentiable(live):
+    fused = any(isinstance(m, Attention) and m.way == "sdpa" for m in live.plain.modules())  # has no second derivative in torch
+    if fused or not differentiable(live) or is_random(live.plain):
         return
     n = draw.randint(1, 3)
     inputs = live.inputs(n)
     with plainly():
         net, total = without_checkpoints(live.plain), 0.0
         named = [p for p in net.parameters() if p.requires_grad]
-        if is_random(net):
-            return
         for i in range(n):
             loss = live.config.losses(live.seeded(net, live.config.alone(inputs, i))).sum()
             grads = torch.autograd.grad(loss, named, create_graph=True, materialize_grads=True)
