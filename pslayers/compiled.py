@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from . import torch_api
 from .context import UNSCALED, Batch, Scale, Settings, local
 from .expand import Expansion
 from .functional.common import bias_grads
@@ -48,8 +49,7 @@ def _use() -> int:
     return next(_uses)
 
 
-# torch.compiler.assume_constant_result, which would import the compiler (a second): called while tracing, its result a constant
-_use._dynamo_marked_constant = True  # type: ignore[attr-defined]
+torch_api.mark_constant(_use)
 
 
 class Traced(Batch):
@@ -95,12 +95,12 @@ def _proved(module: Any, dims: tuple[int, ...]) -> bool:
 
 
 def _as_it_is(reason: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    """A call without torch.compile: as torch.compiler.disable, which imports the compiler wherever it decorates."""
+    """A call without torch.compile."""
 
     def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch.compiler.disable(module.forward)(*args, **kwargs)
 
-    call._torchdynamo_disable, call._torchdynamo_disable_msg = True, f"pslayers: {reason}"  # type: ignore[attr-defined]
+    torch_api.mark_disabled(call, f"pslayers: {reason}")
     return call
 
 
@@ -321,7 +321,7 @@ class _Tap(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, token)
         ctx.size, ctx.kind, ctx.wants, ctx.how, ctx.use = size, kind, wants, how, use
-        return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
+        return torch_api.unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

@@ -1,10 +1,11 @@
 """What is used of torch beyond its public interface, in one place: what it does, and what it needs.
 
-Nothing else in the package reaches into ``torch._C`` and its like. What a version of torch lacks is found out here, at import.
+Nothing else in the package reaches into ``torch._C`` and its like. All of it is looked up here, at import, and what a version of
+torch lacks, or what means something else there, is found out here: an ImportError then, and never wrong rows.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,16 +13,36 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-_functorch: Any = torch._C._functorch
+FLOOR = "2.8"  # the oldest torch that the tests pass on; in setup.cfg and README too
+
+
+def _unfit(reason: str) -> ImportError:
+    return ImportError(f"pslayers needs torch >= {FLOOR}: found {torch.__version__}, {reason}; pip install -U torch")
+
+
+def _find(path: str, root: Any = torch) -> Any:
+    """A part of torch by its path."""
+    found = root
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except (AttributeError, RuntimeError):  # torch.ops has the latter for some
+            raise _unfit(f"which has no {root.__name__}.{path}") from None
+    return found
+
+
+if torch.__version__ < FLOOR:
+    raise _unfit("which is older")
 
 # ---------------------------------------------------------------------------------------------------------- torch.func
-peek = _functorch.peek_interpreter_stack  # the innermost transform of torch.func that runs, None if none does
-is_batched = _functorch.is_batchedtensor  # whether vmap has wrapped a tensor, and hides a dim of it
-is_wrapped = _functorch.is_functorch_wrapped_tensor  # the same of any transform
-unwrapped = _functorch.get_unwrapped  # what one transform has wrapped
-batch_dim_of = _functorch.maybe_get_bdim  # the dim that vmap hides
-add_batch_dim = _functorch._add_batch_dim  # (tensor, dim, level): a tensor as vmap wraps it
-functions_transformed = torch._C._are_functorch_transforms_active  # whether an autograd.Function has to know of a transform
+peek = _find("_C._functorch.peek_interpreter_stack")  # the innermost transform of torch.func that runs, None if none does
+is_batched = _find("_C._functorch.is_batchedtensor")  # whether vmap has wrapped a tensor, and hides a dim of it
+is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor")  # the same of any transform
+unwrapped = _find("_C._functorch.get_unwrapped")  # what one transform has wrapped
+batch_dim_of = _find("_C._functorch.maybe_get_bdim")  # the dim that vmap hides
+add_batch_dim = _find("_C._functorch._add_batch_dim")  # (tensor, dim, level): a tensor as vmap wraps it
+functions_transformed = _find("_C._are_functorch_transforms_active")  # whether an autograd.Function has to know of a transform
+_warn_of_loops = _find("_C._functorch._set_vmap_fallback_warning_enabled")
 
 
 def level() -> int:
@@ -37,24 +58,25 @@ def transforms_run() -> bool:
 @contextmanager
 def quiet_vmap() -> Iterator[None]:
     """Have torch say nothing of ops that vmap runs one after the other, of which a user that has not called it knows nothing."""
-    _functorch._set_vmap_fallback_warning_enabled(False)
+    _warn_of_loops(False)
     try:
         yield
     finally:
-        _functorch._set_vmap_fallback_warning_enabled(True)
+        _warn_of_loops(True)
 
 
 # ----------------------------------------------------------------------------------------------------- backward passes
 # the number of the backward pass that runs in this thread, -1 if none does
-current_pass: Callable[[], int] = torch._C._current_graph_task_id
+current_pass: Callable[[], int] = _find("_C._current_graph_task_id")
 # whether the pass that runs goes to a node of the graph; RuntimeError for a leaf that torch.autograd.grad was asked for
-will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+will_execute: Callable[[Any], bool] = _find("_C._will_engine_execute_node")
+top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
+_engine = _find("autograd.Variable._execution_engine")
 
 
 def after_pass(callback: Callable[[], None]) -> None:
     """Call back at the end of the backward pass that runs."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    _engine.queue_callback(callback)
 
 
 def saved_tensors_packed(by: object) -> bool:
@@ -64,24 +86,98 @@ def saved_tensors_packed(by: object) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
-without_torch_function = torch._C.DisableTorchFunction  # a context in which no mode and no subclass sees a function
-without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context in which no subclass does
-without_autocast = torch._C._DisableAutocast  # type: ignore[attr-defined]
-any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-copy_each = torch._foreach_copy_  # several tensors, by one call
+without_torch_function = _find("_C.DisableTorchFunction")  # a context in which no mode and no subclass sees a function
+without_subclasses = _find("_C.DisableTorchFunctionSubclass")  # a context in which no subclass does
+without_autocast = _find("_C._DisableAutocast")
+any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled")
+copy_each = _find("_foreach_copy_")  # several tensors, by one call
+reparametrized = _find("nn.utils.stateless._reparametrize_module")  # a context in which a module has other parameters
+
+# ------------------------------------------------------------------------------------------------- whether memory is in use
+_use_count = _find("_C._storage_Use_Count")
+_find("UntypedStorage._cdata")
 
 
-_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+def _uses(storage: torch.UntypedStorage) -> int:
+    """How many hold a storage: the tensors in it, and its Python object, which is to have a name while they are counted."""
+    return _use_count(storage._cdata)  # type: ignore[no-any-return]
+
+
+def _calibrated() -> tuple[int, int]:
+    """What is counted for memory that no tensor lies in, and for memory that one does: torch does not say, and it has changed."""
+    made = torch.empty(4, dtype=torch.uint8, device="cpu").untyped_storage()
+    found = torch.empty(4, dtype=torch.uint8, device="cpu")
+    empty, alone = [], []
+    for _ in range(2):  # the first time a storage is asked for, and once again
+        storage = found.untyped_storage()
+        other = found.detach()
+        shared = _uses(storage)
+        del other
+        alone += [shared - 1, _uses(storage)]
+        del storage
+        t = found.new_empty(0).set_(made, 0, (4,))  # type: ignore[call-overload]
+        other = t.detach()
+        shared = _uses(made)
+        del other
+        used = _uses(made)
+        del t
+        empty += [shared - 2, used - 1, _uses(made)]
+    if len({*alone}) > 1 or len({*empty}) > 1:
+        raise _unfit("where it cannot be told whether memory is in use")
+    return empty[0], alone[0]
+
+
+_EMPTY, _ALONE = _calibrated()
 
 
 def storage_used(storage: torch.UntypedStorage) -> bool:
     """Whether a tensor lies in a storage that was made by itself."""
-    return _use_count(storage._cdata) > 1  # type: ignore[no-any-return]
+    return _uses(storage) != _EMPTY
 
 
 def held_elsewhere(t: Tensor) -> bool:
     """Whether anything but this one tensor lies in its memory."""
-    return _use_count(t.untyped_storage()._cdata) != 2  # type: ignore[no-any-return]  # `t`, and the name for its storage
+    storage = t.untyped_storage()
+    return _uses(storage) != _ALONE
+
+
+# ------------------------------------------------------------------------------------------------------------- classes
+AnyBatchNorm = torch.nn.modules.batchnorm._BatchNorm
+AdaptiveOutput = torch.nn.modules.adaptive._ASMoutput
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+lstm, gru = _find("_VF.lstm"), _find("_VF.gru")
+rnn_tanh, rnn_relu = _find("_VF.rnn_tanh"), _find("_VF.rnn_relu")
+attention_choice = _find("_fused_sdp_choice")  # which kernel scaled_dot_product_attention would take
+attention_math = _find("ops.aten._scaled_dot_product_attention_math")
+# the fused kernel and its backward pass, which also takes what the former returns, by the type of the device
+ATTENTION: dict[str, tuple[Any, Any]] = {
+    "cpu": (
+        _find("ops.aten._scaled_dot_product_flash_attention_for_cpu"),
+        _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"),
+    )
+}
+unsafe_view = _find("ops.aten._unsafe_view")  # the same memory, in a tensor that autograd does not take for a view
+canonical_mask = _find("nn.functional._canonical_mask")  # a mask of attention, as floats to be added
+none_or_dtype = _find("nn.functional._none_or_dtype")
+onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not in every build
+
+
+def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """RMSNorm, and the reciprocal of the root mean square: (N, ..., 1, ..)."""
+    return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)  # type: ignore[no-any-return]
+
+
+# ------------------------------------------------------------------------------------------------------- torch.compile
+# its own decorators import the compiler, which takes a second
+def mark_constant(function: Any) -> None:
+    """As ``torch.compiler.assume_constant_result``: called while torch.compile traces, its result a constant."""
+    function._dynamo_marked_constant = True
+
+
+def mark_disabled(function: Any, reason: str) -> None:
+    """As ``torch.compiler.disable``: torch.compile leaves calls of it as they are, and says why where it may not."""
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
