@@ -163,9 +163,18 @@ none_or_dtype = _find("nn.functional._none_or_dtype")
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not in every build
 
 
+_fused_rms_norm = _find("ops.aten._fused_rms_norm")
+_FUSED_RMS_NORM = len(_fused_rms_norm.default._schema.returns) == 2  # from 2.9 on; before, it was one for another device
+
+
 def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    """RMSNorm, and the reciprocal of the root mean square: (N, ..., 1, ..)."""
-    return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)  # type: ignore[no-any-return]
+    """RMSNorm, and the reciprocal of the root of the mean square: (N, ..., 1, ..)."""
+    if _FUSED_RMS_NORM:
+        return _fused_rms_norm(x, shape, weight, eps)  # type: ignore[no-any-return]
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    dims, eps = tuple(range(-len(shape), 0)), torch.finfo(x.dtype).eps if eps is None else eps
+    y = wide * (rstd := (wide.square().mean(dims, keepdim=True) + eps).rsqrt())
+    return (y if weight is None else y * weight).to(x.dtype), rstd
 
 
 # ------------------------------------------------------------------------------------------------------- torch.compile
