@@ -59,6 +59,7 @@ class Settings:
     picks: bool = field(default=False, repr=False)  # modules are called with rows that masks have picked
     pass_id: int = -1
     rows: int = field(default=-1, repr=False)  # samples in the pass that is running
+    appended: int = field(default=0, repr=False)  # samples of the passes before it whose rows are kept
     recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, repr=False)
     graphs: list[tuple["weakref.ref[Scale]", int]] = field(default_factory=list, repr=False)  # of calls, and their batch sizes
     bare_pass: int = -1
@@ -96,6 +97,16 @@ class Settings:
         self.pass_id, self.rows = pass_id, -1
         if self.accumulation == "replace":
             self.clear()
+
+    def line_up(self, size: int) -> None:
+        """Append zeros to all rows that are kept: the samples of a pass that gives rows, but perhaps not of every parameter."""
+        held = [p for ref in self.recorded.values() if (p := ref()) is not None and getattr(p, "grad_sample", None) is not None]
+        if not held:
+            self.recorded = {}
+        self.appended = max((len(p.grad_sample) for p in held), default=0)  # type: ignore[attr-defined]
+        for p in held:
+            rows = p.grad_sample  # type: ignore[attr-defined]
+            p.grad_sample = torch.cat([rows, rows.new_zeros(size, *rows.shape[1:])])  # type: ignore[attr-defined]
 
     def arrived(self, recorder: Any) -> None:
         """Note a gradient that no expansion has passed on: an error after the pass, if that has given rows to other parameters."""

@@ -18,7 +18,7 @@ from .picks import picking, without_picks
 from .proof import Unprovable, Watched, disagreement, judged, past_expansions, quiet_hooks, rows_agree
 from .record import recorder_of
 from .single import run_alone, run_plain
-from .snapshot import Snapshot
+from .snapshot import Snapshot, gradients_unchanged
 from .tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
 from .trees import own_parameters, tensors_in
 
@@ -279,7 +279,8 @@ class Converted(_Mixin):
         """
         assert batch.outputs is not None
         try:
-            agree = rows_agree(batch.outputs, judged(output, batch), batch)
+            with gradients_unchanged(self):
+                agree = rows_agree(batch.outputs, judged(output, batch), batch)
         except Unprovable:  # then the samples are changed, and what depends on them is seen
             return False
         return False if self._ps_past_layers(output) or batch.outputs.missed(output) else agree
@@ -367,7 +368,8 @@ class Converted(_Mixin):
         own = judged(output, batch, layouts)
         numbers = all(isinstance(t, Tensor) and not t.ndim for t, layout in zip(tensors, layouts, strict=True) if layout == MIXED)
         try:
-            agree = rows_agree(batch.outputs, own, batch)
+            with gradients_unchanged(self):
+                agree = rows_agree(batch.outputs, own, batch)
         except Unprovable:  # tracking has seen it, by changed samples
             agree = True
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):

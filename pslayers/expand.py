@@ -22,26 +22,31 @@ if TYPE_CHECKING:
     from .record import Recorder
 
 
-def _without_autocast(backward: Callable[..., Any]) -> Callable[..., Any]:
+def _anywhere(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that goes one by one through several gradients at once, and computes outside of autocast."""
+
     @functools.wraps(backward)
-    def plain(ctx: Any, *grads: Tensor) -> Any:
+    def passed(ctx: Any, *grads: Tensor) -> Any:
+        if any(map(torch_api.is_several, grads)):
+            return torch_api.one_by_one(functools.partial(passed, ctx), grads)
         if not torch_api.any_autocast():
             return backward(ctx, *grads)
         with torch_api.without_autocast():
             return backward(ctx, *grads)
 
-    return plain
+    return passed
 
 
 class Op(torch.autograd.Function):
     """An autograd.Function whose call costs less: no transform of torch.func goes into it, so nothing is looked at for one.
 
-    Its backward pass computes in the precision that the forward pass has left, inside of a user's autocast too.
+    Its backward pass computes in the precision that the forward pass has left, inside of a user's autocast too, and goes through
+    several gradients at once (`is_grads_batched=True`).
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.backward = staticmethod(_without_autocast(cls.__dict__["backward"].__func__))  # type: ignore[assignment]
+        cls.backward = staticmethod(_anywhere(cls.__dict__["backward"].__func__))  # type: ignore[assignment]
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

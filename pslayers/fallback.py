@@ -286,7 +286,8 @@ class _Proof:
     def _run_by_itself(self, own: dict[str, Tensor]) -> Any:
         """Around a run of the module: nothing is left behind, and nothing recorded."""
         stack = ExitStack()
-        for context in (torch.enable_grad(), trial(self.module), by_original_layers()):
+        straight = torch_api.reentrant_checkpoints_straight()
+        for context in (torch.enable_grad(), trial(self.module), by_original_layers(), straight):
             stack.enter_context(context)
         others = {n: v for n, v in self.values.items() if n not in self.names}
         stack.enter_context(in_place_of(places_of(self.module, others, tied=True)))

@@ -50,7 +50,7 @@ class Owners:
         numbers = None
         if isinstance(rows, Tensor) and (self.rows is not None or not self.picked):
             numbers = rows if self.rows is None else self.rows[rows]
-            if self.rows is not None and put_back(self.rows, numbers):
+            if self.rows is not None and put_back(self.rows, numbers, sure=not self.by_data):
                 return Owners(self.ids[rows], self.limit * times, picked=False)
         return Owners(self.ids[rows], self.limit * times, one=self.one, rows=numbers)
 
@@ -84,18 +84,29 @@ class Owners:
                 return Owners(parts[:, 0], self.limit, self.picked, by_data=self.by_data)
         return self.lost()
 
+    def first(self, count: int, size: int) -> "Owners | None":
+        """Of packed sequences, those of the first steps: of all samples, or it is not known."""
+        if (
+            self.ids is None
+            or len(self.ids) < count
+            or not torch.equal(self.ids[:count].sort()[0], torch.arange(size, device=self.ids.device))
+        ):
+            return None
+        ids = self.ids[:count]
+        return Owners(ids, 1, picked=self.rows is not None, rows=ids if self.rows is not None else None, by_data=False)
+
     def lost(self) -> "Owners":
         """Of what comes of these rows by a function that may do anything to them."""
         return UNKNOWN if self.picked and self.by_data else WEAK
 
 
-def put_back(before: Tensor, rows: Tensor) -> bool:
+def put_back(before: Tensor, rows: Tensor, sure: bool = False) -> bool:
     """Whether rows of a batch that were in another order are in their own again, each once or as often as every other.
 
-    Of few rows that may be chance: another batch's would not be.
+    Of few rows that may be chance: another batch's would not be; unless it is `sure` that rows were moved, whatever the order.
     """
-    k = len(rows) // (int(rows.max()) + 1) if len(rows) > 3 else 0
-    if not k or len(rows) != len(before) or torch.equal(before, rows):
+    k = len(rows) // (int(rows.max()) + 1) if len(rows) > (0 if sure else 3) else 0
+    if not k or len(rows) != len(before) or (torch.equal(before, rows) and not sure):
         return False
     return torch.equal(rows, torch.arange(len(rows) // k, device=rows.device).repeat_interleave(k))
 

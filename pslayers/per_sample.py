@@ -113,9 +113,31 @@ def standing_in(module: Any, standing: Standing) -> Iterator[None]:
         with in_place_of(places(), places):
             yield
         if any(ref() is not None for ref in standing.made):
+            _leave_values(module)
+        if any(ref() is not None for ref in standing.made):
             raise NoRuleError("a parameter of each sample's own was kept from one call to the next")
     finally:
         local.stand_ins = before
+
+
+def _leave_values(module: Any) -> None:
+    """Attributes that a forward sets anew in each call, as hooks do with the weight that they make, hold values alone after it."""
+    for held in (vars(m) for m in module.modules()):
+        for name, value in held.items():
+            if isinstance(value, PerSample):
+                held[name] = value.each.detach()[0].as_subclass(Kept)
+
+
+class Kept(Tensor):
+    """The values that a parameter of each sample's own had in a call that is over: not to be used in a further one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As of any tensor, outside of recorded calls."""
+        if local.batch is not None and torch.is_grad_enabled():
+            raise NoRuleError("what was made of a parameter of each sample's own was kept from one call to the next")
+        with torch_api.without_subclasses():
+            return func(*args, **(kwargs or {}))
 
 
 class PerSample(Tensor):
@@ -123,7 +145,7 @@ class PerSample(Tensor):
 
     each: Tensor
     same: bool  # whether all samples' values are the same, though their gradients are not
-    names: frozenset[str]  # of the parameters that it was made of
+    names: frozenset[str] = frozenset()  # of the parameters that it was made of; not torch's own `names` of dims, up to 2.9
     parts: tuple[Tensor, ...] = ()
 
     @staticmethod

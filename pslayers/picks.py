@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from . import torch_api
@@ -160,7 +161,21 @@ class Picks(TorchFunctionMode):
             self.tag(returned[0] if returned else None, owners)
             for t in returned[1:] if isinstance(module, nn.RNNBase) else ():
                 self.tag_second(t, owners)
+        elif isinstance(module, nn.RNNBase):
+            self._of_packed(args, kwargs, output)
         return output
+
+    def _of_packed(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Tag what a recurrent layer returns for packed sequences: its states are in the order of the batch."""
+        given = next((t for t in tensors_in((args, kwargs)) if isinstance(t, PackedSequence)), None)
+        owners = None if given is None else self.owners(given.data)
+        first = None if given is None or owners is None else owners.first(int(given.batch_sizes[0]), self.size)
+        if given is None or first is None:
+            return
+        packed, *states = tensors_in([output])
+        self.tag(packed.data, owners)
+        for t in states:
+            self.tag_second(t, first if given.unsorted_indices is None else first.at(given.unsorted_indices))
 
     def _by_batch(
         self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[Owners]

@@ -1,6 +1,5 @@
 """Recording: the gradient of a parameter's expansion becomes its `grad_sample`, without a copy, into memory that is reused."""
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -90,7 +89,7 @@ class Recorder:
         """Count an expansion of the parameter."""
         self.uses, self.checked = 1 if self.checked else self.uses + 1, False
         # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own: count the outer one
-        self.outer_pass = outer_pass()
+        self.outer_pass = torch_api.outer_pass()
 
     def holder(self) -> Tensor | None:
         """The tensor whose `grad_sample` is written."""
@@ -110,7 +109,7 @@ class Recorder:
 
     def current_pass(self) -> int:
         """The id of the backward pass that is running."""
-        return self.outer_pass if self.outer_pass != -1 else torch_api.current_pass()
+        return self.outer_pass if self.outer_pass != -1 else torch_api.running_pass()
 
     def buffer(self, rows: Tensor) -> Tensor:
         """Memory for a gradient like `rows`: the last one's again, unless somebody holds it."""
@@ -243,15 +242,13 @@ class Recorder:
             self._stream(rows, pass_id, first, settings.stream)
             return
         if size != settings.rows != -1:
-            raise RuntimeError(
-                f"`{self.name}` was reached by {size} samples in a backward pass that reached other parameters by "
-                f"{settings.rows}: layers were called outside of the model's own forward, each with a batch size of its own. "
-                f"Call the model itself, or put the calls inside `with ps.batch_size(n):`."
-            )
+            raise self._of_two_sizes(settings.rows, size)
+        if settings.rows == -1 and settings.accumulation == "append":
+            settings.line_up(size)
         settings.rows = size
         self._remember(rows)
         if first:
-            self.pass_id, self.offset = pass_id, 0
+            self.pass_id, self.offset = pass_id, 0 if id(param) in settings.recorded else settings.appended
             settings.recorded[id(param)] = weakref.ref(param)
             if self.slot is not None and sharding.in_use():
                 torch_api.after_pass(self.deliver)
@@ -281,48 +278,31 @@ class Recorder:
     def _accumulated(self, param: Tensor, rows: Tensor, first: bool) -> Tensor:
         """These rows with those that are there: of earlier passes, or of this one."""
         now: Tensor | None = getattr(param, "grad_sample", None)
-        adding = self.settings.accumulation == "add"
-        if now is None:
-            return rows
-        if first and not adding:
-            self.offset = len(now)
-            return torch.cat([now, rows])
+        appending = self.settings.accumulation == "append"
+        if now is None:  # no earlier pass has reached the parameter
+            before = self.offset if first and appending else 0
+            return torch.cat([rows.new_zeros(before, *rows.shape[1:]), rows]) if before else rows
+        if first and appending:  # in the place of zeros
+            self.offset = len(now) - len(rows)
+            return torch.cat([now[: self.offset], rows])
         if len(now) - self.offset != len(rows):
-            raise RuntimeError(
-                f"`{self.name}` was reached by batches of {len(now) - self.offset} and of {len(rows)} samples, whose rows "
-                f"cannot be added up: use one batch size in a backward pass, or append them, one pass for each batch, under "
-                f"ps.accumulating(model, 'append')."
-            )
+            raise self._of_two_sizes(len(now) - self.offset, len(rows))
         if self.offset:
             return torch.cat([now[: self.offset], now[self.offset :] + rows])
         return now + rows
+
+    def _of_two_sizes(self, one: int, other: int) -> RuntimeError:
+        return RuntimeError(
+            f"`{self.name}` was reached by {other} samples where rows of {one} are: two calls of the model, of batches of "
+            f"different sizes, or layers that were called outside of the model's own forward. Give each batch a backward pass of "
+            f"its own, and have the rows appended: ps.accumulating(model, 'append'); call the model itself, not its layers, or "
+            f"put the calls inside `with ps.batch_size(n):`."
+        )
 
 
 def _nearly_equal(t: Tensor, other: Tensor) -> bool:
     """Up to the rounding of sums in another order."""
     return not t.numel() or bool((t - other).abs().max() <= 16 * torch.finfo(t.dtype).eps * t.abs().max())
-
-
-class _Outer(threading.local):
-    task = -1
-
-
-_outer = _Outer()
-
-
-def outer_pass() -> int:
-    """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their own in it."""
-    task = torch_api.current_pass()
-    if task == -1:
-        _outer.task = -1  # also after a pass that broke off, and called nobody back
-    elif _outer.task == -1:
-        _outer.task = task
-        torch_api.after_pass(_end_of_outer_pass)
-    return _outer.task
-
-
-def _end_of_outer_pass() -> None:
-    _outer.task = -1
 
 
 def _no_recorder() -> None:

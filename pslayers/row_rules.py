@@ -277,6 +277,27 @@ def _repeat(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) 
     (_of_first if alike else other)(picks, result, name, args, kwargs)
 
 
+def _packed(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Sequences, the longest first, packed: a row for each step of each."""
+    data, counts = result
+    of = (picks.owners if _given(args, kwargs, 2, "batch_first", False) else picks.second.get)(args[0])
+    if of is None or of.ids is None or len(of.ids) != int(counts[0]):
+        other(picks, result, name, args, kwargs)
+        return
+    rows = torch.cat([of.ids[:count] for count in counts.tolist()])
+    picks.tag(data, Owners(rows, len(counts), rows=rows if of.picked else None, by_data=False))
+
+
+def _padded(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Back to a sequence in each row."""
+    of, counts = picks.owners(args[0]), args[1]
+    first = None if of is None else of.first(int(counts[0]), picks.size)
+    if first is None:
+        other(picks, result, name, args, kwargs)
+    else:
+        (picks.tag if _given(args, kwargs, 2, "batch_first", False) else picks.tag_second)(result[0], first)
+
+
 def _moved(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Rows that are moved, left out or repeated, whatever they hold: so are the numbers of their samples."""
     of, x = picks.owners(args[0]), args[0]
@@ -412,6 +433,8 @@ RULES: dict[str, Callable[..., None]] = {
     "einsum": _einsum,
     **dict.fromkeys(("gather", "take_along_dim"), _gather),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    "_pack_padded_sequence": _packed,
+    "_pad_packed_sequence": _padded,
     "where": _where,
     "masked_select": _masked_select,
     "index_select": _index_select,

@@ -9,7 +9,7 @@ from . import torch_api
 from .context import Place, Settings, by_original_layers, in_place_of
 from .expand import Op, will_execute
 from .inventory import Inventory
-from .record import Recorder, outer_pass, recorder_of, take_alone
+from .record import Recorder, recorder_of, take_alone
 
 
 class _Alone(Op):
@@ -58,8 +58,21 @@ class Trained:
             self.places.append((held, name, param, known[id(param)]))
 
     def aliased(self) -> list[Place]:
-        """Aliases of the parameters for a call, in their places."""
-        aliases = _Alone.apply(self.recorders, outer_pass(), self.recorders[0].leaf, *self.params)
+        """Aliases of the parameters for a call, in their places.
+
+        Those with hooks of the user's have a node of their own: no pass calls these that does not reach the parameter.
+        """
+        recorders, params, task = self.recorders, self.params, torch_api.outer_pass()
+        hooked = [i for i, p in enumerate(params) if len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks]
+        if not hooked:
+            aliases = _Alone.apply(recorders, task, recorders[0].leaf, *params)
+        else:
+            aliases = [None] * len(params)
+            together = [i for i in range(len(params)) if i not in hooked]
+            for group in (*([i] for i in hooked), *([together] if together else [])):
+                chosen = [recorders[i] for i in group]
+                for i, alias in zip(group, _Alone.apply(chosen, task, chosen[0].leaf, *(params[i] for i in group)), strict=True):
+                    aliases[i] = alias
         return [(held, name, aliases[at]) for held, name, _, at in self.places]
 
     def holds(self) -> bool:

@@ -96,13 +96,29 @@ def unchanged(model: nn.Module, hooks: bool = True) -> Iterator[None]:
 
 
 @contextmanager
+def gradients_unchanged(model: nn.Module) -> Iterator[None]:
+    """After the block, `.grad` and `grad_sample` are what they were: a backward pass inside of a forward's own may add to them."""
+    params = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
+    before = [(p.grad, getattr(p, "grad_sample", None)) for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, (grad, rows) in zip(params, before, strict=True):
+            p.grad = grad
+            if "grad_sample" in p.__dict__:
+                p.grad_sample = rows  # type: ignore[attr-defined]
+
+
+@contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
     """Around a run that must leave no trace: modules and random generators are as before, and every layer is really called."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     state, fast_path = random.getstate(), torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the layers of torch's Transformers where no gradient is asked for
     try:
-        with torch.random.fork_rng(devices), unchanged(model):
+        with torch.random.fork_rng(devices), unchanged(model), gradients_unchanged(model):
             yield
     finally:
         random.setstate(state)

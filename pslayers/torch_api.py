@@ -5,6 +5,7 @@ torch lacks, or what means something else there, is found out here: an ImportErr
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -79,10 +80,62 @@ def after_pass(callback: Callable[[], None]) -> None:
     _engine.queue_callback(callback)
 
 
+class _Outer(threading.local):
+    task = -1
+
+
+_outer = _Outer()
+
+
+def outer_pass() -> int:
+    """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their own in it."""
+    task = current_pass()
+    if task == -1:
+        _outer.task = -1  # also after a pass that broke off, and called nobody back
+    elif _outer.task == -1:
+        _outer.task = task
+        after_pass(_end_of_outer_pass)
+    return _outer.task
+
+
+def running_pass() -> int:
+    """The same, where one that runs others inside has said so by `outer_pass`; else the one that runs."""
+    task = current_pass()
+    return task if task == -1 or _outer.task == -1 else _outer.task
+
+
+def _end_of_outer_pass() -> None:
+    _outer.task = -1
+
+
 def saved_tensors_packed(by: object) -> bool:
     """Whether somebody, by other hooks than `by`, packs the tensors that are saved for the backward pass."""
     hooks = top_saved_tensors_hooks(False)
     return hooks is not None and hooks[0] is not by
+
+
+_is_several: Callable[[Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor")
+_deeper, _back_up = _find("_C._vmapmode_increment_nesting"), _find("_C._vmapmode_decrement_nesting")
+_one_of, _several = _find("_remove_batch_dim"), _find("_add_batch_dim")
+
+
+def is_several(t: Tensor | None) -> bool:
+    """Whether a tensor is several, for which ``torch.autograd.grad(is_grads_batched=True)`` goes backward at once."""
+    return t is not None and _is_several(t)
+
+
+def one_by_one(fn: Callable[..., Any], tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """`fn` of tensors some of which are several, of one after the other; what it returns is several, too."""
+    depth = _deeper() - 1  # not known in the threads of a GPU's backward passes
+    _back_up()
+    for level in range(max(depth, 1), 0, -1):
+        # (K, ...); of what is not several at this level, none
+        apart = [None if t is None else _one_of(t, level, 0, 0) for t in tensors]
+        if count := max(len(t) for t in apart if t is not None):
+            break
+    chosen = [[t if a is None or not len(a) else a[k] for t, a in zip(tensors, apart, strict=True)] for k in range(count)]
+    found = zip(*(fn(*each) for each in chosen), strict=True)
+    return tuple(None if each[0] is None else _several(torch.stack(each), 0, level) for each in found)
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
@@ -190,6 +243,23 @@ def mark_disabled(function: Any, reason: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
+class _Straight(threading.local):
+    now = False
+
+
+_straight = _Straight()
+
+
+@contextmanager
+def reentrant_checkpoints_straight() -> Iterator[None]:
+    """Inside the block a reentrant checkpoint keeps what it computes, so that torch.autograd.grad may go through it."""
+    before, _straight.now = _straight.now, True
+    try:
+        yield
+    finally:
+        _straight.now = before
+
+
 def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[None]]]) -> None:
     """Have every part of a forward that `torch.utils.checkpoint` computes again run in the context that it ran in at first.
 
@@ -218,8 +288,19 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
 
     @functools.wraps(backward)
     def backward_in_context(ctx: Any, *grads: Tensor | None) -> Any:
-        with ctx._ps_context():
-            return backward(ctx, *grads)
+        outer_pass()  # the one that nests another here
+        try:
+            with ctx._ps_context():
+                return backward(ctx, *grads)
+        except BaseException:
+            _end_of_outer_pass()
+            raise
 
+    apply = reentrant.apply
+
+    def apply_or_not(cls: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args) if _straight.now else apply(function, preserve, *args)
+
+    reentrant.apply = classmethod(apply_or_not)  # type: ignore[assignment, method-assign]
     reentrant.forward = staticmethod(forward_noted)  # type: ignore[method-assign]
     reentrant.backward = staticmethod(backward_in_context)  # type: ignore[method-assign]

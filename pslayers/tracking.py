@@ -199,13 +199,16 @@ def _rerun(
     batch: Batch,
     plain: dict[Key, Tensor],
 ) -> dict[Key, Tensor | None] | None:
-    """Where what is seen differs from `plain` when these samples are changed in these inputs; None where they cannot be."""
+    """Where what is seen differs from `plain` when these samples are changed in these inputs; None where they cannot be.
+
+    Changed integers may be no ids, no lengths, no mask of as many ones: what the model says to that is no error of the user's.
+    """
     changed, comparison = _changed(args, kwargs, places, samples, batch), _Comparison(plain)
     try:
         if changed is not None:
             run_tracked(run, model, *changed, comparison)
         return None if changed is None else comparison.differs
-    except IndexError:  # an id that there is none of
+    except Exception:
         return None
 
 
@@ -227,9 +230,11 @@ def _noisy(model: Any) -> dict[str, Tensor]:
         for name, p in module._parameters.items():
             if p is not None and p.is_floating_point():
                 name = f"{path}.{name}" if path else name
-                p = p.detach()[0] if name in given and len(p) else p.detach()
-                noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(p)
-                noisy[name] = p + noise * (0.1 * p.abs().mean() + 0.01)
+                value = p.detach()[0] if name in given and len(p) else p.detach()
+                some = torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel())).to(value)
+                noisy[name] = value = value + some * (0.1 * value.abs().mean() + 0.01)
+                if isinstance(p, nn.Parameter):  # by which a forward may know them
+                    noisy[name] = nn.Parameter(value, p.requires_grad)
     return noisy
 
 
@@ -316,7 +321,8 @@ def _changed(
                 value = own * (1 + some) + some / 4
             else:
                 nearby = torch.where(own > 0, own - 1, own + 1)  # all samples have the same ids
-                value = next((other for other in others if not torch.equal(other, own)), nearby)
+                turned = own.roll(1, -1)  # as many of each, which a mask may have to have
+                value = next((other for other in (*others, turned) if not torch.equal(other, own)), nearby)
             new.narrow(dim, sample * k, k).copy_(value)
         return new
 

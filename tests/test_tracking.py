@@ -182,7 +182,7 @@ class Rolled(nn.Module):
 
 
 def test_samples_that_end_in_anothers_place_are_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be attributed to samples"):
+    with pytest.raises(ValueError, match="samples depend on rows that are not theirs"):
         ps.convert_model(Rolled().double())(torch.randn(4, 3, 4, dtype=torch.float64))
 
 

@@ -94,9 +94,9 @@ class _Affine(Op):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gy,), (x, weight, *_), w, b, kernel = grads, ctx.saved_tensors, ctx.w, ctx.b, ctx.kernel
+        (gy,), (x, weight, *_), w, b, kernel = grads, (saved := ctx.saved_tensors), ctx.w, ctx.b, ctx.kernel
         if torch.is_grad_enabled():
-            return *composite_backward(_again(w, b, kernel), ctx.saved_tensors, (gy,)), None, None, None
+            return *composite_backward(_again(w, b, kernel), saved, (gy,)), None, None, None
         need_x, need_w, need_w_rows, need_b, need_b_rows, *_ = wanted(ctx, w, b)
         statistics, dtype = ctx.statistics, x.dtype
         g_w = g_w_rows = g_b = g_b_rows = None

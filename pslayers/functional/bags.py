@@ -137,14 +137,14 @@ class _EmbeddingBag(Op):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gy,), (weight, _, factors), bags, chosen, w = grads, ctx.saved_tensors, ctx.bags, ctx.chosen, ctx.w
+        (gy,), (weight, _, factors), bags, chosen, w = grads, (saved := ctx.saved_tensors), ctx.bags, ctx.chosen, ctx.w
         if torch.is_grad_enabled():
 
             def composite(weight: Tensor, rows: Tensor | None, factors: Tensor | None) -> Tensor:
                 table = w.rebind(weight, rows).tensor(1 if rows is None else len(rows))
                 return bags.reduced(table, factors, chosen)
 
-            return *composite_backward(composite, ctx.saved_tensors, (gy,)), None, None
+            return *composite_backward(composite, saved, (gy,)), None, None
         need_weight, need_rows, need_factors, *_ = wanted(ctx, w)
         gy = gy.to(weight.dtype)
         g_weight = g_rows = g_factors = index = None

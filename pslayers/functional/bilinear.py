@@ -61,7 +61,7 @@ class _Bilinear(Op):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gy,), (x1, x2, weight, rows, _, bias_rows), w, b = grads, ctx.saved_tensors, ctx.w, ctx.b
+        (gy,), (x1, x2, weight, rows, _, bias_rows), w, b = grads, (saved := ctx.saved_tensors), ctx.w, ctx.b
         if torch.is_grad_enabled():
 
             def composite(x1: Tensor, x2: Tensor, *handles: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class _Bilinear(Op):
                 weights = w.rebind(*handles[:2]).tensor(size).flatten(2)  # still of stride 0
                 return linear(_products(x1, x2), weights, b.rebind(*handles[2:]) if b is not None else None)
 
-            return *composite_backward(composite, ctx.saved_tensors, (gy,)), None, None
+            return *composite_backward(composite, saved, (gy,)), None, None
         need_x1, need_x2, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx, w, b)
         gy, outs = gy.to(weight.dtype), gy.shape[-1]
         gx1 = gx2 = g_weight = g_rows = g_bias = g_bias_rows = None

@@ -118,7 +118,7 @@ class _GRU:
     def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         (rx, zx, nx), (rh, zh, nh) = gates_x.chunk(3, -1), gates_h.chunk(3, -1)
         n = (nx + (rx + rh).sigmoid() * nh).tanh()
-        return (n + (zx + zh).sigmoid() * (state[0] - n),)
+        return ((state[0] - n) * (zx + zh).sigmoid() + n,)
 
     def gate_grads(self, p: Pass) -> GateGrads:
         """All h being known, so are the gates.

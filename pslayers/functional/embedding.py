@@ -38,8 +38,8 @@ def embedding(ids: Tensor, weight: Tensor | Expansion, padding_idx: int | None =
 
 def _flat(ids: Tensor, size: int, entries: int) -> Tensor:
     """Each sample's ids as ids into the samples' tables laid end to end: (size, t)."""
-    ids = ids.reshape(size, ids.numel() // max(size, 1))
-    return ids + torch.arange(size, device=ids.device, dtype=ids.dtype).unsqueeze(1) * entries
+    ids = ids.reshape(size, ids.numel() // max(size, 1)).long()  # int32 would not hold them
+    return ids + torch.arange(size, device=ids.device).unsqueeze(1) * entries
 
 
 def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:

@@ -127,6 +127,8 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
             weights = weights.mean(1)
         if query.ndim == 2 and batch.size == 1:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        if self.training:  # dropout fills its masks in the order of memory, which is that of torch's own
+            out = out.transpose(0, 1).contiguous().transpose(0, 1)
         return out.movedim(0, self._batch_dim), weights
 
     def _project(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
+from pslayers.trees import tensors_in
 
 
 @dataclass
@@ -97,6 +98,14 @@ class LayerSuite:
         torch.testing.assert_close(ours(*inputs), layer(*inputs))
         with torch.no_grad():
             torch.testing.assert_close(ours(*inputs), layer(*inputs))
+
+    def test_outputs_lie_in_memory_as_torchs(self, case: Case) -> None:
+        """Dropout after a layer fills its masks in the order of memory, and `view` may be called on what it returns."""
+        layer, inputs = self.build(case), self.inputs(case)
+        ours = self.converted(layer)
+        for given in (inputs, tuple(t.mT.contiguous().mT if isinstance(t, Tensor) and t.ndim > 1 else t for t in inputs)):
+            ours_out, out = ([t for t in tensors_in([m(*given)]) if isinstance(t, Tensor)] for m in (ours, layer))
+            assert [t.stride() for t in ours_out] == [t.stride() for t in out]
 
     def test_recording_off_is_the_original(self, case: Case) -> None:
         layer, inputs = self.build(case), self.inputs(case)

@@ -1,0 +1,651 @@
+"""What people do with a model while they train it: each of these was wrong, or an error, before it was a test."""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import pslayers as ps
+from tests.oracle import assert_rows_right, loop, square, squares
+
+
+def right(ours: nn.Module, model: nn.Module, *inputs: Tensor) -> None:
+    """Rows and `.grad` of a mean loss of one more call, against the loop."""
+    ours.zero_grad()
+    assert_rows_right(model, *inputs, converted=ours)
+
+
+def both(model: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
+    model = model.double()
+    return model, ps.convert_model(copy.deepcopy(model), **options)
+
+
+def batch(n: int, *shape: int) -> Tensor:
+    return torch.randn(n, *shape, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------------- shapes of parameters
+class Uses(nn.Module):
+    """A module that uses its own weight as a function says."""
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        self.w, self.use, self.fc = nn.Parameter(torch.randn(*shape)), use, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.w, self.fc(x))
+
+
+LEADING: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "scaled by its length": (lambda w, x: x @ w.T / w.shape[0] ** 0.5, (3, 3), (3,)),
+    "len": (lambda w, x: x @ w.T / len(w), (4, 3), (3,)),
+    "size": (lambda w, x: (x * w[0]).sum(-1, keepdim=True) / w.size(0), (3, 3), (5, 3)),
+    "the first rows": (lambda w, x: w[: x.shape[-2]] + x, (6, 3), (5, 3)),
+    "the first rows, multiplied": (lambda w, x: w[:3] @ x.mT, (6, 3), (5, 3)),
+    "a square of the length": (lambda w, x: w[: x.shape[1], : x.shape[1]] @ x, (8, 8), (5, 3)),
+    "a masked square": (lambda w, x: w[: x.shape[1], : x.shape[1]].tril().softmax(-1) @ x, (8, 8), (5, 3)),
+    "repeated": (lambda w, x: x + w.repeat(x.shape[0], 1, 1), (1, 3), (5, 3)),
+    "expanded": (lambda w, x: torch.cat([w.expand(x.shape[0], -1, -1), x], 1), (1, 2, 3), (5, 3)),
+    "one of several": (lambda w, x: x * w[1] + w[-1], (3, 3), (3,)),
+    "einsum": (lambda w, x: torch.einsum("bti,oi->bto", x, w) * w.shape[0], (2, 3), (5, 3)),
+    "norm": (lambda w, x: x @ (w / w.norm(dim=1, keepdim=True)).T, (3, 3), (3,)),
+}
+
+
+@pytest.mark.parametrize("name", LEADING)
+@pytest.mark.parametrize("sizes", [(3, 5, 2, 4), (5, 3, 8), (1, 6, 3), (2, 3)])
+def test_a_weights_leading_dim_is_its_own(name: str, sizes: tuple[int, ...]) -> None:
+    use, shape, x = LEADING[name]
+    model, ours = both(nn.Sequential(nn.Linear(3, 3), Uses(use, *shape)))
+    for n in sizes:
+        right(ours, model, batch(n, *x))
+
+
+# ----------------------------------------------------------------------------------------------------------- checkpoints
+class Slow(nn.Module):
+    """Run sample by sample, or under vmap, and holds a checkpoint."""
+
+    def __init__(self, reentrant: bool, sample_by_sample: bool) -> None:
+        super().__init__()
+        self.w, self.fc = nn.Parameter(torch.randn(3)), nn.Linear(3, 3)
+        self.reentrant, self.sample_by_sample = reentrant, sample_by_sample
+
+    def inside(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.fc(x) * self.w)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.inside, x, use_reentrant=self.reentrant)
+        if self.sample_by_sample and float(self.w.sum()) > 1e9:
+            y = y + 1
+        return y + torch.fft.fft(self.w).real[: y.shape[-1]]
+
+
+@pytest.mark.parametrize("sample_by_sample", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning", "ignore:None of the inputs have requires_grad")
+def test_a_module_without_a_replacement_that_holds_a_checkpoint(reentrant: bool, sample_by_sample: bool) -> None:
+    model, ours = both(nn.Sequential(nn.Linear(3, 3), Slow(reentrant, sample_by_sample), nn.Linear(3, 2)))
+    for n in (3, 6, 2):
+        x = batch(n, 6, 3)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        expected = loop(copy.deepcopy(model), square, (x,)) if not reentrant else by_backward(model, x)
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad_sample, expected[name], msg=name)
+            torch.testing.assert_close(p.grad, expected[name].mean(0), msg=name)  # type: ignore[union-attr]
+
+
+def by_backward(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The loop by backward passes, for graphs that torch.autograd.grad does not go through."""
+    rows: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for i in range(len(x)):
+        model.zero_grad()
+        square(model(x[i : i + 1]), 0).backward()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            rows[name].append(p.grad.clone())
+    model.zero_grad()
+    return {name: torch.stack(each) for name, each in rows.items()}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(3, 4), nn.Linear(4, 2), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(checkpoint(self.first, x, use_reentrant=self.reentrant)))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_checkpoint_is_computed_again_as_it_was_at_first(first: bool) -> None:
+    model, ours = both(Checkpointed())
+    x = batch(4, 3)
+    if first:
+        right(ours, model, x)
+    ours.zero_grad()
+    with ps.recording(ours, False):
+        loss = squares(ours(x)).mean()
+    loss.backward()
+    expected = torch.autograd.grad(squares(model(x)).mean(), list(model.parameters()))
+    for p, g in zip(ours.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g)
+        assert p.grad_sample is None
+    ours.zero_grad()
+    loss = squares(ours(x)).mean()
+    with ps.recording(ours, False):
+        loss.backward()
+    for (name, p), g in zip(ours.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g)
+        torch.testing.assert_close(p.grad_sample, loop(model, square, (x,))[name])
+
+
+def test_forwards_that_were_dropped_beside_checkpoints() -> None:
+    model, ours = both(Checkpointed())
+    for n in (4, 3):
+        dropped = ours(batch(n, 3))
+        right(ours, model, batch(5, 3))
+    del dropped
+    x, y = batch(4, 3), batch(6, 3)
+    first, second = squares(ours(x)), squares(ours(y))
+    for losses, inputs in ((second, y), (first, x)):
+        ours.zero_grad()
+        losses.mean().backward()
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad_sample, loop(model, square, (inputs,))[name])
+
+
+class Curved(nn.Module):
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.bilinear, self.act, self.last = nn.Bilinear(3, 3, 4), nn.PReLU(4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(lambda z: self.act(self.bilinear(z, z)), x, use_reentrant=False))
+
+
+def test_create_graph_through_a_checkpoint() -> None:
+    model, ours = both(Curved())
+    for n in (4, 3):
+        x = batch(n, 3).requires_grad_()
+        (g,) = torch.autograd.grad(ours(x).sum(), x, create_graph=True)
+        ours.zero_grad()
+        (g.square().sum(1) + ours(x)[:, 0]).mean().backward()
+        for i in range(n):
+            one = x[i : i + 1].detach().requires_grad_()
+            (h,) = torch.autograd.grad(model(one).sum(), one, create_graph=True)
+            expected = torch.autograd.grad((h.square().sum(1) + model(one)[:, 0]).sum(), list(model.parameters()))
+            for p, e in zip(ours.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad_sample[i], e)
+
+
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def inside(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.fc(checkpoint(self.inside, x, lengths, use_reentrant=False))
+
+
+def test_packing_inside_a_checkpoint() -> None:
+    model, ours = both(Packing())
+    for lengths in ([5, 2, 3], [1, 1, 4, 5], [2, 2]):
+        right(ours, model, batch(len(lengths), 5, 3), torch.tensor(lengths))
+
+
+class PackedOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.lstm = nn.Linear(3, 3), nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        return self.lstm(pack_padded_sequence(self.fc(x), lengths, batch_first=True, enforce_sorted=False))[0]
+
+
+def test_a_model_that_returns_a_packed_sequence() -> None:
+    model, ours = both(PackedOut())
+    for lengths in ([5, 2, 3], [1, 1, 4, 5], [2, 2]):
+        x, n = batch(len(lengths), 5, 3), torch.tensor(lengths)
+        ours.zero_grad()
+        padded, _ = pad_packed_sequence(ours(x, n), batch_first=True)
+        squares(padded).mean().backward()
+        for i in range(len(x)):
+            one = pad_packed_sequence(model(x[i : i + 1], n[i : i + 1]), batch_first=True, total_length=padded.shape[1])[0]
+            expected = torch.autograd.grad(square(one, 0), list(model.parameters()))
+            for p, e in zip(ours.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad_sample[i], e)
+
+
+# ------------------------------------------------------------------------------------------------- ways to a first call
+def test_a_first_call_with_weights_that_were_given_proves_nothing_of_later_ones() -> None:
+    for how in ("expand_params", "per_sample_grads"):
+        model, ours = both(nn.Sequential(nn.Linear(3, 3), Uses(lambda w, x: x * w.sum(0), 3, 3), nn.Linear(3, 2)))
+        x = batch(4, 3)
+        if how == "expand_params":
+            torch.func.functional_call(ours, ps.expand_params(ours, 4), (x,)).sum().backward()
+        else:
+            ps.per_sample_grads(ours, lambda output: squares(output), x)
+        right(ours, model, x)
+
+
+INSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "grad": lambda f, x: torch.func.grad(lambda z: f(z).square().sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda z: f(z).square().sum()))(x),
+}
+
+
+class Inside(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.fc, self.last, self.how = nn.Linear(3, 3), nn.Linear(3, 2), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(INSIDE[self.how](lambda z: torch.tanh(self.fc(z)), x))
+
+
+@pytest.mark.parametrize("how", INSIDE)
+@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning")
+def test_transforms_inside_a_forward(how: str) -> None:
+    model, ours = both(Inside(how))
+    for n in (4, 3, 5):
+        right(ours, model, batch(n, 3))
+
+
+# ------------------------------------------------------------------------------------------------------- state and chance
+@pytest.mark.parametrize("n", [5, 4])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_dropout_of_a_transformer_takes_torchs_masks(kind: Any, norm_first: bool, n: int) -> None:
+    model, ours = both(kind(8, 2, 16, dropout=0.3, batch_first=True, norm_first=norm_first))
+    for _ in range(2):
+        x = (batch(n, 5, 8),) * (1 + (kind is nn.TransformerDecoderLayer))
+        torch.manual_seed(1)
+        expected = model(*x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(ours(*x), expected)
+
+
+class Counts(nn.Module):
+    """Counts its calls, and has a weight that only vmap or the loop can give to each sample."""
+
+    calls: Tensor
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.w, self.way = nn.Parameter(torch.randn(3, 3)), way
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.way == "direct":
+            return x @ self.w
+        y = torch.fft.fft(x @ self.w).real
+        return y + (1 if self.way == "loop" and float(y.detach().sum()) > 1e9 else 0)
+
+
+@pytest.mark.parametrize("way", ["direct", "vmap", "loop"])
+@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning")
+def test_what_a_forward_counts(way: str) -> None:
+    model, ours = both(nn.Sequential(nn.Linear(3, 3), Counts(way)))
+    for k, shape in enumerate([(4, 3), (5, 3), (4, 2, 3), (3, 2, 3), (1, 3), (2, 3)]):
+        x = batch(*shape)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert ours[1].calls == k + 1  # type: ignore[index]
+        for name, rows in loop(model, square, (x,)).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*deprecated")
+@pytest.mark.parametrize("norm", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm])
+def test_vectors_of_spectral_norm_are_the_plain_models(norm: Any) -> None:
+    model, ours = both(nn.Sequential(norm(nn.Linear(3, 4)), nn.Tanh(), norm(nn.Linear(4, 2))))
+    for n in (4, 3, 4):
+        x = batch(n, 3)
+        squares(ours(x)).mean().backward()
+        squares(model(x)).mean().backward()
+        for (name, ours_state), state in zip(ours.state_dict().items(), model.state_dict().values(), strict=True):
+            torch.testing.assert_close(ours_state, state, msg=name)
+        for p, q in zip(ours.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+            torch.testing.assert_close(p.grad_sample.mean(0), q.grad)
+        ours.zero_grad()
+        model.zero_grad()
+
+
+class MaskedBags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.fc = nn.EmbeddingBag(9, 4, mode="sum"), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        offsets = mask.sum(1).cumsum(0) - mask.sum(1)
+        return self.fc(torch.tanh(self.bag(ids[mask], offsets)))
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_bags_whose_offsets_come_from_a_mask(first: int) -> None:
+    masks = [
+        torch.ones(4, 4, dtype=torch.bool),
+        torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool),
+        torch.eye(4, dtype=torch.bool),
+        torch.tensor([[1, 1, 0, 0]] * 3, dtype=torch.bool),
+    ]
+    model, ours = both(MaskedBags())
+    for mask in (masks[first], *masks):
+        ids = torch.randint(9, mask.shape)
+        right_or_refused(ours, model, ids, mask)
+
+
+def right_or_refused(ours: nn.Module, model: nn.Module, *inputs: Tensor) -> None:
+    ours.zero_grad()
+    try:
+        losses = squares(ours(*inputs))
+    except (ValueError, RuntimeError) as error:
+        assert "`" in str(error)
+        return
+    losses.mean().backward()
+    for name, rows in loop(model, square, inputs).items():
+        torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, more: bool = False) -> Tensor:
+        y = torch.tanh(self.first(x))
+        return self.last(y + self.extra(y) if more else y)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True), (False, True, False), (False, False)])
+def test_rows_that_are_appended_line_up(order: tuple[bool, ...]) -> None:
+    model, ours = both(Sometimes())
+    expected: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    sizes = (3, 2, 4)
+    with ps.accumulating(ours, "append"):
+        for n, more in zip(sizes, order, strict=False):
+            x = batch(n, 3)
+            squares(ours(x, more)).mean().backward()
+            for i in range(n):
+                grads = torch.autograd.grad(square(model(x[i : i + 1], more), 0), list(model.parameters()), allow_unused=True)
+                for (name, p), g in zip(model.named_parameters(), grads, strict=True):
+                    expected[name].append(torch.zeros_like(p) if g is None else g)
+        for name, p in ours.named_parameters():
+            if name.startswith("extra") and not any(order):
+                assert p.grad_sample is None
+            else:
+                torch.testing.assert_close(p.grad_sample, torch.stack(expected[name]), msg=name)
+
+
+# ------------------------------------------------------------------------------------------------ what is put in later
+def test_a_layer_put_into_a_converted_model_has_rows() -> None:
+    model, ours = both(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)))
+    right(ours, model, batch(4, 3))
+    new = nn.Linear(4, 2).double()
+    model[2], ours[2] = new, copy.deepcopy(new)
+    right(ours, model, batch(4, 3))
+    right(ours, model, batch(5, 3))
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.w = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.w
+
+
+def test_a_gradient_without_rows_is_an_error_by_name() -> None:
+    model, ours = both(Beside())
+    right(ours, model, batch(4, 3))
+    with pytest.raises(RuntimeError, match="`w` received a gradient that did not come through its layer"):
+        (ours(batch(4, 3)).sum(1).mean() + ours.w.square().sum()).backward()
+    ours.zero_grad()
+    right(ours, model, batch(4, 3))
+
+
+# ---------------------------------------------------------------------------------------------------------- batch sizes
+class Sized(nn.Module):
+    """Takes something of another length before the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, other: Tensor, x: Tensor) -> Tensor:
+        return self.fc(x) * other.double().mean()
+
+
+@pytest.mark.parametrize("other", [torch.tensor([224, 224]), torch.ones(1), torch.ones(7), torch.tensor(2.0)])
+def test_the_batch_size_is_the_outputs(other: Tensor) -> None:
+    model, ours = both(Sized())
+    for n in (4, 3, 2, 1, 5):
+        x = batch(n, 3)
+        ours.zero_grad()
+        squares(ours(other, x)).mean().backward()
+        for i in range(n):
+            grads = torch.autograd.grad(square(model(other, x[i : i + 1]), 0), list(model.parameters()))
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                assert len(p.grad_sample) == n
+                torch.testing.assert_close(p.grad_sample[i], g)
+
+
+@pytest.mark.parametrize("given", [3.0, [1.0, 2.0, 3.0], torch.tensor(2.0)])
+def test_inputs_without_a_batch_are_refused_by_name(given: Any) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, value: Any) -> Tensor:
+            return self.fc(torch.as_tensor(value).expand(2, 3))
+
+    with pytest.raises(ValueError, match=r"`Takes`.*expected a tensor whose dim 0 holds the samples"):
+        ps.convert_model(Takes())(given)
+
+
+def test_interior_and_boundary_batches_of_different_sizes() -> None:
+    model, ours = both(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
+    inner, edge = batch(6, 2), batch(3, 2)
+    with pytest.raises((ValueError, RuntimeError), match=r"batches of 6 and 3|6 .*3|3 .*6") as error:
+        (squares(ours(inner)).mean() + squares(ours(edge)).mean()).backward()
+    assert "accumulating" in str(error.value) or "backward" in str(error.value)
+    ours.zero_grad()
+    right(ours, model, inner)
+
+
+# ------------------------------------------------------------------------------------------- hooks, threads, broken passes
+def test_a_users_hook_is_called_as_in_plain_training() -> None:
+    for n in (3, 1):
+        counts = []
+        for convert in (False, True):
+            model = Sometimes().double()
+            model = ps.convert_model(model) if convert else model
+            calls: list[Any] = []
+            for p in model.parameters():
+                p.register_hook(lambda g, calls=calls: calls.append(g.shape))
+                p.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(("grad", p.grad.shape)))
+            model.last.register_full_backward_hook(lambda m, gi, go, calls=calls: calls.append(tuple(g.shape for g in (*gi, *go))))
+            model.first.register_forward_hook(lambda m, i, o, calls=calls: calls.append("forward"))
+            for more in (False, True, False):
+                squares(model(batch(n, 3), more)).mean().backward()
+            counts.append(sorted(map(str, calls)))
+        assert counts[0] == counts[1]
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.fail = nn.Linear(3, 3), nn.Linear(3, 2), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.fail:
+            raise KeyboardInterrupt
+        return self.last(y)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_the_pass_after_one_that_broke_off(reentrant: bool | None, n: int) -> None:
+    model, ours = both(Fails() if reentrant is None else Checkpointed(reentrant))
+    x = batch(n, 3)
+    y = ours(batch(4, 3).requires_grad_())
+    y.register_hook(lambda g: (_ for _ in ()).throw(KeyError("stop")))
+    with pytest.raises(KeyError):
+        squares(y).mean().backward()
+    ours.zero_grad()
+    if reentrant:
+        squares(ours(x.requires_grad_())).mean().backward()
+        expected = by_backward(model, x.detach().requires_grad_())
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad_sample, expected[name])
+        return
+    right(ours, model, x)
+    if reentrant is None:
+        ours.fail = True  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            ours(batch(3, 3))
+        ours.fail = False  # type: ignore[assignment]
+        dropped = ours(batch(3, 3))
+        right(ours, model, x)
+        del dropped
+
+
+def test_training_beside_inference_in_threads() -> None:
+    model, ours = both(nn.Sequential(nn.Linear(3, 3), Uses(lambda w, x: x @ w, 3, 3), nn.Linear(3, 2)))
+    x, stop, errors = batch(6, 3), threading.Event(), []
+    with torch.no_grad():
+        expected = model(x)
+
+    def infer() -> None:
+        try:
+            while not stop.is_set():
+                with torch.no_grad():
+                    torch.testing.assert_close(ours(x), expected)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=infer) for _ in range(2)]
+    for t in threads:
+        t.start()
+    try:
+        for _ in range(30):
+            right(ours, model, x)
+    finally:
+        stop.set()
+        for t in threads:
+            t.join()
+    assert not errors
+
+
+def test_per_sample_grads_in_two_threads() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x, errors = batch(5, 3), []
+    expected = loop(model, square, (x,))
+
+    def run() -> None:
+        try:
+            for _ in range(10):
+                rows = ps.per_sample_grads(model, squares, x)
+                for name, r in rows.items():
+                    torch.testing.assert_close(r, expected[name])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not errors
+
+
+# ------------------------------------------------------------------------------------------------------- kinds of inputs
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bag, self.fc = nn.Embedding(9, 4, padding_idx=0), nn.EmbeddingBag(9, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.fc(torch.tanh(self.table(ids).mean(1) + self.bag(ids)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_either_kind(dtype: torch.dtype) -> None:
+    model, ours = both(Words())
+    for n in (4, 4, 3, 1, 4):
+        right(ours, model, torch.randint(9, (n, 5)).to(dtype))
+
+
+class Lengths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x * self.scale, lengths, batch_first=True, enforce_sorted=False)  # lengths of at least 1
+        return self.fc(self.lstm(packed)[1][0][-1])
+
+
+def test_lengths_stay_lengths_in_runs_on_trial() -> None:
+    model, ours = both(Lengths())
+    for lengths in ([1, 1, 2], [5, 1, 3, 2], [1, 1]):
+        right(ours, model, batch(len(lengths), 5, 3), torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_an_empty_batch(train: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model, ours = both(nn.Sequential(nn.Linear(3, 8), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(8, 2)))
+    ours.train(train)
+    for n in (0, 3, 0, 1):
+        x = batch(n, 5, 3)
+        ours.zero_grad()
+        ours(x).sum().backward()
+        for p in ours.parameters():
+            assert p.grad_sample.shape == (n, *p.shape)
+            assert p.grad is not None
+
+
+@pytest.mark.parametrize("name", ["linear", "conv", "embedding", "lstm", "norm", "attention"])
+def test_several_gradients_at_once_through_the_functional_form(name: str) -> None:
+    model, x = {
+        "linear": (nn.Linear(3, 2), batch(4, 3)),
+        "conv": (nn.Conv1d(3, 2, 3), batch(4, 3, 6)),
+        "embedding": (nn.Embedding(5, 2), torch.randint(5, (4, 3))),
+        "lstm": (nn.LSTM(3, 2, batch_first=True), batch(4, 5, 3)),
+        "norm": (nn.LayerNorm(3), batch(4, 3)),
+        "attention": (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), batch(4, 3, 4)),
+    }[name]
+    model, ours = both(model)
+    first: Any = (lambda out: out[0]) if name == "lstm" else (lambda out: out)
+    weights = ps.expand_params(ours, 4)
+    y = first(torch.func.functional_call(ours, weights, (x,)))
+    directions = torch.randn(3, *y.shape, dtype=torch.float64)
+    found = torch.autograd.grad(y, list(weights.values()), directions, is_grads_batched=True)
+    for k in range(3):
+        for i in range(4):
+            out = first(model(x[i : i + 1]))
+            expected = torch.autograd.grad(out, list(model.parameters()), directions[k, i : i + 1])
+            for f, e in zip(found, expected, strict=True):
+                torch.testing.assert_close(f[k, i], e)
