@@ -108,6 +108,14 @@ def _end_of_outer_pass() -> None:
     _outer.task = -1
 
 
+def lives(node: torch.autograd.graph.Node) -> bool:
+    """Whether a node is still part of a graph: up to 2.8, the Python object of an autograd.Function's may have outlived it."""
+    try:
+        return node.next_functions is not None
+    except RuntimeError:
+        return False
+
+
 def saved_tensors_packed(by: object) -> bool:
     """Whether somebody, by other hooks than `by`, packs the tensors that are saved for the backward pass."""
     hooks = top_saved_tensors_hooks(False)
