@@ -221,8 +221,13 @@ def _view(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) ->
 
 
 def _rowwise(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays whose it is."""
+    """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays whose it is.
+
+    So it does beside numbers of which it is not known whose they are (the places of experts): no gradient goes to integers.
+    """
     found, lost = _followed(picks, args, kwargs)
+    if any(o.ids is not None and s.is_floating_point() for o, s in found):
+        found = [(o, s) for o, s in found if o.ids is not None or s.is_floating_point()]
     for t in tensors_in([result]) if found else ():
         known = [o for o, s in found if o.ids is not None and isinstance(t, Tensor) and s.ndim == t.ndim and len(s) == len(t)]
         unsure = [o for o, s in found if (o.ids is None and o.picked) or (o.ids is not None and o not in known)]
