@@ -381,10 +381,10 @@ def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grad
 
 
 def _bags_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
-    (ids, bag), (count,) = x, how
+    ids, samples = x
     assert e.rows is not None
     size, entries, width = e.rows.shape
-    gy, index = gy.to(e.weight.dtype), bag // max(count // max(size, 1), 1) * entries + ids
+    gy, index = gy.to(e.weight.dtype), samples * entries + ids
     rows = e.zeros()
     rows.view(size * entries, width).index_add_(0, index, gy * e.scale.rows)
     return e.send(e.weight.new_zeros(entries, width).index_add_(0, ids, gy), rows)
@@ -429,7 +429,9 @@ def _bag(layer: Any, ids: Tensor, offsets: Tensor | None = None, factors: Tensor
         count, places = starts.shape[0], torch.arange(ids.shape[0], device=ids.device)
         bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
     ids = ids.reshape(-1).to(bag.dtype)
-    found = _tap(layer, "bags", F.embedding(ids, layer.weight.detach()), torch.stack([ids, bag]), [count])  # (M, D)
+    size = local.batch.size  # type: ignore[union-attr]
+    samples = bag // max(count // size, 1) if size else bag  # no size in `how`: up to 2.11, torch.compile mistakes one for another
+    found = _tap(layer, "bags", F.embedding(ids, layer.weight.detach()), torch.stack([ids, samples]), [])  # (M, D)
     keep = torch.ones_like(ids, dtype=torch.bool) if layer.padding_idx is None else ids != layer.padding_idx
     sizes = torch.zeros_like(ids[:1]).expand(count).index_add(0, bag, keep.to(ids.dtype)).unsqueeze(1)  # (N, 1)
     if layer.mode == "max":
