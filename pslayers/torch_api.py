@@ -80,6 +80,22 @@ def after_pass(callback: Callable[[], None]) -> None:
     _engine.queue_callback(callback)
 
 
+# ------------------------------------------------------------------------------------------------------------- tracing
+is_tracing: Callable[[], Any] = _find("_C._get_tracing_state")  # by torch.jit.trace; None if it is not
+is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # by torch.export
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """Inside the block code runs as it does outside of torch.compile, which may be tracing around it."""
+    before = getattr(torch.compiler, "_is_compiling_flag", False)
+    torch.compiler._is_compiling_flag = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]
+
+
 class _Outer(threading.local):
     task = -1
 
@@ -243,6 +259,11 @@ def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: 
 def mark_constant(function: Any) -> None:
     """As ``torch.compiler.assume_constant_result``: called while torch.compile traces, its result a constant."""
     function._dynamo_marked_constant = True
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile has made it of another module (by name: its class takes long to import)."""
+    return type(module).__module__.startswith("torch._dynamo")
 
 
 def mark_disabled(function: Any, reason: str) -> None:
