@@ -17,7 +17,7 @@ from .inventory import Inventory
 from .picks import picking, without_picks
 from .proof import Unprovable, Watched, disagreement, judged, past_expansions, quiet_hooks, rows_agree
 from .record import recorder_of
-from .single import run_alone, run_plain
+from .single import run_alone, run_empty, run_plain
 from .snapshot import Snapshot, gradients_unchanged
 from .tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
 from .trees import own_parameters, tensors_in
@@ -158,6 +158,12 @@ class Converted(_Mixin):
         trackable, apart = trackable and size > 1, sharding.apart(self)
         if size == 1 and recorded and not apart and not transforming() and not (inventory := self._ps_inventory()).given():
             return run_alone(self, inventory, args, kwargs)
+        if (
+            size == 0
+            and recorded
+            and not (self._ps_layer or apart or transforming() or (inventory := self._ps_inventory()).given())
+        ):
+            return run_empty(self, inventory, args, kwargs)
         kind = (self.training, tuple((ndim, n == size) for ndim, n in sizes)) if trackable else None
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:
