@@ -122,7 +122,8 @@ def run_empty(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: d
         if id(param) not in aliases:
             aliases[id(param)] = alias = param.view_as(param)
             recorder, node = recorder_of(param, inventory.prefix + path, settings, module()), alias.grad_fn.next_functions[0][0]
-            alias.register_hook(functools.partial(_no_rows, recorder, node))
+            with torch_api.without_torch_function():
+                alias.register_hook(functools.partial(_no_rows, recorder, node))
         places.append((held, name, aliases[id(param)]))
     with in_place_of(places):
         return run_plain(model, args, kwargs)

@@ -485,9 +485,47 @@ def test_a_users_hook_is_called_as_in_plain_training() -> None:
             model.last.register_full_backward_hook(lambda m, gi, go, calls=calls: calls.append(tuple(g.shape for g in (*gi, *go))))
             model.first.register_forward_hook(lambda m, i, o, calls=calls: calls.append("forward"))
             for more in (False, True, False):
-                squares(model(batch(n, 3), more)).mean().backward()
+                output = model(batch(n, 3), more)
+                squares(output).mean().backward()
             counts.append(sorted(map(str, calls)))
         assert counts[0] == counts[1]
+
+
+class Watched(nn.Module):
+    """Is looked at by hooks of every kind, and has a part that has to be proved by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.w, self.out = nn.Linear(4, 4), nn.Parameter(torch.randn(9, 4)), nn.Linear(4, 2)
+        self.seen: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x) + self.w[: x.shape[1]]
+        if h.requires_grad:
+            h.register_hook(lambda g: self.seen.append("tensor"))
+        return self.out(h)
+
+
+@pytest.mark.parametrize("n", [3, 5, 1])
+def test_hooks_see_real_passes_alone(n: int) -> None:
+    model, ours = both(Watched())
+    for m in (model, ours):
+        m.out.register_full_backward_hook(lambda *_, m=m: m.seen.append("out"))
+        m.fc.register_full_backward_pre_hook(lambda *_, m=m: m.seen.append("fc"))
+        for _ in range(2):
+            squares(m(batch(n, 5, 4).requires_grad_())).mean().backward()
+    assert ours.seen == model.seen
+
+
+def test_an_error_of_a_users_hook_is_his() -> None:
+    _, ours = both(Watched())
+
+    def fail(*_: Any) -> None:
+        raise KeyError("mine")
+
+    ours.out.register_full_backward_hook(fail)
+    with pytest.raises(KeyError, match="mine"):
+        squares(ours(batch(3, 5, 4))).mean().backward()
 
 
 class Fails(nn.Module):
