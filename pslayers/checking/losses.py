@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .trees import tensors_in
+from ..trees import tensors_in
 
 SKETCH = 4096
 
@@ -65,8 +65,12 @@ class RealCall:
         try:
             return self._tensor(self.loss_fn(output) if targets is None else self.loss_fn(output, targets))
         except RuntimeError as error:
-            error.add_note("check_model calls loss_fn with outputs and targets of its `dtype`; None leaves them as they are.")
-            raise
+            if not any(word in str(error) for word in ("scalar type", "dtype")):
+                raise
+            raise ValueError(
+                f"loss_fn cannot be called in the dtype of the check ({error}): let it take what it holds along, as in "
+                f"`weight.to(output)`, or call check_model(..., dtype=None)."
+            ) from error
 
     def _tensor(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor):
@@ -184,34 +188,30 @@ def combination(batch: Tensor, samples: Tensor) -> Tensor | None:
     return factors if told and bool(rest <= 1e-4 * batch.abs().max()) else None
 
 
-def made_of(loss: float, losses: Tensor, factors: Tensor | None, reduction: str) -> str:
+def made_of(batch: float, losses: Tensor, factors: Tensor | None, reduction: str) -> str:
     """How the loss of a batch is made of its samples' losses, in words, and the way out."""
-    size = len(losses)
-    text = f"{loss:.4g}, and the {reduction} of its samples' losses alone is {getattr(losses, reduction)().item():.4g}: "
+    text = f"{batch:.4g}, and the {reduction} of its samples' losses alone is {getattr(losses, reduction)().item():.4g}: it is "
     if factors is None:
-        return text + "it is no weighted sum of them"
+        return text + "no weighted sum of them"
     low, high, total = factors.min().item(), factors.max().item(), factors.sum().item()
-    if high - low <= 1e-3 * abs(high):
-        if abs(high - 1) < 1e-3:
-            return text + (
-                "it is their sum. Convert the model for a sum, ps.convert_model(model, loss_reduction='sum'), or take the mean "
-                "over the samples"
-            )
-        if abs(total - 1) < 1e-3:
-            return text + (
-                "it is their mean. Convert the model for a mean, ps.convert_model(model, loss_reduction='mean'), or take the sum "
-                "over the samples"
-            )
-        times = total if reduction == "mean" else high
+    if high - low <= 1e-3 * abs(high) and abs(high - 1) < 1e-3:
         return text + (
-            f"it is {times:.4g} times that, a factor that changes with the batch, and rows are off by it. Take "
+            "their sum. Convert the model for a sum, ps.convert_model(model, loss_reduction='sum'), or take the mean over samples"
+        )
+    if high - low <= 1e-3 * abs(high) and abs(total - 1) < 1e-3:
+        return text + (
+            "their mean. Convert the model for a mean, ps.convert_model(model, loss_reduction='mean'), or take the sum over samples"
+        )
+    plain = 1 / len(losses) if reduction == "mean" else 1
+    if high - low <= 1e-3 * abs(high):
+        return text + (
+            f"{high / plain:.4g} times that, a factor that changes with the batch, and rows are off by it. Take "
             f"losses.{reduction}() of the samples' losses"
         )
     kind = "a weighted mean" if abs(total - 1) < 1e-3 and low > -1e-3 else "a weighted sum"
-    plain = 1 / size if reduction == "mean" else 1
     return text + (
-        f"it is {kind} of them, in which samples count differently: with factors from {low:.3g} to {high:.3g} instead of "
-        f"{plain:.3g} (a mean over all tokens, of which samples have different numbers, or over class weights). Reduce the losses of each "
-        f"sample to one first, and take their {reduction}; or take the sum over everything, reduction='sum', with "
+        f"{kind} of them in which samples count differently, with factors from {low:.3g} to {high:.3g} instead of {plain:.3g} (a "
+        f"mean over all tokens, of which samples have different numbers, or over class weights). Reduce the losses of each sample "
+        f"to one first, and take their {reduction}; or take the sum over everything, reduction='sum', with "
         f"ps.convert_model(model, loss_reduction='sum')"
     )
