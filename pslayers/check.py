@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from .checking.comparison import Comparison
 from .checking.losses import RealCall
-from .checking.samples import each_leaf
+from .checking.samples import each_leaf, fresh
 from .checking.trials import Trials
 from .context import local
 from .convert import convert_model
@@ -130,17 +129,8 @@ def check_model(
     if dtype is not None:
         for copied in (plain, twin, call):
             copied.to(dtype)
-    value = each_leaf(lambda leaf: _copied(leaf, dtype), ((inputs, keywords), targets))
+    value = each_leaf(lambda leaf: fresh(leaf, dtype), ((inputs, keywords), targets))
     trials = Trials(plain, twin, call, value, seed, tolerance)
     comparison = Comparison(trials)
     comparison.run()
     return Check(trials.size, list(trials.params), comparison.problems, comparison.notes)
-
-
-def _copied(leaf: Any, dtype: torch.dtype | None) -> Any:
-    """A tensor of the user's without its graph, so that nothing is back-propagated to it, in another floating dtype."""
-    if isinstance(leaf, PackedSequence):
-        return leaf._replace(data=_copied(leaf.data, dtype))
-    copied = leaf.detach().clone()
-    copied = copied.to(dtype) if dtype is not None and leaf.is_floating_point() else copied
-    return copied.requires_grad_(leaf.requires_grad)

@@ -53,7 +53,7 @@ class Comparison:
             for name, r in alone.rows.items():
                 if r is None or not r[0].numel():
                     continue
-                sizes = r.flatten(1).abs().amax(1)
+                sizes = r.reshape(len(r), -1).abs().amax(1)
                 own, sizes[i] = sizes[i].item(), 0
                 other = int(sizes.argmax())
                 if sizes[other].item() > t.tolerance * own:

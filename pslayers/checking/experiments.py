@@ -133,9 +133,10 @@ class Experiments:
             return f"{text}{held} One sample alone was not given its own."
         where = self.where(batch, 0)
         if factors is None:
-            where = where[0].upper() + where[1:]
-            text += f" {where}. A loss like that (contrastive, or with a statistic of the batch) is no sum of samples' own losses."
-        elif where.startswith("samples interact in the model,"):
+            text += f" {where[0].upper()}{where[1:]}."
+            if "in the loss" in where:
+                text += " Such a loss (contrastive, or with a statistic of the batch) is no sum of samples' own losses."
+        elif "in the model," in where:
             text += f" And {where}."
         return text
 

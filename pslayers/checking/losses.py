@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..trees import tensors_in
+from .samples import each_leaf, fresh
 
 SKETCH = 4096
 
@@ -48,7 +49,7 @@ class RealCall:
 
     def __call__(self, model: nn.Module, value: Any, with_loss: bool = True) -> tuple[list[Any], Tensor | None]:
         """What the model returns in the call, and the loss, if there is one and it is asked for."""
-        (args, kwargs), targets = value
+        (args, kwargs), targets = each_leaf(fresh, value)
         outputs: list[Any] = []
         if self.closure is None:
             outputs.append(model(*args, **kwargs))

@@ -27,6 +27,15 @@ def each_leaf(fn: Callable[[Any], Any], value: Any) -> Any:
     return map_tensors(fn, value)
 
 
+def fresh(leaf: Any, dtype: torch.dtype | None = None) -> Any:
+    """A tensor's values, to be changed in place and back-propagated to at will; of another floating dtype, perhaps."""
+    if isinstance(leaf, PackedSequence):
+        return leaf._replace(data=fresh(leaf.data, dtype))
+    copied = leaf.detach().clone()
+    copied = copied.to(dtype) if dtype is not None and leaf.is_floating_point() else copied
+    return copied.requires_grad_(leaf.requires_grad)
+
+
 def _leaves(value: Any) -> list[Any]:
     found: list[Any] = []
 
@@ -92,7 +101,7 @@ class _Shared:
     tensor: Any
 
     def take(self, chosen: Sequence[int]) -> Any:
-        return self.tensor.detach().clone().requires_grad_(self.tensor.requires_grad)
+        return self.tensor
 
 
 @dataclass

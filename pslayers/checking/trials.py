@@ -199,7 +199,8 @@ class Trials:
     def held(self) -> str:
         """A hint at targets that are not given as such."""
         names = ", ".join(f"`{name}`" for name in self.call.holds(self.size))
-        return f" {self.call.name} holds {names} with a row for each sample: give them as `targets`." if names else ""
+        where = "as `targets`" if self.call.closure is None else "to check_model as inputs, which the closure takes"
+        return f" {self.call.name} holds {names} with a row for each sample: give them {where}." if names else ""
 
     # -------------------------------------------------------------------------------------------------------------- randomness
     def random(self) -> bool:
