@@ -140,6 +140,15 @@ def test_samples_by_themselves_are_right(name: str, loss: str) -> None:
     assert answer and not answer.notes, str(answer)
 
 
+def test_outputs_as_long_as_the_longest_sample_are_compared_as_far_as_they_go_alone() -> None:
+    """Behind a sample's own length there is padding, which it does not have alone."""
+    model = Net(lambda h, x, n: h[:, : int(n.max())].tanh())
+    answer = ps.check_model(model, sequences(), SEVERAL)
+    assert answer and not answer.notes, str(answer)
+    centred = Net(lambda h, x, n: h[:, : int(n.max())].tanh() - h[:, : int(n.max())].detach().mean(1, keepdim=True))
+    assert not ps.check_model(centred, sequences(), SEVERAL)
+
+
 def test_the_experiment_is_named() -> None:
     how, inputs = LEAKS["size of the batch"]
     (first, second) = ps.check_model(Net(how), *inputs(), **LOSSES["losses"]).problems

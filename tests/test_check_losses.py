@@ -167,9 +167,15 @@ WRONG: dict[str, tuple[Callable[[], ps.Check], tuple[str, ...]]] = {
     ),
     "contrastive": (
         lambda: ps.check_model(classifier(), X, loss_fn=contrastive),
-        (
-            "it is no weighted sum of them. Samples interact in the loss (the model's outputs are the same). Such a loss (contrastive",
-        ),
+        ("it is no weighted sum of them. Samples interact in the loss (the model's outputs are the same)", ". Such a loss ("),
+    ),
+    "contrastive, of two parameters": (
+        lambda: ps.check_model(nn.Linear(1, 1), X[:, :1], loss_fn=lambda out: out.sigmoid().mean() * out.mean().exp()),
+        ("it is something else, and there are too few parameters to tell",),
+    ),
+    "a penalty on what samples have in common": (
+        lambda: ps.check_model(nn.Linear(1, 1), X[:, :1], loss_fn=lambda out: out.square().mean() + 2 * out.mean().square()),
+        ("it is no weighted sum of them. Samples interact in the loss",),
     ),
     "losses that interact": (
         lambda: ps.check_model(classifier(), X, loss_fn=lambda out: (out - out.detach().mean(0)).square().sum(1)),
@@ -326,6 +332,17 @@ class ReadsLengths(nn.Module):
         return self.out(self.lstm(packed)[1][0][-1])
 
 
+class ReadsStates(nn.Module):
+    """Its states hold the batch in dim 1, its inputs in dim 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(4, 5, 2, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        return self.out(self.lstm(x, (h, c))[0])
+
+
 class Places(nn.Module):
     """Tokens, and positions that all samples share."""
 
@@ -372,6 +389,9 @@ CALLS: dict[str, Callable[[], ps.Check]] = {
         *(torch.randn(6, 5, 4), torch.randn(2, 5, 5), torch.randn(2, 5, 5)),
         loss_fn=lambda out, y: F.cross_entropy(out.mean(0), y),
         targets=LABELS,
+    ),
+    "states beside a batch": lambda: ps.check_model(
+        ReadsStates(), torch.randn(5, 6, 4), torch.randn(2, 5, 5), torch.randn(2, 5, 5)
     ),
     "shared positions": lambda: ps.check_model(Places(), IDS, places=torch.arange(6)),
     "shared positions with a batch dim": lambda: ps.check_model(Places(), IDS[:, :4], places=torch.arange(4)[None]),
@@ -435,6 +455,12 @@ def test_lengths_that_pack() -> None:
     x, lengths = torch.randn(5, 6, 4), torch.tensor([3, 6, 4, 2, 5])
     answer = ps.check_model(ReadsLengths(), x, lengths, loss_fn=F.cross_entropy, targets=LABELS)
     assert answer and not answer.notes, str(answer)
+
+
+def test_positions_as_many_as_samples_are_shared() -> None:
+    """Nobody could tell by their shape; whatever the library makes of them, samples do not interact."""
+    answer = ps.check_model(Places(), IDS[:, :4], places=torch.arange(4))
+    assert "samples interact in the" not in str(answer)
 
 
 def test_batch_sizes_that_are_said() -> None:

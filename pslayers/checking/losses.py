@@ -180,13 +180,19 @@ def sketch(grad: Tensor) -> Tensor:
 
 
 def combination(batch: Tensor, samples: Tensor) -> Tensor | None:
-    """The factors (B,) with which the samples' columns of `samples` (V, B) add up to `batch` (V,); None if none do."""
+    """The factors (B,), none negative, with which columns of `samples` (V, B) add up to `batch` (V,); None if none do.
+
+    Where there are too few values to tell, NaN.
+    """
     if not (bool(batch.isfinite().all()) and bool(samples.isfinite().all())):
         return None
-    factors: Tensor = torch.linalg.lstsq(samples.cpu(), batch.cpu()[:, None], driver="gelsd").solution[:, 0]
-    rest = (samples.cpu() @ factors - batch.cpu()).abs().max()
-    told = int(torch.linalg.matrix_rank(samples.cpu())) < len(batch)  # else anything can be added up to
-    return factors if told and bool(rest <= 1e-4 * batch.abs().max()) else None
+    batch, samples = batch.cpu(), samples.cpu()
+    if int(torch.linalg.matrix_rank(samples)) == len(batch):  # anything can be added up to
+        return torch.full((samples.shape[1],), torch.nan, dtype=samples.dtype)
+    factors: Tensor = torch.linalg.lstsq(samples, batch[:, None], driver="gelsd").solution[:, 0]
+    rest = (samples @ factors - batch).abs().max()
+    positive = bool(factors.min() >= -1e-3 * factors.abs().max())
+    return factors if positive and bool(rest <= 1e-4 * batch.abs().max()) else None
 
 
 def made_of(batch: float, losses: Tensor, factors: Tensor | None, reduction: str) -> str:
@@ -194,6 +200,8 @@ def made_of(batch: float, losses: Tensor, factors: Tensor | None, reduction: str
     text = f"{batch:.4g}, and the {reduction} of its samples' losses alone is {getattr(losses, reduction)().item():.4g}: it is "
     if factors is None:
         return text + "no weighted sum of them"
+    if factors.isnan().any():
+        return text + "something else, and there are too few parameters to tell whether samples count differently or interact"
     low, high, total = factors.min().item(), factors.max().item(), factors.sum().item()
     if high - low <= 1e-3 * abs(high) and abs(high - 1) < 1e-3:
         return text + (
@@ -209,7 +217,7 @@ def made_of(batch: float, losses: Tensor, factors: Tensor | None, reduction: str
             f"{high / plain:.4g} times that, a factor that changes with the batch, and rows are off by it. Take "
             f"losses.{reduction}() of the samples' losses"
         )
-    kind = "a weighted mean" if abs(total - 1) < 1e-3 and low > -1e-3 else "a weighted sum"
+    kind = "a weighted mean" if abs(total - 1) < 1e-3 else "a weighted sum"
     return text + (
         f"{kind} of them in which samples count differently, with factors from {low:.3g} to {high:.3g} instead of {plain:.3g} (a "
         f"mean over all tokens, of which samples have different numbers, or over class weights). Reduce the losses of each sample "
