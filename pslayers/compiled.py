@@ -10,6 +10,7 @@ a converted model must have been proved before, by an eager call or an example b
 """
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from . import torch_api
 from .context import UNSCALED, Batch, Scale, Settings, local
 from .expand import Expansion
 from .functional.common import bias_grads
@@ -28,6 +30,7 @@ from .functional.conv_rows import Geometry, convolution
 from .functional.embedding import table_grads
 from .functional.linear import _weight_grads as _linear_grads
 from .record import recorder_of
+from .snapshot import trial
 from .tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
 from .trees import ndims
 
@@ -37,10 +40,10 @@ _numbers = itertools.count()
 _uses = itertools.count()
 
 
-def token_of(module: nn.Module) -> Tensor:
-    """A number for a module, as a tensor: an input of the compiled code, not a part of it, so that equal layers share that."""
+def number_of(module: nn.Module) -> int:
+    """A new number for a module."""
     _modules[number := next(_numbers)] = module
-    return torch.tensor(number, device="cpu")
+    return number
 
 
 def _use() -> int:
@@ -81,9 +84,67 @@ def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, .
         return original(module, *args, **kwargs)
     if _recording(state.settings) and state.settings.picks:
         return _picking(module, args, kwargs)
-    if _recording(state.settings) and not _proved(module, ndims((args, kwargs))):
+    if _recording(state.settings) and not _is_proved(module, args, kwargs):
         return _proving(module, args, kwargs)
     return _outermost(module, True, original, args, kwargs)
+
+
+def _is_proved(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether such a call was proved; or is now, by inputs of these shapes: one that is traced depends on nothing else."""
+    number, training, dims = module._ps.number, module.training, ndims((args, kwargs))
+    if _known(number, training, dims):
+        return True
+    form = _form((args, kwargs))
+    return (form is not None and _prove(number, form)) or _proved(module, dims)
+
+
+def _form(value: Any) -> Any:
+    """What a call is given, tensors by shapes and dtypes: constants; None where that cannot be said."""
+    if isinstance(value, Tensor):
+        static = [isinstance(n, int) for n in value.shape]
+        return None if False in static else (Tensor, tuple(value.shape), value.dtype, value.device, value.requires_grad)
+    if type(value) in (tuple, list):
+        forms = [_form(v) for v in value]
+        return None if None in forms else (type(value), tuple(forms))
+    if type(value) is dict:
+        forms = [_form(v) for v in value.values()]
+        return None if None in forms else (dict, tuple(value), tuple(forms))
+    return ("as it is", value) if value is None or isinstance(value, (bool, int, float, str)) else None
+
+
+def _made(form: Any) -> Any:
+    """What a form says, of some numbers."""
+    kind, *rest = form
+    if kind is Tensor:
+        shape, dtype, device, needs_grad = rest
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, device=device).to(dtype).requires_grad_(needs_grad)
+        return torch.randint(2, shape, device=device).to(dtype)
+    if kind == "as it is":
+        return rest[0]
+    if kind is dict:
+        return dict(zip(rest[0], map(_made, rest[1]), strict=True))
+    return kind(map(_made, rest[0]))
+
+
+def _known(number: int, training: bool, dims: tuple[int, ...]) -> bool:
+    return _proved(_modules[number], dims)
+
+
+def _prove(number: int, form: Any) -> bool:
+    """Prove a kind of call by a recorded one of such a form; whether that could be done."""
+    module = _modules[number]
+    try:
+        with torch_api.not_compiling(), trial(module), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")  # of what is run sample by sample, and cannot be compiled
+            args, kwargs = _made(form)
+            module.forward(*args, **kwargs)
+    except Exception:
+        return False
+    return _proved(module, ndims((args, kwargs)))
+
+
+_known._dynamo_marked_constant = _prove._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _proved(module: Any, dims: tuple[int, ...]) -> bool:

@@ -78,10 +78,13 @@ class PSContainer(Converted):
             )
         try:
             return fallback.run(self, original, plan, args, kwargs, given)
-        except NoRuleError:  # which it did not need when it was proved
+        except NoRuleError as error:  # which it did not need when it was proved
             if batch.trackable:
                 raise Ambiguous from None
-            raise
+            raise ValueError(
+                f"`{state.path}` ({type(self).__name__}) does what it did not when this kind of call was proved ({error}): convert "
+                f"the model anew, or write a layer for it (ps.PSLayer)."
+            ) from error
 
     def _ps_learn(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
         """As the base's; where the layers cannot be run each by itself, the whole module is run with per-sample parameters."""
@@ -193,6 +196,8 @@ def container_class(original: Any) -> type[PSContainer]:
         if self._ps is None or local.general:
             return self._ps_forward()(self, *args, **kwargs)
         if torch.compiler.is_compiling():
+            if torch_api.is_exporting():
+                return self._ps_forward()(self, *args, **kwargs)
             return compiled.call_container(self, self._ps_forward(), args, kwargs)
         if local.batch is None and local.tracker is None:
             return self._ps_outermost(PSContainer._ps_run, args, kwargs)

@@ -132,7 +132,7 @@ class Settings:
         for ref in self.recorded.values():
             if (param := ref()) is not None:
                 clear(param)
-        self.recorded = {}
+        self.recorded, self.appended = {}, 0
 
 
 def clear(param: Tensor) -> None:

@@ -278,6 +278,8 @@ def _refusal(module: nn.Module) -> str | None:
         return "is sharded already (fully_shard): convert the model before its layers are sharded by themselves"
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by TorchScript, so its layers cannot be replaced: convert the model before scripting it"
+    if type(module).__module__.startswith("torch._dynamo"):
+        return "is what torch.compile returned: convert the model first, then compile it, torch.compile(ps.convert_model(model))"
     if any(
         isinstance(t, (UninitializedParameter, UninitializedBuffer)) for t in (*module.parameters(False), *module.buffers(False))
     ):

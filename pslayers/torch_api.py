@@ -58,6 +58,22 @@ def after_pass(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+# ------------------------------------------------------------------------------------------------------------- tracing
+is_tracing: Callable[[], Any] = torch._C._get_tracing_state  # by torch.jit.trace; None if it is not
+is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # by torch.export
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """Inside the block code runs as it does outside of torch.compile, which may be tracing around it."""
+    before = getattr(torch.compiler, "_is_compiling_flag", False)
+    torch.compiler._is_compiling_flag = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]
+
+
 class _Outer(threading.local):
     task = -1
 

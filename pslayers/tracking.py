@@ -146,7 +146,7 @@ def track(
     inputs, everyone = _batched(args, kwargs, batch), range(batch.size)
     layouts: dict[Key, Layout] = {}
     mixed = set[Key]()
-    with torch.no_grad(), _reparametrize_module(model, _noisy(model)):
+    with torch.no_grad(), _reparametrize_module(model, _noisy(model)), _WithoutDropout():
         tracker, _ = run_tracked(run, model, args, kwargs)
         plain, blind = tracker.seen, False
         for place in inputs:  # the first input that reaches a call decides: a mask may be as large as the batch by chance
@@ -237,6 +237,21 @@ def _noisy(model: Any) -> dict[str, Tensor]:
                 if isinstance(p, nn.Parameter):  # by which a forward may know them
                     noisy[name] = nn.Parameter(value, p.requires_grad)
     return noisy
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Nothing is dropped: where masks pick other rows of some samples, all that follow would see other random numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        if "dropout" in name or name == "multi_head_attention_forward":
+            if "training" in kwargs:
+                kwargs["training"] = False
+            elif len(args) == 3:  # torch.dropout(x, p, train) and its like
+                args = (*args[:2], False)
+        return func(*args, **kwargs)
 
 
 class _Uses(TorchFunctionMode):
