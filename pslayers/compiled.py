@@ -51,8 +51,7 @@ def _use() -> int:
     return next(_uses)
 
 
-# torch.compiler.assume_constant_result, which would import the compiler (a second): called while tracing, its result a constant
-_use._dynamo_marked_constant = True  # type: ignore[attr-defined]
+torch_api.mark_constant(_use)
 
 
 class Traced(Batch):
@@ -156,12 +155,12 @@ def _proved(module: Any, dims: tuple[int, ...]) -> bool:
 
 
 def _as_it_is(reason: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    """A call without torch.compile: as torch.compiler.disable, which imports the compiler wherever it decorates."""
+    """A call without torch.compile."""
 
     def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch.compiler.disable(module.forward)(*args, **kwargs)
 
-    call._torchdynamo_disable, call._torchdynamo_disable_msg = True, f"pslayers: {reason}"  # type: ignore[attr-defined]
+    torch_api.mark_disabled(call, f"pslayers: {reason}")
     return call
 
 
@@ -382,7 +381,7 @@ class _Tap(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, token)
         ctx.size, ctx.kind, ctx.wants, ctx.how, ctx.use = size, kind, wants, how, use
-        return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
+        return torch_api.unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -442,10 +441,10 @@ def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grad
 
 
 def _bags_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
-    (ids, bag), (count,) = x, how
+    ids, samples = x
     assert e.rows is not None
     size, entries, width = e.rows.shape
-    gy, index = gy.to(e.weight.dtype), bag // max(count // max(size, 1), 1) * entries + ids
+    gy, index = gy.to(e.weight.dtype), samples * entries + ids
     rows = e.zeros()
     rows.view(size * entries, width).index_add_(0, index, gy * e.scale.rows)
     return e.send(e.weight.new_zeros(entries, width).index_add_(0, ids, gy), rows)
@@ -490,7 +489,9 @@ def _bag(layer: Any, ids: Tensor, offsets: Tensor | None = None, factors: Tensor
         count, places = starts.shape[0], torch.arange(ids.shape[0], device=ids.device)
         bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
     ids = ids.reshape(-1).to(bag.dtype)
-    found = _tap(layer, "bags", F.embedding(ids, layer.weight.detach()), torch.stack([ids, bag]), [count])  # (M, D)
+    size = local.batch.size  # type: ignore[union-attr]
+    samples = bag // max(count // size, 1) if size else bag  # no size in `how`: up to 2.11, torch.compile mistakes one for another
+    found = _tap(layer, "bags", F.embedding(ids, layer.weight.detach()), torch.stack([ids, samples]), [])  # (M, D)
     keep = torch.ones_like(ids, dtype=torch.bool) if layer.padding_idx is None else ids != layer.padding_idx
     sizes = torch.zeros_like(ids[:1]).expand(count).index_add(0, bag, keep.to(ids.dtype)).unsqueeze(1)  # (N, 1)
     if layer.mode == "max":

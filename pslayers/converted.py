@@ -46,6 +46,8 @@ class State:
         # how: (number of the call, training, whether per-sample weights were given, dims of the inputs)
         self.plans: dict[tuple[int, bool, bool, tuple[int, ...]], Any] = {}
         self.ndims = {name: p.ndim for name, p in own_parameters(module)}
+        if (makers := module._modules.get("parametrizations")) is not None:  # what the weights are computed from
+            self.ndims |= {f"parametrizations.{name}": p.ndim for name, p in makers.named_parameters()}
         self.forward: MethodType | None = None  # that was set on the instance, where it was one of its own methods
         # tracked: (number of the call, place of the tensor, its dims): layout
         self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}

@@ -145,7 +145,7 @@ class PerSample(Tensor):
 
     each: Tensor
     same: bool  # whether all samples' values are the same, though their gradients are not
-    names: frozenset[str]  # of the parameters that it was made of
+    names: frozenset[str] = frozenset()  # of the parameters that it was made of; not torch's own `names` of dims, up to 2.9
     parts: tuple[Tensor, ...] = ()
 
     @staticmethod

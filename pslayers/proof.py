@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import torch_api
 from .context import Batch, picked_by
 from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
 from .trees import tensors_in
@@ -132,8 +133,9 @@ class Watched:
 
     def last(self) -> list["torch.autograd.graph.GradientEdge"]:
         """Those from which the graph leads to no other of them: a pass that is asked for these meets all that it can reach."""
-        nodes, last = {edge.node for edge in self.edges}, []
-        for edge in self.edges:
+        edges = [edge for edge in self.edges if torch_api.lives(edge.node)]
+        nodes, last = {edge.node for edge in edges}, []
+        for edge in edges:
             todo, seen = [edge.node], {edge.node}
             while todo:
                 before = {node for node, _ in todo.pop().next_functions if node is not None} - seen

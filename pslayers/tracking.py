@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
 from . import torch_api
@@ -146,7 +145,7 @@ def track(
     inputs, everyone = _batched(args, kwargs, batch), range(batch.size)
     layouts: dict[Key, Layout] = {}
     mixed = set[Key]()
-    with torch.no_grad(), _reparametrize_module(model, _noisy(model)), _WithoutDropout():
+    with torch.no_grad(), torch_api.reparametrized(model, _noisy(model)), _WithoutDropout():
         tracker, _ = run_tracked(run, model, args, kwargs)
         plain, blind = tracker.seen, False
         for place in inputs:  # the first input that reaches a call decides: a mask may be as large as the batch by chance

@@ -293,12 +293,10 @@ class PSLayer(Converted):
         """
         if args and self._ps_plainly_batched(args[0], size):
             return args, kwargs, size, None
-        key, x = next(
-            ((k, v) for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, Tensor)),
-            (None, None),
-        )
-        if x is None:
+        inputs = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, Tensor)]
+        if not inputs:
             return args, kwargs, size, None
+        (key, x), *_ = inputs
         x, undo = self.to_rows(x, size)
         if isinstance(key, int):
             args = (*args[:key], x, *args[key + 1 :])
