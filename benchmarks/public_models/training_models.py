@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .case import EXACT, SINGLE, Inputs, _without_dropout, floats, ids
+from .case import EXACT, SINGLE, Inputs, _without_dropout, ids
 from .libraries import library
-from .transformers_models import GROUPED, LATENT, MODELS, SEQ2SEQ, SIZES, SPEECH, TEXT, VISION, pixels, wave
-from .transformers_models import SINGLE as COMPUTE_IN_SINGLE
+from .transformers_models import SPEECH
 from .truth import losses
 
 
