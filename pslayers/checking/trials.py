@@ -140,6 +140,9 @@ class Trials:
             if samples.dims in seen:
                 continue
             seen.append(samples.dims)
+            if not samples.held():
+                why = why or ValueError(f"no tensor among the inputs has a row for each of the {self.size} samples")
+                continue
             if self.value[1] is not None and samples.targets_shared():
                 raise ValueError(f"`targets` hold no tensor with a row for each of the {self.size} samples.")
             for copies in (1, 2):  # some models and losses take no batch of one
