@@ -132,8 +132,9 @@ class Trials:
     # ------------------------------------------------------------------------------------------------------ samples by themselves
     def look_at_parts(self, notes: list[str]) -> None:
         """Find how inputs hold the samples, so that one can be called alone, and in which dims outputs do."""
-        first, why = self.twin._ps_state().settings.batch_first, None
+        first = self.twin._ps_state().settings.batch_first
         seen: list[list[int | None]] = []
+        why: Exception | None = None
         layer = type(self.twin).__module__.startswith("pslayers.") and self.twin._ps_layer  # takes samples in ways of its own
         for loose, ranges in () if not self.size or (layer and not self.scalar) else ((False, False), (False, True), (True, False)):
             samples = Samples(self.value[0], self.value[1], self.size, first, loose, ranges)
