@@ -167,8 +167,9 @@ def track(
                             fits = {lay for lay in _candidates(x, batch.size) if _explains(lay, where, samples, batch.size)}
                             found[key] = found[key] & fits if key in found else fits
                 # another input that changes but other samples' outputs has its samples elsewhere, or is what all share
-                returned = [(key, fits) for key, fits in found.items() if key[0] == id(model) and key[2][0] == "out"]
-                if inputs and returned and not any(layouts.get(key, next(iter(fits), MIXED)) in fits for key, fits in returned):
+                returned = [(layouts.get(k), fits) for k, fits in found.items() if k[0] == id(model) and k[2][0] == "out"]
+                theirs = [fits for known, fits in returned if known in fits or (known is None and fits)]
+                if not theirs and any(known not in (None, MIXED) for known, _ in returned):
                     continue
                 inputs[place] = dim
                 mixed |= others
