@@ -280,7 +280,7 @@ def in_a_thread(live: Live, draw: Draw) -> None:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join()
     if errors:
