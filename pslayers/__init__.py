@@ -1,5 +1,7 @@
 """Per-sample gradients for PyTorch: the weight, un-shared. See README.md, or ``help(pslayers.convert_model)``."""
 
+from . import torch_api  # noqa: F401  # isort: skip  # first: it says so where torch is too old
+
 from . import functional
 from .check import Check, check_layer, check_model
 from .context import batch_size

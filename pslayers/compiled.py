@@ -10,6 +10,7 @@ a converted model must have been proved before, by an eager call or an example b
 """
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from . import torch_api
 from .context import UNSCALED, Batch, Scale, Settings, local
 from .expand import Expansion
 from .functional.common import bias_grads
@@ -28,6 +30,7 @@ from .functional.conv_rows import Geometry, convolution
 from .functional.embedding import table_grads
 from .functional.linear import _weight_grads as _linear_grads
 from .record import recorder_of
+from .snapshot import trial
 from .tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
 from .trees import ndims
 
@@ -37,10 +40,10 @@ _numbers = itertools.count()
 _uses = itertools.count()
 
 
-def token_of(module: nn.Module) -> Tensor:
-    """A number for a module, as a tensor: an input of the compiled code, not a part of it, so that equal layers share that."""
+def number_of(module: nn.Module) -> int:
+    """A new number for a module."""
     _modules[number := next(_numbers)] = module
-    return torch.tensor(number, device="cpu")
+    return number
 
 
 def _use() -> int:
@@ -48,8 +51,7 @@ def _use() -> int:
     return next(_uses)
 
 
-# torch.compiler.assume_constant_result, which would import the compiler (a second): called while tracing, its result a constant
-_use._dynamo_marked_constant = True  # type: ignore[attr-defined]
+torch_api.mark_constant(_use)
 
 
 class Traced(Batch):
@@ -81,9 +83,67 @@ def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, .
         return original(module, *args, **kwargs)
     if _recording(state.settings) and state.settings.picks:
         return _picking(module, args, kwargs)
-    if _recording(state.settings) and not _proved(module, ndims((args, kwargs))):
+    if _recording(state.settings) and not _is_proved(module, args, kwargs):
         return _proving(module, args, kwargs)
     return _outermost(module, True, original, args, kwargs)
+
+
+def _is_proved(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether such a call was proved; or is now, by inputs of these shapes: one that is traced depends on nothing else."""
+    number, training, dims = module._ps.number, module.training, ndims((args, kwargs))
+    if _known(number, training, dims):
+        return True
+    form = _form((args, kwargs))
+    return (form is not None and _prove(number, form)) or _proved(module, dims)
+
+
+def _form(value: Any) -> Any:
+    """What a call is given, tensors by shapes and dtypes: constants; None where that cannot be said."""
+    if isinstance(value, Tensor):
+        static = [isinstance(n, int) for n in value.shape]
+        return None if False in static else (Tensor, tuple(value.shape), value.dtype, value.device, value.requires_grad)
+    if type(value) in (tuple, list):
+        forms = [_form(v) for v in value]
+        return None if None in forms else (type(value), tuple(forms))
+    if type(value) is dict:
+        forms = [_form(v) for v in value.values()]
+        return None if None in forms else (dict, tuple(value), tuple(forms))
+    return ("as it is", value) if value is None or isinstance(value, (bool, int, float, str)) else None
+
+
+def _made(form: Any) -> Any:
+    """What a form says, of some numbers."""
+    kind, *rest = form
+    if kind is Tensor:
+        shape, dtype, device, needs_grad = rest
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, device=device).to(dtype).requires_grad_(needs_grad)
+        return torch.randint(2, shape, device=device).to(dtype)
+    if kind == "as it is":
+        return rest[0]
+    if kind is dict:
+        return dict(zip(rest[0], map(_made, rest[1]), strict=True))
+    return kind(map(_made, rest[0]))
+
+
+def _known(number: int, training: bool, dims: tuple[int, ...]) -> bool:
+    return _proved(_modules[number], dims)
+
+
+def _prove(number: int, form: Any) -> bool:
+    """Prove a kind of call by a recorded one of such a form; whether that could be done."""
+    module = _modules[number]
+    try:
+        with torch_api.not_compiling(), trial(module), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")  # of what is run sample by sample, and cannot be compiled
+            args, kwargs = _made(form)
+            module.forward(*args, **kwargs)
+    except Exception:
+        return False
+    return _proved(module, ndims((args, kwargs)))
+
+
+_known._dynamo_marked_constant = _prove._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _proved(module: Any, dims: tuple[int, ...]) -> bool:
@@ -95,12 +155,12 @@ def _proved(module: Any, dims: tuple[int, ...]) -> bool:
 
 
 def _as_it_is(reason: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    """A call without torch.compile: as torch.compiler.disable, which imports the compiler wherever it decorates."""
+    """A call without torch.compile."""
 
     def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch.compiler.disable(module.forward)(*args, **kwargs)
 
-    call._torchdynamo_disable, call._torchdynamo_disable_msg = True, f"pslayers: {reason}"  # type: ignore[attr-defined]
+    torch_api.mark_disabled(call, f"pslayers: {reason}")
     return call
 
 
@@ -321,7 +381,7 @@ class _Tap(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, token)
         ctx.size, ctx.kind, ctx.wants, ctx.how, ctx.use = size, kind, wants, how, use
-        return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
+        return torch_api.unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -381,10 +441,10 @@ def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grad
 
 
 def _bags_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
-    (ids, bag), (count,) = x, how
+    ids, samples = x
     assert e.rows is not None
     size, entries, width = e.rows.shape
-    gy, index = gy.to(e.weight.dtype), bag // max(count // max(size, 1), 1) * entries + ids
+    gy, index = gy.to(e.weight.dtype), samples * entries + ids
     rows = e.zeros()
     rows.view(size * entries, width).index_add_(0, index, gy * e.scale.rows)
     return e.send(e.weight.new_zeros(entries, width).index_add_(0, ids, gy), rows)
@@ -429,7 +489,9 @@ def _bag(layer: Any, ids: Tensor, offsets: Tensor | None = None, factors: Tensor
         count, places = starts.shape[0], torch.arange(ids.shape[0], device=ids.device)
         bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
     ids = ids.reshape(-1).to(bag.dtype)
-    found = _tap(layer, "bags", F.embedding(ids, layer.weight.detach()), torch.stack([ids, bag]), [count])  # (M, D)
+    size = local.batch.size  # type: ignore[union-attr]
+    samples = bag // max(count // size, 1) if size else bag  # no size in `how`: up to 2.11, torch.compile mistakes one for another
+    found = _tap(layer, "bags", F.embedding(ids, layer.weight.detach()), torch.stack([ids, samples]), [])  # (M, D)
     keep = torch.ones_like(ids, dtype=torch.bool) if layer.padding_idx is None else ids != layer.padding_idx
     sizes = torch.zeros_like(ids[:1]).expand(count).index_add(0, bag, keep.to(ids.dtype)).unsqueeze(1)  # (N, 1)
     if layer.mode == "max":

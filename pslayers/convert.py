@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from . import converted, sharding
+from . import converted, sharding, torch_api
 from .container import PSContainer, container_class
 from .context import Settings, clear
 from .converted import Converted, State
@@ -278,6 +277,8 @@ def _refusal(module: nn.Module) -> str | None:
         return "is sharded already (fully_shard): convert the model before its layers are sharded by themselves"
     if isinstance(module, torch.jit.ScriptModule):
         return "is compiled by TorchScript, so its layers cannot be replaced: convert the model before scripting it"
+    if torch_api.is_compiled(module):
+        return "is what torch.compile returned: convert the model first, then compile it, torch.compile(ps.convert_model(model))"
     if any(
         isinstance(t, (UninitializedParameter, UninitializedBuffer)) for t in (*module.parameters(False), *module.buffers(False))
     ):
@@ -287,7 +288,7 @@ def _refusal(module: nn.Module) -> str | None:
             "has a forward of its own set on the instance, which would bypass the replacement: move it into the class (a method "
             "of that very module, self.forward = self.forward_other, is fine)"
         )
-    if isinstance(module, _BatchNorm) and (module.training or not module.track_running_stats):
+    if isinstance(module, torch_api.AnyBatchNorm) and (module.training or not module.track_running_stats):
         return (
             "mixes samples in training mode, so per-sample gradients are undefined: call .eval() on it, or turn it into a "
             "GroupNorm, ps.replace_batch_norm(model)"

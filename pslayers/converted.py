@@ -17,7 +17,7 @@ from .inventory import Inventory
 from .picks import picking, without_picks
 from .proof import Unprovable, Watched, disagreement, judged, past_expansions, quiet_hooks, rows_agree
 from .record import recorder_of
-from .single import run_alone, run_plain
+from .single import run_alone, run_empty, run_plain
 from .snapshot import Snapshot, gradients_unchanged
 from .tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
 from .trees import own_parameters, tensors_in
@@ -35,7 +35,8 @@ class State:
         State.conversions += 1
         self.settings, self.path = settings, path or type(module).__name__
         self.prefix = f"{path}." if path else ""  # of its parameters' names, as named_parameters gives them
-        self.token = compiled.token_of(module)  # by which compiled code knows the module
+        self.number = compiled.number_of(module)  # by which compiled code knows the module
+        self.token = torch.tensor(self.number, device="cpu")  # an input of that code, not a part of it: equal layers share it
         # kinds of calls in which rows were proved to be the samples', and whether per-sample weights were given
         self.proved: set[tuple[bool, tuple[tuple[int, bool], ...], bool]] = set()
         self.places: dict[tuple[int, ...], int] = {}  # dims of the inputs: which of them holds the batch, if not the first
@@ -45,6 +46,8 @@ class State:
         # how: (number of the call, training, whether per-sample weights were given, dims of the inputs)
         self.plans: dict[tuple[int, bool, bool, tuple[int, ...]], Any] = {}
         self.ndims = {name: p.ndim for name, p in own_parameters(module)}
+        if (makers := module._modules.get("parametrizations")) is not None:  # what the weights are computed from
+            self.ndims |= {f"parametrizations.{name}": p.ndim for name, p in makers.named_parameters()}
         self.forward: MethodType | None = None  # that was set on the instance, where it was one of its own methods
         # tracked: (number of the call, place of the tensor, its dims): layout
         self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
@@ -83,10 +86,18 @@ class Converted(_Mixin):
             self._ps = State(Settings(), "", self)
         return self._ps
 
+    def __prepare_scriptable__(self) -> Any:
+        """Called by torch.jit.script."""
+        raise RuntimeError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) is converted, and TorchScript has no per-sample gradients: script "
+            f"the original, ps.restore_model(model), or a copy of it."
+        )
+
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
         super().__setstate__(state)
         if self._ps is not None:
-            self._ps.token = compiled.token_of(self)
+            self._ps.number = compiled.number_of(self)
+            self._ps.token = torch.tensor(self._ps.number, device="cpu")
         for param in self.__dict__["_parameters"].values():
             if param is not None:
                 param.__dict__.pop("_ps_recorder", None)
@@ -116,6 +127,8 @@ class Converted(_Mixin):
         """Run an outermost call, its batch size known to every layer below."""
         settings, nested = self._ps_state().settings, local.again or torch_api.current_pass() != -1
         recorded = settings.recording and torch.is_grad_enabled()
+        if torch_api.is_tracing() is not None:  # torch.jit.trace, an ONNX export: what is traced records nothing
+            return run_plain(self, args, kwargs)
         if not self._ps_layer and not recorded and not transforming() and not self._ps_given():
             with nullcontext() if nested else settings.turns.reading:
                 return run_plain(self, args, kwargs)
@@ -143,8 +156,10 @@ class Converted(_Mixin):
                 raise self._ps_no_batch(args, kwargs)
             return run(self, *args, **kwargs)
         trackable, apart = trackable and size > 1, sharding.apart(self)
-        if size == 1 and recorded and not apart and not transforming() and not (inventory := self._ps_inventory()).given():
-            return run_alone(self, inventory, args, kwargs)
+        if recorded and (size == 1 or (size == 0 and not self._ps_layer)) and not (apart or transforming()):
+            inventory = self._ps_inventory()
+            if not inventory.given():
+                return (run_alone if size else run_empty)(self, inventory, args, kwargs)
         kind = (self.training, tuple((ndim, n == size) for ndim, n in sizes)) if trackable else None
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:

@@ -91,10 +91,11 @@ class Expansion:
             the per-sample gradient, times ``scale.rows``.
     """
 
-    __slots__ = ("recorder", "rows", "scale", "weight")
+    __slots__ = ("joined", "recorder", "rows", "scale", "weight")
 
     def __init__(self, weight: Tensor, rows: Tensor | None, scale: Scale = UNSCALED, recorder: "Recorder | None" = None) -> None:
         self.weight, self.rows, self.scale, self.recorder = weight, rows, scale, recorder
+        self.joined = False  # an ordinary tensor stands for it, which several ops may take
 
     def rebind(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
         """The same expansion over the tensors that a backward with a graph has unpacked: a further use of the weight."""
@@ -106,6 +107,7 @@ class Expansion:
         """An ordinary tensor (N, *S) that any differentiable op may use."""
         if self.rows is None:
             return self.weight.expand(n, *self.weight.shape)
+        self.joined = True
         joined: Tensor = _Join.apply(self.weight, self.rows, n, self)
         joined._ps_expansion = self  # type: ignore[attr-defined]
         return joined
@@ -155,7 +157,8 @@ class Expansion:
         if weight_grad is not None:
             recorder.note(weight_grad)
         if rows_grad is not None and not recorder.settings.asked:
-            if not torch.is_grad_enabled() and (recorder.uses <= 1 or not recorder.whole_pass()):
+            parts = self.joined and recorder.settings.stream is not None  # which are streamed together
+            if not torch.is_grad_enabled() and ((recorder.uses <= 1 and not parts) or not recorder.whole_pass()):
                 recorder.take(rows_grad)
                 if written is not None and recorder.uses <= 1 and recorder.memory is not None:
                     recorder.written = written, recorder.memory._version

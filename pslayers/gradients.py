@@ -141,6 +141,8 @@ def expand_params(model: nn.Module, batch_size: int) -> dict[str, Tensor]:
     settings_of(model)
     if batch_size < 0:
         raise ValueError(f"`batch_size` must be at least 0; got {batch_size}.")
+    if isinstance(model, Converted) and not settings_of(model)[0].partial:
+        model._ps_adopt()
     return {name: p.expand(batch_size, *p.shape) for name, p in converted_parameters(model)}
 
 

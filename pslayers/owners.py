@@ -86,9 +86,11 @@ class Owners:
 
     def first(self, count: int, size: int) -> "Owners | None":
         """Of packed sequences, those of the first steps: of all samples, or it is not known."""
-        if self.ids is None or len(self.ids) < count or not torch.equal(self.ids[:count].sort()[0], torch.arange(size, device=self.ids.device)):
+        if self.ids is None or len(self.ids) < count:
             return None
         ids = self.ids[:count]
+        if not torch.equal(ids.sort()[0], torch.arange(size, device=ids.device)):
+            return None
         return Owners(ids, 1, picked=self.rows is not None, rows=ids if self.rows is not None else None, by_data=False)
 
     def lost(self) -> "Owners":

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from . import torch_api
 from .context import Settings, local, transforming
 from .owners import WEAK, Batched, Owners
+from .per_sample import PerSample
 from .row_rules import RULES, lose, other
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Ambiguous, Layout
 from .trees import map_tensors, tensors_in
@@ -211,7 +212,7 @@ class Picks(TorchFunctionMode):
     def _into(self, batch: Batched, t: Tensor, states: bool) -> Tensor:
         """A tensor that a call takes: rows beside those that are picked go with them."""
         dim = 0 if t.ndim and len(t) == batch.k else 1 if states and t.ndim > 2 and t.shape[1] == batch.k else None
-        if dim is None or (self.picked(t) is None and not states and t.ndim < 2):
+        if dim is None or (self.picked(t) is None and not states and (t.ndim < 2 or of_parameter(t))):
             return t
         with torch_api.without_torch_function():
             taken = batch.into(t, dim)
@@ -235,6 +236,11 @@ class Picks(TorchFunctionMode):
     def _extra(self) -> int:
         """How many rows more than the longest sample has: one in a call that is to prove that they do nothing."""
         return int(local.tracker is not None or (local.batch is not None and local.batch.proving))
+
+
+def of_parameter(t: Tensor) -> bool:
+    """Whether a tensor is a parameter or a part of one, whatever its length."""
+    return isinstance(t._base if t._is_view() else t, (nn.Parameter, PerSample))
 
 
 @contextmanager

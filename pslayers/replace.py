@@ -4,6 +4,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from . import torch_api
 from .converted import Converted
 from .layers.batch_norm import PSRunningNorm
 
@@ -46,7 +47,7 @@ def replace_batch_norm(model: M, groups: int = 32) -> M:
             raise ValueError(f"{name} is converted already: call ps.restore_model(model) first.")
         if type(module) in _REPLACED:
             found.append(module)
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, Converted):
+        elif isinstance(module, torch_api.AnyBatchNorm) and not isinstance(module, Converted):
             raise TypeError(f"{name} is a subclass of BatchNorm that may compute something else: replace it by hand.")
     for module in found:
         channels = module.num_features

@@ -1,6 +1,7 @@
 """What is used of torch beyond its public interface, in one place: what it does, and what it needs.
 
-Nothing else in the package reaches into ``torch._C`` and its like. What a version of torch lacks is found out here, at import.
+Nothing else in the package reaches into ``torch._C`` and its like. All of it is looked up here, at import, and what a version of
+torch lacks, or what means something else there, is found out here: an ImportError then, and never wrong rows.
 """
 
 import functools
@@ -13,16 +14,36 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-_functorch: Any = torch._C._functorch
+FLOOR = "2.8"  # the oldest torch that the tests pass on; in setup.cfg and README too
+
+
+def _unfit(reason: str) -> ImportError:
+    return ImportError(f"pslayers needs torch >= {FLOOR}: found {torch.__version__}, {reason}; pip install -U torch")
+
+
+def _find(path: str, root: Any = torch) -> Any:
+    """A part of torch by its path."""
+    found = root
+    for name in path.split("."):
+        try:
+            found = getattr(found, name)
+        except (AttributeError, RuntimeError):  # torch.ops has the latter for some
+            raise _unfit(f"which has no {root.__name__}.{path}") from None
+    return found
+
+
+if torch.__version__ < FLOOR:
+    raise _unfit("which is older")
 
 # ---------------------------------------------------------------------------------------------------------- torch.func
-peek = _functorch.peek_interpreter_stack  # the innermost transform of torch.func that runs, None if none does
-is_batched = _functorch.is_batchedtensor  # whether vmap has wrapped a tensor, and hides a dim of it
-is_wrapped = _functorch.is_functorch_wrapped_tensor  # the same of any transform
-unwrapped = _functorch.get_unwrapped  # what one transform has wrapped
-batch_dim_of = _functorch.maybe_get_bdim  # the dim that vmap hides
-add_batch_dim = _functorch._add_batch_dim  # (tensor, dim, level): a tensor as vmap wraps it
-functions_transformed = torch._C._are_functorch_transforms_active  # whether an autograd.Function has to know of a transform
+peek = _find("_C._functorch.peek_interpreter_stack")  # the innermost transform of torch.func that runs, None if none does
+is_batched = _find("_C._functorch.is_batchedtensor")  # whether vmap has wrapped a tensor, and hides a dim of it
+is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor")  # the same of any transform
+unwrapped = _find("_C._functorch.get_unwrapped")  # what one transform has wrapped
+batch_dim_of = _find("_C._functorch.maybe_get_bdim")  # the dim that vmap hides
+add_batch_dim = _find("_C._functorch._add_batch_dim")  # (tensor, dim, level): a tensor as vmap wraps it
+functions_transformed = _find("_C._are_functorch_transforms_active")  # whether an autograd.Function has to know of a transform
+_warn_of_loops = _find("_C._functorch._set_vmap_fallback_warning_enabled")
 
 
 def level() -> int:
@@ -38,24 +59,41 @@ def transforms_run() -> bool:
 @contextmanager
 def quiet_vmap() -> Iterator[None]:
     """Have torch say nothing of ops that vmap runs one after the other, of which a user that has not called it knows nothing."""
-    _functorch._set_vmap_fallback_warning_enabled(False)
+    _warn_of_loops(False)
     try:
         yield
     finally:
-        _functorch._set_vmap_fallback_warning_enabled(True)
+        _warn_of_loops(True)
 
 
 # ----------------------------------------------------------------------------------------------------- backward passes
 # the number of the backward pass that runs in this thread, -1 if none does
-current_pass: Callable[[], int] = torch._C._current_graph_task_id
+current_pass: Callable[[], int] = _find("_C._current_graph_task_id")
 # whether the pass that runs goes to a node of the graph; RuntimeError for a leaf that torch.autograd.grad was asked for
-will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+will_execute: Callable[[Any], bool] = _find("_C._will_engine_execute_node")
+top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
+_engine = _find("autograd.Variable._execution_engine")
 
 
 def after_pass(callback: Callable[[], None]) -> None:
     """Call back at the end of the backward pass that runs."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    _engine.queue_callback(callback)
+
+
+# ------------------------------------------------------------------------------------------------------------- tracing
+is_tracing: Callable[[], Any] = _find("_C._get_tracing_state")  # by torch.jit.trace; None if it is not
+is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # by torch.export
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """Inside the block code runs as it does outside of torch.compile, which may be tracing around it."""
+    before = getattr(torch.compiler, "_is_compiling_flag", False)
+    torch.compiler._is_compiling_flag = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]
 
 
 class _Outer(threading.local):
@@ -86,13 +124,23 @@ def _end_of_outer_pass() -> None:
     _outer.task = -1
 
 
+def lives(node: torch.autograd.graph.Node) -> bool:
+    """Whether a node is still part of a graph: up to 2.8, the Python object of an autograd.Function's may have outlived it."""
+    try:
+        return node.next_functions is not None
+    except RuntimeError:
+        return False
+
+
 def saved_tensors_packed(by: object) -> bool:
     """Whether somebody, by other hooks than `by`, packs the tensors that are saved for the backward pass."""
     hooks = top_saved_tensors_hooks(False)
     return hooks is not None and hooks[0] is not by
 
 
-_is_several: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
+_is_several: Callable[[Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor")
+_deeper, _back_up = _find("_C._vmapmode_increment_nesting"), _find("_C._vmapmode_decrement_nesting")
+_one_of, _several = _find("_remove_batch_dim"), _find("_add_batch_dim")
 
 
 def is_several(t: Tensor | None) -> bool:
@@ -102,55 +150,148 @@ def is_several(t: Tensor | None) -> bool:
 
 def one_by_one(fn: Callable[..., Any], tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """`fn` of tensors some of which are several, of one after the other; what it returns is several, too."""
-    depth = torch._C._vmapmode_increment_nesting() - 1  # not known in the threads of a GPU's backward passes
-    torch._C._vmapmode_decrement_nesting()
+    depth = _deeper() - 1  # not known in the threads of a GPU's backward passes
+    _back_up()
     for level in range(max(depth, 1), 0, -1):
         # (K, ...); of what is not several at this level, none
-        apart = [None if t is None else torch._remove_batch_dim(t, level, 0, 0) for t in tensors]
+        apart = [None if t is None else _one_of(t, level, 0, 0) for t in tensors]
         if count := max(len(t) for t in apart if t is not None):
             break
     chosen = [[t if a is None or not len(a) else a[k] for t, a in zip(tensors, apart, strict=True)] for k in range(count)]
     found = zip(*(fn(*each) for each in chosen), strict=True)
-    return tuple(None if each[0] is None else torch._add_batch_dim(torch.stack(each), 0, level) for each in found)
+    return tuple(None if each[0] is None else _several(torch.stack(each), 0, level) for each in found)
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
-without_torch_function = torch._C.DisableTorchFunction  # a context in which no mode and no subclass sees a function
-without_subclasses = torch._C.DisableTorchFunctionSubclass  # a context in which no subclass does
-without_autocast = torch._C._DisableAutocast  # type: ignore[attr-defined]
-any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-copy_each = torch._foreach_copy_  # several tensors, by one call
+without_torch_function = _find("_C.DisableTorchFunction")  # a context in which no mode and no subclass sees a function
+without_subclasses = _find("_C.DisableTorchFunctionSubclass")  # a context in which no subclass does
+without_autocast = _find("_C._DisableAutocast")
+any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled")
+copy_each = _find("_foreach_copy_")  # several tensors, by one call
+reparametrized = _find("nn.utils.stateless._reparametrize_module")  # a context in which a module has other parameters
+
+# ------------------------------------------------------------------------------------------------- whether memory is in use
+_use_count = _find("_C._storage_Use_Count")
+_find("UntypedStorage._cdata")
 
 
-_use_count = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+def _uses(storage: torch.UntypedStorage) -> int:
+    """How many hold a storage: the tensors in it, and its Python object, which is to have a name while they are counted."""
+    return _use_count(storage._cdata)  # type: ignore[no-any-return]
+
+
+def _calibrated() -> tuple[int, int]:
+    """What is counted for memory that no tensor lies in, and for memory that one does: torch does not say, and it has changed."""
+    made = torch.empty(4, dtype=torch.uint8, device="cpu").untyped_storage()
+    found = torch.empty(4, dtype=torch.uint8, device="cpu")
+    empty, alone = [], []
+    for _ in range(2):  # the first time a storage is asked for, and once again
+        storage = found.untyped_storage()
+        other = found.detach()
+        shared = _uses(storage)
+        del other
+        alone += [shared - 1, _uses(storage)]
+        del storage
+        t = found.new_empty(0).set_(made, 0, (4,))  # type: ignore[call-overload]
+        other = t.detach()
+        shared = _uses(made)
+        del other
+        used = _uses(made)
+        del t
+        empty += [shared - 2, used - 1, _uses(made)]
+    if len({*alone}) > 1 or len({*empty}) > 1:
+        raise _unfit("where it cannot be told whether memory is in use")
+    return empty[0], alone[0]
+
+
+_EMPTY, _ALONE = _calibrated()
 
 
 def storage_used(storage: torch.UntypedStorage) -> bool:
     """Whether a tensor lies in a storage that was made by itself."""
-    return _use_count(storage._cdata) > 1  # type: ignore[no-any-return]
+    return _uses(storage) != _EMPTY
 
 
 def held_elsewhere(t: Tensor) -> bool:
     """Whether anything but this one tensor lies in its memory."""
-    return _use_count(t.untyped_storage()._cdata) != 2  # type: ignore[no-any-return]  # `t`, and the name for its storage
+    storage = t.untyped_storage()
+    return _uses(storage) != _ALONE
+
+
+# ------------------------------------------------------------------------------------------------------------- classes
+AnyBatchNorm = torch.nn.modules.batchnorm._BatchNorm
+AdaptiveOutput = torch.nn.modules.adaptive._ASMoutput
+
+# ------------------------------------------------------------------------------------------------------------- kernels
+lstm, gru = _find("_VF.lstm"), _find("_VF.gru")
+rnn_tanh, rnn_relu = _find("_VF.rnn_tanh"), _find("_VF.rnn_relu")
+attention_choice = _find("_fused_sdp_choice")  # which kernel scaled_dot_product_attention would take
+attention_math = _find("ops.aten._scaled_dot_product_attention_math")
+# the fused kernel and its backward pass, which also takes what the former returns, by the type of the device
+ATTENTION: dict[str, tuple[Any, Any]] = {
+    "cpu": (
+        _find("ops.aten._scaled_dot_product_flash_attention_for_cpu"),
+        _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"),
+    )
+}
+unsafe_view = _find("ops.aten._unsafe_view")  # the same memory, in a tensor that autograd does not take for a view
+canonical_mask = _find("nn.functional._canonical_mask")  # a mask of attention, as floats to be added
+none_or_dtype = _find("nn.functional._none_or_dtype")
+onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not in every build
+
+
+_fused_rms_norm = _find("ops.aten._fused_rms_norm")
+_FUSED_RMS_NORM = len(_fused_rms_norm.default._schema.returns) == 2  # from 2.9 on; before, it was one for another device
+
+
+def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    """RMSNorm, and the reciprocal of the root of the mean square: (N, ..., 1, ..)."""
+    if _FUSED_RMS_NORM:
+        return _fused_rms_norm(x, shape, weight, eps)  # type: ignore[no-any-return]
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    dims, eps = tuple(range(-len(shape), 0)), torch.finfo(x.dtype).eps if eps is None else eps
+    y = wide * (rstd := (wide.square().mean(dims, keepdim=True) + eps).rsqrt())
+    return (y if weight is None else y * weight).to(x.dtype), rstd
+
+
+# ------------------------------------------------------------------------------------------------------- torch.compile
+# its own decorators import the compiler, which takes a second
+def mark_constant(function: Any) -> None:
+    """As ``torch.compiler.assume_constant_result``: called while torch.compile traces, its result a constant."""
+    function._dynamo_marked_constant = True
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile has made it of another module (by name: its class takes long to import)."""
+    return type(module).__module__.startswith("torch._dynamo")
+
+
+def mark_disabled(function: Any, reason: str) -> None:
+    """As ``torch.compiler.disable``: torch.compile leaves calls of it as they are, and says why where it may not."""
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
-class _Straight(threading.local):
-    now = False
+class _Reentrant(threading.local):
+    straight = forward = False
 
 
-_straight = _Straight()
+_reentrant = _Reentrant()
+
+
+def in_reentrant_forward() -> bool:
+    """Whether a reentrant checkpoint runs its part at first, without gradients."""
+    return _reentrant.forward
 
 
 @contextmanager
 def reentrant_checkpoints_straight() -> Iterator[None]:
     """Inside the block a reentrant checkpoint keeps what it computes, so that torch.autograd.grad may go through it."""
-    before, _straight.now = _straight.now, True
+    before, _reentrant.straight = _reentrant.straight, True
     try:
         yield
     finally:
-        _straight.now = before
+        _reentrant.straight = before
 
 
 def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[None]]]) -> None:
@@ -177,7 +318,11 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
     @functools.wraps(forward)
     def forward_noted(ctx: Any, *args: Any) -> Any:
         ctx._ps_context = situation()
-        return forward(ctx, *args)
+        before, _reentrant.forward = _reentrant.forward, True
+        try:
+            return forward(ctx, *args)
+        finally:
+            _reentrant.forward = before
 
     @functools.wraps(backward)
     def backward_in_context(ctx: Any, *grads: Tensor | None) -> Any:
@@ -192,7 +337,7 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
     apply = reentrant.apply
 
     def apply_or_not(cls: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args) if _straight.now else apply(function, preserve, *args)
+        return function(*args) if _reentrant.straight else apply(function, preserve, *args)
 
     reentrant.apply = classmethod(apply_or_not)  # type: ignore[assignment, method-assign]
     reentrant.forward = staticmethod(forward_noted)  # type: ignore[method-assign]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
 from . import torch_api
@@ -146,7 +145,7 @@ def track(
     inputs, everyone = _batched(args, kwargs, batch), range(batch.size)
     layouts: dict[Key, Layout] = {}
     mixed = set[Key]()
-    with torch.no_grad(), _reparametrize_module(model, _noisy(model)):
+    with torch.no_grad(), torch_api.reparametrized(model, _noisy(model)), _WithoutDropout():
         tracker, _ = run_tracked(run, model, args, kwargs)
         plain, blind = tracker.seen, False
         for place in inputs:  # the first input that reaches a call decides: a mask may be as large as the batch by chance
@@ -239,6 +238,21 @@ def _noisy(model: Any) -> dict[str, Tensor]:
     return noisy
 
 
+class _WithoutDropout(TorchFunctionMode):
+    """Nothing is dropped: where masks pick other rows of some samples, all that follow would see other random numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        if "dropout" in name or name == "multi_head_attention_forward":
+            if "training" in kwargs:
+                kwargs["training"] = False
+            elif len(args) == 3:  # torch.dropout(x, p, train) and its like
+                args = (*args[:2], False)
+        return func(*args, **kwargs)
+
+
 class _Uses(TorchFunctionMode):
     """Notes which parameters are used in a differentiable way by a module whose own they are not."""
 
@@ -277,7 +291,7 @@ def run_tracked(
     args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a model may change its inputs in place
     local.tracker = tracker = tracker or Tracker()
     try:
-        with trial(model):
+        with trial(model), torch_api.reentrant_checkpoints_straight():
             return tracker, run(*args, **kwargs)
     finally:
         local.tracker = None

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from .. import torch_api
 from ..context import transforming
 from ..expand import Expansion, Op, composite_backward, per_sample, shared, wanted
 from .common import SUM_FROM_ROWS, by_sample, check_rows, of_dtype, owned
@@ -84,21 +85,12 @@ def _fusible(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: floa
     """Whether torch would take a fused kernel, and nothing else than q, k and v gets a gradient from it."""
     if transforming() or (mask is not None and mask.requires_grad):
         return False
-    return bool(torch._fused_sdp_choice(q, k, v, mask, dropout, is_causal) != SDPBackend.MATH.value)
-
-
-# the fused kernel and its backward pass, which also takes what the former returns
-KERNELS: dict[str, tuple[Any, Any]] = {
-    "cpu": (
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    )
-}
+    return bool(torch_api.attention_choice(q, k, v, mask, dropout, is_causal) != SDPBackend.MATH.value)
 
 
 def _composite(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool) -> Tensor:
     """torch's own, of differentiable ops."""
-    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, is_causal)[0]
+    out: Tensor = torch_api.attention_math(q, k, v, mask, dropout, is_causal)[0]
     return out
 
 
@@ -110,8 +102,8 @@ class _Fused(Op):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        if q.device.type in KERNELS:
-            out, *kept = KERNELS[q.device.type][0](q, k, v, 0.0, is_causal, attn_mask=mask)
+        if q.device.type in torch_api.ATTENTION:
+            out, *kept = torch_api.ATTENTION[q.device.type][0](q, k, v, 0.0, is_causal, attn_mask=mask)
             kept = [out, *kept]
         else:
             out, kept = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal), []
@@ -126,7 +118,7 @@ class _Fused(Op):
         if torch.is_grad_enabled():
             found = composite_backward(lambda q, k, v: _composite(q, k, v, mask, 0.0, ctx.is_causal), (q, k, v), grads)
         elif kept:
-            found = KERNELS[q.device.type][1](*grads, q, k, v, *kept, 0.0, ctx.is_causal, attn_mask=mask)
+            found = torch_api.ATTENTION[q.device.type][1](*grads, q, k, v, *kept, 0.0, ctx.is_causal, attn_mask=mask)
         else:
             with torch.enable_grad():
                 q, k, v = (t.detach().requires_grad_() for t in (q, k, v))

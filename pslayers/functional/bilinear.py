@@ -29,7 +29,7 @@ def bilinear(x1: Tensor, x2: Tensor, weight: Tensor | Expansion, bias: Tensor | 
             f"{tuple(weights.shape)}: expected (N, ..., {weights.shape[-2]}) and (N, ..., {weights.shape[-1]})."
         )
     if w is None or (bias is not None and b is None) or x1.is_complex():
-        size = next((len(t) for t, nd in ((weight, 3), (bias, 1)) if isinstance(t, Tensor) and t.ndim > nd), len(x1))
+        size, *_ = (*(len(t) for t, nd in ((weight, 3), (bias, 1)) if isinstance(t, Tensor) and t.ndim > nd), len(x1))
         return linear(_products(x1, x2), per_sample(weight, 3, size).flatten(2), bias)
     for e in (w, b):
         check_rows("bilinear", x1, None if e is None else e.rows)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .. import torch_api
 from .products import affine
 from .sequences import Steps
 
@@ -60,7 +61,7 @@ class Cell(Protocol):
 
 class _LSTM:
     name, blocks, states = "lstm", 4, 2
-    kernel = staticmethod(torch._VF.lstm)  # type: ignore[attr-defined]
+    kernel = staticmethod(torch_api.lstm)
 
     def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         i, f, g, o = (gates_x + gates_h).chunk(4, -1)
@@ -112,7 +113,7 @@ class _LSTM:
 
 class _GRU:
     name, blocks, states = "gru", 3, 1
-    kernel = staticmethod(torch._VF.gru)  # type: ignore[attr-defined]
+    kernel = staticmethod(torch_api.gru)
 
     def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         (rx, zx, nx), (rh, zh, nh) = gates_x.chunk(3, -1), gates_h.chunk(3, -1)
@@ -181,8 +182,8 @@ class _RNN:
 
 
 LSTM, GRU = _LSTM(), _GRU()
-RNN_TANH = _RNN("rnn_tanh", torch._VF.rnn_tanh, relu=False)  # type: ignore[attr-defined]
-RNN_RELU = _RNN("rnn_relu", torch._VF.rnn_relu, relu=True)  # type: ignore[attr-defined]
+RNN_TANH = _RNN("rnn_tanh", torch_api.rnn_tanh, relu=False)
+RNN_RELU = _RNN("rnn_relu", torch_api.rnn_relu, relu=True)
 
 
 def _tanh(x: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ def _grouped(x: Tensor, weight: Tensor, geometry: Geometry, transposed: bool, ou
     size, how = len(weight), (transposed, output_padding)
     if size == 0:  # a group more than none; stays a part of the graph
         return convolution(x, weight.sum(0), None, geometry, *how)
-    grouped = geometry._replace(groups=size * geometry.groups)
+    grouped = Geometry(geometry.stride, geometry.padding, geometry.dilation, size * geometry.groups)
     y = convolution(as_groups(x, size), weight.flatten(0, 1), None, grouped, *how)  # (k, B * O, *L)
     return y.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 1)  # (N, O, *L)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import torch_api
 from .affine import Separate, Weight, affine, in_float32
 
 
@@ -103,7 +104,7 @@ class _RMSNorm(Separate):
     eps: float | None
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
-        return torch.ops.aten._fused_rms_norm(x, self.shape, weight, self.eps)
+        return torch_api.fused_rms_norm(x, self.shape, weight, self.eps)
 
     def input_grad(self, gy: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor) -> Tensor:
         (rstd,), dims = statistics, tuple(range(-len(self.shape), 0))

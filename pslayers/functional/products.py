@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+from .. import torch_api
+
+HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch_api.onednn_linear is not None
 WORTH_IT = 1 << 20  # multiplications, from which oneDNN's dearer call has paid
 WORTH_IT_EACH = 1 << 23  # the same for each of a batch, where MKL's batched product has one call for all
 
@@ -41,7 +43,7 @@ def _by_onednn(x: Tensor, multiplications: int, least: int) -> bool:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(_dense(x), _dense(weight), bias, "none", [], "")
+    y: Tensor = torch_api.onednn_linear(_dense(x), _dense(weight), bias, "none", [], "")
     return y
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.adaptive import _ASMoutput
 
 from ..context import transforming
+from ..torch_api import AdaptiveOutput
 from .base import PSLayer
 
 
@@ -51,7 +51,7 @@ class PSAdaptiveLogSoftmaxWithLoss(PSLayer, nn.AdaptiveLogSoftmaxWithLoss, repla
         """Leave the rows as they are: the layers below bring them into their order, and back."""
         return args, kwargs, size, None
 
-    def forward(self, input_: Tensor, target_: Tensor) -> _ASMoutput:
+    def forward(self, input_: Tensor, target_: Tensor) -> AdaptiveOutput:
         """x (B, I), target (B,) -> output (B,), loss ()."""
         if (input_.ndim, target_.ndim) not in ((2, 1), (1, 0)) or input_.shape[:-1] != target_.shape:
             raise RuntimeError(
@@ -78,7 +78,7 @@ class PSAdaptiveLogSoftmaxWithLoss(PSLayer, nn.AdaptiveLogSoftmaxWithLoss, repla
             output = torch.where(inside, _pick(cluster, local), output)
         output = output + _pick(head, chosen)
         loss = -output.mean()
-        return _ASMoutput(output.squeeze(0) if input_.ndim == 1 and len(output) == 1 else output, loss)
+        return AdaptiveOutput(output.squeeze(0) if input_.ndim == 1 and len(output) == 1 else output, loss)
 
     def predict(self, input: Tensor) -> Tensor:
         """As torch's, and without gradients: it sends some rows alone to some layers."""

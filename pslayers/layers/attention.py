@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import functional as PF
+from .. import torch_api
 from ..context import clear, current_batch, local
 from ..converted import State
 from ..expand import Expansion
@@ -168,14 +169,14 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
     def _masks(self, query: Tensor, key: Tensor, padding: Tensor | None, mask: Tensor | None) -> list[Tensor] | None:
         """The masks as floats to be added to (N, H, L, S); None where torch has an error to raise about them."""
         (n, length, _), (_, source, _) = self._rows_first(query).shape, self._rows_first(key).shape
-        padding = F._canonical_mask(
+        padding = torch_api.canonical_mask(
             mask=padding,
             mask_name="key_padding_mask",
-            other_type=F._none_or_dtype(mask),
+            other_type=torch_api.none_or_dtype(mask),
             other_name="attn_mask",
             target_type=query.dtype,
         )
-        mask = F._canonical_mask(
+        mask = torch_api.canonical_mask(
             mask=mask, mask_name="attn_mask", other_type=None, other_name="", target_type=query.dtype, check_other=False
         )
         masks = []

@@ -293,12 +293,10 @@ class PSLayer(Converted):
         """
         if args and self._ps_plainly_batched(args[0], size):
             return args, kwargs, size, None
-        key, x = next(
-            ((k, v) for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, Tensor)),
-            (None, None),
-        )
-        if x is None:
+        inputs = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, Tensor)]
+        if not inputs:
             return args, kwargs, size, None
+        (key, x), *_ = inputs
         x, undo = self.to_rows(x, size)
         if isinstance(key, int):
             args = (*args[:key], x, *args[key + 1 :])
@@ -374,6 +372,13 @@ class PSLayer(Converted):
         return layout
 
     def _ps_not_attributable(self, x: Tensor, size: int) -> ValueError:
+        if x.ndim and x.shape[0] == size and x.shape[: x.ndim - (self.event_dims or 0)].count(size) == 1:
+            return ValueError(
+                f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} whose rows depend on "
+                f"more than one of the {size} samples each: samples interact before it (by a mean, a maximum or a softmax over the "
+                f"batch, by all pairs), or rows were moved by data in a way that is not followed. Take such statistics over a "
+                f"sample's own dims; if samples do not interact, write a layer for the module that moves rows (ps.PSLayer)."
+            )
         return ValueError(
             f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} in a batch of {size} "
             f"samples, whose rows cannot be attributed to samples: expected {size} rows, a multiple of it (k rows a sample) or "

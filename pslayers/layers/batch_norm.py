@@ -2,13 +2,13 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import functional as PF
+from ..torch_api import AnyBatchNorm
 from .base import PSLayer
 
 
-class PSRunningNorm(PSLayer, _BatchNorm, fused=True):
+class PSRunningNorm(PSLayer, AnyBatchNorm, fused=True):
     """What they share: an affine map by running statistics, and a refusal to record where samples are mixed."""
 
     _ps_channels = True

@@ -78,7 +78,7 @@ class PSEmbeddingBag(PSLayer, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=T
 
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         ids, offsets, _ = _bag_inputs(*args, **kwargs)
-        return len(ids) if offsets is None else len(offsets) - self.include_last_offset
+        return len(ids) if offsets is None else len(offsets) - int(self.include_last_offset)
 
     def _ps_tracked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """With offsets, a number for each bag that tells what it holds."""
@@ -97,7 +97,7 @@ class PSEmbeddingBag(PSLayer, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=T
             ids, undo = self.to_rows(ids, size)
             factors = None if factors is None else self.to_rows(factors, size)[0]
             return (ids, None, factors), {}, len(ids), undo
-        bags = len(offsets) - self.include_last_offset
+        bags = len(offsets) - int(self.include_last_offset)
         if bags == 1:
             offsets = torch.arange(size + self.include_last_offset, device=ids.device, dtype=offsets.dtype) * len(ids)
             return (ids.repeat(size), offsets, None if factors is None else factors.repeat(size)), {}, size, None

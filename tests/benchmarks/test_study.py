@@ -2,6 +2,7 @@
 
 import copy
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_what_a_run_writes(document: dict[str, Any]) -> None:
     assert [c["batch_size"] for c in document["cells"]] == [2, 4]
-    assert document["environment"]["packages"]["torch"] == torch.__version__
+    assert document["environment"]["packages"]["torch"] == version("torch")  # which may lack the build (+cu130) of torch's own
     assert list(document["left_out"]) == ["absent"]
     for cell in document["cells"]:
         assert cell["parameters"] == 6 * 5 + 5 + 5 * 3 + 3

@@ -379,7 +379,7 @@ def nodes(t: Tensor) -> set[str]:
 @pytest.mark.parametrize("masked", [False, True])
 def test_fused_kernels_are_taken_where_torch_takes_them(known: bool, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not known:
-        monkeypatch.setattr("pslayers.functional.attention.KERNELS", {})
+        monkeypatch.setattr("pslayers.torch_api.ATTENTION", {})
     layer, ours = pair(batch_first=True)
     x, pad = floats(B, S, E), padding(B) if masked else None
     out = ours(x, x, x, key_padding_mask=pad, need_weights=False)[0]
@@ -397,7 +397,7 @@ def test_fused_kernels_are_taken_where_torch_takes_them(known: bool, masked: boo
 
 
 def test_second_derivatives_where_fused_kernels_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pslayers.functional.attention.KERNELS", {})
+    monkeypatch.setattr("pslayers.torch_api.ATTENTION", {})
     layer, ours = pair(batch_first=True)
     x = floats(B, L, E)
     out = ours(x, x, x, need_weights=False)[0]
@@ -413,7 +413,8 @@ def test_second_derivatives_where_fused_kernels_run_again(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("taken", [False, True])
 def test_gradient_of_a_learned_mask(taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if taken:  # as by kernels of GPUs
-        monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION.value)
+        choice = torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION.value
+        monkeypatch.setattr("pslayers.torch_api.attention_choice", lambda *_: choice)
     layer, ours = pair(batch_first=True)
     x, grads = floats(B, L, E), []
     for net in (ours, layer):
