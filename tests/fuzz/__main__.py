@@ -7,14 +7,9 @@ from collections import Counter, defaultdict
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 
-from .fuzzer import KINDS, VERDICTS, Result, timed
+from .fuzzer import KINDS, VERDICTS, Result, timed, work
 
 SPAWN = get_context("spawn")
-
-
-def work(seeds: range, only: str | None, out: Connection) -> None:
-    for seed in seeds:
-        out.send(timed((seed, only)))
 
 
 def begin(seeds: range, only: str | None) -> Connection:
@@ -72,7 +67,7 @@ def main() -> None:
     parser.add_argument("--only", choices=KINDS, help="this kind for every number")
     args = parser.parse_args()
     if args.seed is not None:
-        print(timed((args.seed, args.only)))
+        print(timed(args.seed, args.only))
         return
     start = time.perf_counter()
     print(summary(run_all(args.start, args.count, args.jobs, args.only)))
