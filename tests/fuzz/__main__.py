@@ -5,8 +5,36 @@ import re
 import time
 from collections import Counter, defaultdict
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 
-from .fuzzer import KINDS, VERDICTS, Result, timed
+from .fuzzer import KINDS, VERDICTS, Result, timed, work
+
+SPAWN = get_context("spawn")
+
+
+def begin(seeds: range, only: str | None) -> Connection:
+    """A process for these numbers, whose results can be received."""
+    answers, out = SPAWN.Pipe(duplex=False)
+    SPAWN.Process(target=work, args=(seeds, only, out), daemon=True).start()
+    out.close()
+    return answers
+
+
+def run_all(start: int, count: int, jobs: int, only: str | None) -> list[Result]:
+    """The results of all numbers; one at which a process dies is unclear, and another process goes on after it."""
+    results: list[Result] = []
+    left = {begin(seeds, only): seeds for i in range(jobs) if (seeds := range(start + i, start + count, jobs))}
+    while left:
+        for answers in wait(list(left)):
+            seeds = left.pop(answers)
+            try:
+                results.append(answers.recv())
+            except EOFError:
+                results.append(Result(seeds[0], only or KINDS[seeds[0] % len(KINDS)], "unclear", "the process has died"))
+                answers = begin(seeds[1:], only) if seeds[1:] else answers
+            if seeds[1:]:
+                left[answers] = seeds[1:]
+    return sorted(results, key=lambda r: r.seed)
 
 
 def pattern(message: str) -> str:
@@ -39,13 +67,11 @@ def main() -> None:
     parser.add_argument("--only", choices=KINDS, help="this kind for every number")
     args = parser.parse_args()
     if args.seed is not None:
-        print(timed((args.seed, args.only)))
+        print(timed(args.seed, args.only))
         return
-    start, jobs = time.perf_counter(), [(i, args.only) for i in range(args.start, args.start + args.count)]
-    with get_context("spawn").Pool(args.jobs) as pool:
-        results = sorted(pool.imap_unordered(timed, jobs, chunksize=10), key=lambda r: r.seed)
-    print(summary(results))
-    print(f"\n{len(results)} configurations in {time.perf_counter() - start:.0f} s")
+    start = time.perf_counter()
+    print(summary(run_all(args.start, args.count, args.jobs, args.only)))
+    print(f"\n{args.count} configurations in {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

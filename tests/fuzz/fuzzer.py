@@ -6,6 +6,7 @@ import signal
 import traceback
 import warnings
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -90,15 +91,21 @@ def late(*_: object) -> None:
     raise TimeoutError(f"no answer in {SECONDS} seconds")
 
 
-def timed(job: tuple[int, str | None]) -> Result:
-    """The same in a process of its own, and not for ever."""
+def timed(seed: int, only: str | None = None) -> Result:
+    """The same, and not for ever."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
     try:
-        return run(*job)
+        return run(seed, only)
     finally:
         signal.alarm(0)
+
+
+def work(seeds: range, only: str | None, out: Connection) -> None:
+    """In a process of its own: the results of these numbers."""
+    for seed in seeds:
+        out.send(timed(seed, only))
 
 
 def several(live: Live, draw: Draw) -> None:

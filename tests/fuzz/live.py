@@ -82,7 +82,8 @@ class Live:
         return self.plain, self.ours
 
     def inputs(self, n: int) -> tuple[Any, ...]:
-        return floating(self.config.inputs(n), self.dtype)
+        with plainly():
+            return floating(self.config.inputs(n), self.dtype)
 
     def seeded(self, net: nn.Module, inputs: tuple[Any, ...], seed: int = 0) -> Any:
         torch.manual_seed(seed)

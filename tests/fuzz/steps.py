@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pslayers as ps
 
 from .draw import Draw
 from .live import InvalidError, Live, WrongError, assert_near, is_random, plainly, without_checkpoints
-from .models import Attention, Checkpointed
+from .models import Checkpointed
 
 Step = Callable[[Live, Draw], Any]
 STEPS: dict[str, Step] = {}
@@ -165,18 +166,19 @@ def dropped(live: Live, draw: Draw) -> None:
 
 @step
 def copied(live: Live, draw: Draw) -> None:
-    if draw.maybe():
-        live.ours = copy.deepcopy(live.ours)
-        return
-    file = io.BytesIO()
     try:
         torch.save(live.plain, io.BytesIO())
+        pickled = draw.maybe()
     except RuntimeError:  # parametrised weights
-        return
-    torch.save(live.ours, file)
-    file.seek(0)
-    live.ours = torch.load(file, weights_only=False)
-    for p, q in zip(live.ours.parameters(), live.plain.parameters(), strict=True):  # `.grad` is not saved
+        pickled = False
+    if pickled:
+        file = io.BytesIO()
+        torch.save(live.ours, file)
+        file.seek(0)
+        live.ours = torch.load(file, weights_only=False)
+    else:
+        live.ours = copy.deepcopy(live.ours)
+    for p, q in zip(live.ours.parameters(), live.plain.parameters(), strict=True):  # `.grad` is neither copied nor saved
         p.grad = None if q.grad is None else q.grad.clone()
 
 
@@ -280,7 +282,7 @@ def in_a_thread(live: Live, draw: Draw) -> None:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join()
     if errors:
@@ -307,22 +309,22 @@ def to_chosen(live: Live, draw: Draw) -> None:
 @step
 def graph(live: Live, draw: Draw) -> None:
     """Rows that can be differentiated again: the gradient of their squares."""
-    fused = any(isinstance(m, Attention) and m.way == "sdpa" for m in live.plain.modules())  # has no second derivative in torch
-    if fused or not differentiable(live) or is_random(live.plain):
+    if not differentiable(live) or is_random(live.plain):
         return
-    n = draw.randint(1, 3)
+    n, total = draw.randint(1, 3), torch.zeros(())
     inputs = live.inputs(n)
-    with plainly():
-        net, total = without_checkpoints(live.plain), 0.0
-        named = [p for p in net.parameters() if p.requires_grad]
-        for i in range(n):
-            loss = live.config.losses(live.seeded(net, live.config.alone(inputs, i))).sum()
-            grads = torch.autograd.grad(loss, named, create_graph=True, materialize_grads=True)
-            total = total + sum(g.square().sum() for g in grads)
-        expected = torch.autograd.grad(total, named, materialize_grads=True)
-    rows = ps.per_sample_grads(live.ours, live.config.losses, inputs, create_graph=True)
-    penalty = sum(r.square().sum() for r in rows.values())
-    found = torch.autograd.grad(penalty, [live.ours.get_parameter(k) for k in rows], materialize_grads=True)
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative in torch
+        with plainly():
+            net = without_checkpoints(live.plain)
+            named = [p for p in net.parameters() if p.requires_grad]
+            for i in range(n):
+                loss = live.config.losses(live.seeded(net, live.config.alone(inputs, i))).sum()
+                grads = torch.autograd.grad(loss, named, create_graph=True, materialize_grads=True)
+                total = total + sum(g.square().sum() for g in grads)
+            expected = torch.autograd.grad(total, named, materialize_grads=True)
+        rows = ps.per_sample_grads(live.ours, live.config.losses, inputs, create_graph=True)
+        penalty = torch.stack([r.square().sum() for r in rows.values()]).sum()
+        found = torch.autograd.grad(penalty, [live.ours.get_parameter(k) for k in rows], materialize_grads=True)
     for name, a, b in zip(rows, found, expected, strict=True):
         assert_near(f"the second derivative in `{name}`", a, b)
 
