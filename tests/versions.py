@@ -49,7 +49,7 @@ def run(python: Path, tests: tuple[str, ...]) -> Outcome:
     """What the tests give in this environment; they say so as they run."""
     found = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
     start, last = time.perf_counter(), ""
-    command = [python, "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", *tests]
+    command = [python, "-m", "pytest", "-q", "--no-header", "--tb=short", "--show-capture=no", "-p", "no:cacheprovider", *tests]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
