@@ -59,7 +59,9 @@ class PSContainer(Converted):
                 f"`{state.path}` ({type(self).__name__}) is called inside a transform of torch.func in the model's forward, as it "
                 f"was not when this kind of call was proved: convert the model anew."
             )
-        recording = state.settings.recording and torch.is_grad_enabled() and not transforming()
+        # what a reentrant checkpoint runs without gradients at first is to come again, when nothing can be learned any more
+        recording = torch.is_grad_enabled() or torch_api.in_reentrant_forward()
+        recording = state.settings.recording and recording and not transforming()
         given = self._ps_given(own=not state.whole)
         if not given and not (recording and fallback.parameters_of(self, own=not state.whole)):
             return original(self, *args, **kwargs)
@@ -76,6 +78,8 @@ class PSContainer(Converted):
                 f"`{state.path}` ({type(self).__name__}) was called in a way that differs from run to run of the same batch, so "
                 f"its samples cannot be told apart: write a layer for it (ps.PSLayer)."
             )
+        if not given and not torch.is_grad_enabled():
+            return original(self, *args, **kwargs)
         try:
             return fallback.run(self, original, plan, args, kwargs, given)
         except NoRuleError as error:  # which it did not need when it was proved

@@ -17,7 +17,7 @@ from .inventory import Inventory
 from .picks import picking, without_picks
 from .proof import Unprovable, Watched, disagreement, judged, past_expansions, quiet_hooks, rows_agree
 from .record import recorder_of
-from .single import run_alone, run_plain
+from .single import run_alone, run_empty, run_plain
 from .snapshot import Snapshot, gradients_unchanged
 from .tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
 from .trees import own_parameters, tensors_in
@@ -46,6 +46,8 @@ class State:
         # how: (number of the call, training, whether per-sample weights were given, dims of the inputs)
         self.plans: dict[tuple[int, bool, bool, tuple[int, ...]], Any] = {}
         self.ndims = {name: p.ndim for name, p in own_parameters(module)}
+        if (makers := module._modules.get("parametrizations")) is not None:  # what the weights are computed from
+            self.ndims |= {f"parametrizations.{name}": p.ndim for name, p in makers.named_parameters()}
         self.forward: MethodType | None = None  # that was set on the instance, where it was one of its own methods
         # tracked: (number of the call, place of the tensor, its dims): layout
         self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
@@ -109,6 +111,8 @@ class Converted(_Mixin):
     def _ps_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
         """(dims, the size of the one that would be the batch's) of every tensor that has dims."""
         first, found = self._ps_state().settings.batch_first, []
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor and args[0].ndim:  # by far the most
+            return [(args[0].ndim, args[0].shape[0 if first or args[0].ndim == 1 else 1])]
         for t in tensors_in((args, kwargs)):
             if isinstance(t, PackedSequence):
                 found.append((-1, int(t.batch_sizes[0]) if len(t.batch_sizes) else 0))
@@ -118,8 +122,9 @@ class Converted(_Mixin):
 
     def _ps_told(self, sizes: list[tuple[int, int]]) -> int:
         """The batch size that inputs of these sizes tell: the first one's, unless another's was seen to be the outputs', too."""
-        place = self._ps_state().places.get(tuple(ndim for ndim, _ in sizes), 0)
-        return sizes[place][1]
+        if len(sizes) == 1:
+            return sizes[0][1]
+        return sizes[self._ps_state().places.get(tuple([ndim for ndim, _ in sizes]), 0)][1]
 
     def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an outermost call, its batch size known to every layer below."""
@@ -139,14 +144,15 @@ class Converted(_Mixin):
         state, settings = self._ps_state(), self._ps_state().settings
         recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
         trackable, sizes = not self._ps_layer and not recomputed, self._ps_sizes(args, kwargs) if not self._ps_layer else []
-        if trackable and recorded and not settings.partial:
-            self._ps_adopt()
+        inventory = self._ps_inventory() if recorded else None
+        if inventory is not None and inventory.strangers and trackable and not settings.partial:
+            inventory = self._ps_adopt()
         if recomputed:  # by something else than torch's checkpoints, which would have said of which call
             size: int | None = self._ps_recomputed_size(settings)
         elif local.explicit is not None:
             size = local.explicit
         else:
-            if trackable and recorded and len({n for _, n in sizes}) > 1 and not (local.again or sharding.apart(self)):
+            if len(sizes) > 1 and trackable and recorded and not (local.again or sharding.apart(self)):
                 self._ps_look_for_batch(run, args, kwargs, sizes)
             size = self._ps_batch_size(args, kwargs) if self._ps_layer else self._ps_told(sizes) if sizes else None
         if size is None:
@@ -154,8 +160,9 @@ class Converted(_Mixin):
                 raise self._ps_no_batch(args, kwargs)
             return run(self, *args, **kwargs)
         trackable, apart = trackable and size > 1, sharding.apart(self)
-        if size == 1 and recorded and not apart and not transforming() and not (inventory := self._ps_inventory()).given():
-            return run_alone(self, inventory, args, kwargs)
+        alone = inventory is not None and (size == 1 or (size == 0 and not self._ps_layer)) and not (apart or transforming())
+        if alone and inventory is not None and not inventory.given():
+            return (run_alone if size else run_empty)(self, inventory, args, kwargs)
         kind = (self.training, tuple((ndim, n == size) for ndim, n in sizes)) if trackable else None
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:
@@ -209,8 +216,8 @@ class Converted(_Mixin):
 
     def _ps_look_for_batch(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -> None:
         """Remember which of inputs of several sizes holds the batch, as the outputs tell: of calls with tensors of such dims."""
-        state, dims = self._ps_state(), tuple(ndim for ndim, _ in sizes)
-        if dims in state.places:
+        state, dims = self._ps_state(), tuple([ndim for ndim, _ in sizes])
+        if dims in state.places or len({n for _, n in sizes}) == 1:
             return
         with torch.no_grad(), without_picks():
             outputs = list(tensors_in([run_tracked(functools.partial(run, self), self, args, kwargs)[1]]))
@@ -240,15 +247,12 @@ class Converted(_Mixin):
             f"ps.batch_size(n):`."
         )
 
-    def _ps_adopt(self) -> None:
+    def _ps_adopt(self) -> Inventory:
         """Convert what has been put into the model since it was converted: its rows would be missing without a word."""
-        strangers = self._ps_inventory().strangers
-        if (
-            strangers
-            and adopt is not None
-            and any((p := held[name]) is not None and p.requires_grad for held, name, *_ in strangers)
-        ):
+        slots = self._ps_inventory().strangers
+        if adopt is not None and any((p := held[name]) is not None and p.requires_grad for held, name, *_ in slots):
             adopt(self)
+        return self._ps_inventory()
 
     def _ps_not_told(self, why: str) -> ValueError:
         return ValueError(

@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from . import torch_api
 from .context import Settings, local, transforming
 from .owners import WEAK, Batched, Owners
+from .per_sample import PerSample
 from .row_rules import RULES, lose, other
-from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Ambiguous, Layout
+from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Ambiguous, Layout, owners_of_packed
 from .trees import map_tensors, tensors_in
 
 
@@ -106,6 +107,9 @@ class Picks(TorchFunctionMode):
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is as long."""
         for place, t in enumerate(tensors_in((args, kwargs))):
+            if isinstance(t, PackedSequence) and len(t.batch_sizes):
+                ids = owners_of_packed(t)
+                self.tag(t.data, Owners(ids, len(t.batch_sizes), rows=ids if t.sorted_indices is not None else None, by_data=False))
             if not isinstance(t, Tensor) or not t.ndim:
                 continue
             if (place == 0 and len(t) % self.size == 0) or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1]):
@@ -211,7 +215,7 @@ class Picks(TorchFunctionMode):
     def _into(self, batch: Batched, t: Tensor, states: bool) -> Tensor:
         """A tensor that a call takes: rows beside those that are picked go with them."""
         dim = 0 if t.ndim and len(t) == batch.k else 1 if states and t.ndim > 2 and t.shape[1] == batch.k else None
-        if dim is None or (self.picked(t) is None and not states and t.ndim < 2):
+        if dim is None or (self.picked(t) is None and not states and (t.ndim < 2 or of_parameter(t))):
             return t
         with torch_api.without_torch_function():
             taken = batch.into(t, dim)
@@ -235,6 +239,11 @@ class Picks(TorchFunctionMode):
     def _extra(self) -> int:
         """How many rows more than the longest sample has: one in a call that is to prove that they do nothing."""
         return int(local.tracker is not None or (local.batch is not None and local.batch.proving))
+
+
+def of_parameter(t: Tensor) -> bool:
+    """Whether a tensor is a parameter or a part of one, whatever its length."""
+    return isinstance(t._base if t._is_view() else t, (nn.Parameter, PerSample))
 
 
 @contextmanager

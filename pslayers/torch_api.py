@@ -272,21 +272,26 @@ def mark_disabled(function: Any, reason: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
-class _Straight(threading.local):
-    now = False
+class _Reentrant(threading.local):
+    straight = forward = False
 
 
-_straight = _Straight()
+_reentrant = _Reentrant()
+
+
+def in_reentrant_forward() -> bool:
+    """Whether a reentrant checkpoint runs its part at first, without gradients."""
+    return _reentrant.forward
 
 
 @contextmanager
 def reentrant_checkpoints_straight() -> Iterator[None]:
     """Inside the block a reentrant checkpoint keeps what it computes, so that torch.autograd.grad may go through it."""
-    before, _straight.now = _straight.now, True
+    before, _reentrant.straight = _reentrant.straight, True
     try:
         yield
     finally:
-        _straight.now = before
+        _reentrant.straight = before
 
 
 def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[None]]]) -> None:
@@ -313,7 +318,11 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
     @functools.wraps(forward)
     def forward_noted(ctx: Any, *args: Any) -> Any:
         ctx._ps_context = situation()
-        return forward(ctx, *args)
+        before, _reentrant.forward = _reentrant.forward, True
+        try:
+            return forward(ctx, *args)
+        finally:
+            _reentrant.forward = before
 
     @functools.wraps(backward)
     def backward_in_context(ctx: Any, *grads: Tensor | None) -> Any:
@@ -328,7 +337,7 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
     apply = reentrant.apply
 
     def apply_or_not(cls: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args) if _straight.now else apply(function, preserve, *args)
+        return function(*args) if _reentrant.straight else apply(function, preserve, *args)
 
     reentrant.apply = classmethod(apply_or_not)  # type: ignore[assignment, method-assign]
     reentrant.forward = staticmethod(forward_noted)  # type: ignore[method-assign]

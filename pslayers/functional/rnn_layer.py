@@ -67,7 +67,8 @@ def _graph_backward(plan: Plan, x: Tensor, tensors: Sequence[Any], grads: Sequen
     def again(x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         states, flat = _split(plan, tensors)
         pairs = zip(plan.expansions, flat[::2], flat[1::2], strict=True)
-        weights = [e.rebind(w, rows).tensor(1 if rows is None else rows.shape[0]) for e, w, rows in pairs]
+        size = next((len(rows) for rows in flat[1::2] if rows is not None), 1)
+        weights = [e.rebind(w, rows).tensor(size) for e, w, rows in pairs]
         dtype = torch.promote_types(x.dtype, weights[0].dtype)
         return composite(plan, x.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights])
 

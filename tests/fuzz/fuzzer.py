@@ -1,0 +1,137 @@
+"""One configuration by its number: built, run, judged."""
+
+import copy
+import re
+import signal
+import traceback
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+import pslayers as ps
+
+from . import layers, leaks, models, steps
+from .draw import Config, Draw
+from .live import InvalidError, Live, WrongError, assert_near, plainly
+
+KINDS = ("layer", "model", "calls", "leak")
+VERDICTS = ("right", "refused", "unclear", "wrong", "invalid")
+SECONDS = 60  # for one configuration
+WAY_OUT = re.compile(
+    r"\b(use|call|convert|give|pass|set|say|see|write|turn|compute|leave|freeze|run|pack|check|once)\b", re.IGNORECASE
+)
+
+
+@dataclass
+class Result:
+    """What became of a configuration: right; refused (an error that names a module and a way out); unclear (any other error);
+    wrong (numbers differ, or samples that interact were let pass); invalid (it makes no sense in plain torch)."""
+
+    seed: int
+    kind: str
+    verdict: str
+    message: str = ""
+    config: str = ""
+    trace: str = ""
+    slow: bool = False  # some module ran sample by sample
+
+    def __str__(self) -> str:
+        shown = [f"seed {self.seed}: {self.verdict}{' (by a loop)' if self.slow else ''}", self.config, self.message, self.trace]
+        return "\n".join(part for part in shown if part)
+
+
+def is_clear(error: BaseException, config: Config) -> bool:
+    """Whether the library raised it on purpose, naming a module (by path or class) and a way out."""
+    text, frames = str(error), traceback.extract_tb(error.__traceback__)
+    modules = list(config.model.named_modules())
+    named = any(f"`{path}" in text for path, _ in modules if path) or any(type(m).__name__ in text for _, m in modules)
+    named = named or any(f"`{name}`" in text for name, _ in config.model.named_parameters())
+    return "/pslayers/" in frames[-1].filename and named and bool(WAY_OUT.search(text)) and not isinstance(error, AssertionError)
+
+
+def run(seed: int, only: str | None = None) -> Result:
+    """Configuration `seed` of all kinds in turn, or of one."""
+    kind = only or KINDS[seed % len(KINDS)]
+    draw = Draw(seed)
+    torch.manual_seed(seed)
+    result = Result(seed, kind, "right")
+    config = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if kind == "leak":
+                config, seen = leaks.build(draw)
+                leak(config, draw, seen)
+            else:
+                config = (layers if kind == "layer" else models).build(draw)
+                live = Live(config, draw, example=draw.maybe(0.15))
+                if kind == "calls":
+                    steps.run(live, draw)
+                else:
+                    several(live, draw)
+        except WrongError as error:
+            result.verdict, result.message = "wrong", str(error)
+        except InvalidError as error:
+            result.verdict, result.message = "invalid", str(error)
+        except Exception as error:
+            clear = config is not None and is_clear(error, config)
+            result.verdict = "refused" if clear else "unclear"
+            result.message = f"{type(error).__name__}: {error}"
+            result.trace = "".join(traceback.format_exception(error)[-6:])
+    if kind == "leak" and result.verdict == "refused":
+        result.verdict = "right"
+    result.config = str(config)
+    result.slow = any("sample by sample" in str(w.message) for w in caught)
+    return result
+
+
+def late(*_: object) -> None:
+    raise TimeoutError(f"no answer in {SECONDS} seconds")
+
+
+def timed(job: tuple[int, str | None]) -> Result:
+    """The same in a process of its own, and not for ever."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        return run(*job)
+    finally:
+        signal.alarm(0)
+
+
+def several(live: Live, draw: Draw) -> None:
+    """A few batches, read in several ways."""
+    ways = [live.train, *(draw.pick(live.train, live.train, live.one_call, live.functional, live.stream) for _ in range(2))]
+    if not steps.differentiable(live):
+        ways = [live.train] * 2
+    sizes = [draw.pick(2, 3, 4, 5), *(draw.pick(0, 1, 2, 3, 4) for _ in ways[1:])]
+    draw.shuffle(sizes)
+    live.config.notes.append(f"batches: {[(way.__name__, n) for way, n in zip(ways, sizes, strict=True)]}")
+    for i, (way, n) in enumerate(zip(ways, sizes, strict=True), 1):
+        draw.begin(i)
+        way(n)
+
+
+def leak(config: Config, draw: Draw, seen: bool) -> None:
+    """Must be refused; what autograd does not see, check_model must report."""
+    inputs, model = config.inputs(draw.randint(2, 4)), config.model.double()
+    with plainly():
+        net = copy.deepcopy(model)
+        torch.manual_seed(0)
+        together = config.losses(net(*inputs))
+        for i, loss in enumerate(together):
+            alone = config.losses(net(*config.alone(inputs, i)))
+            try:
+                assert_near("a loss", loss[None], alone)
+            except WrongError:
+                break
+        else:
+            raise InvalidError("the leak changes nothing")
+    ours = ps.convert_model(copy.deepcopy(model), **config.options)
+    if seen:
+        config.reduced(ours(*inputs)).backward()
+    checks = (ps.check_model(ours, *config.inputs(4), loss_fn=config.losses) for _ in range(5))  # a sum may stay the same by chance
+    if seen or all(checks):
+        raise WrongError(f"samples interact ({'seen' if seen else 'not seen'} by autograd), and were let pass")

@@ -1,0 +1,206 @@
+"""A converted model and its plain twin, to which everything is done in step, and which are compared after every step."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import pslayers as ps
+from pslayers.trees import map_tensors, tensors_in
+
+from .draw import Config, Draw
+from .models import Checkpointed
+
+TOLERANCE = {torch.float64: (1e-7, 1e-3), torch.float32: (2e-3, 1e-1), torch.bfloat16: (0.3, 1.0)}  # of the largest value, and this
+Rows = dict[str, Tensor | None]
+
+
+class WrongError(Exception):
+    """Numbers differ from those of plain torch."""
+
+
+class InvalidError(Exception):
+    """The configuration makes no sense in plain torch."""
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """What fails in plain torch says nothing about the library."""
+    try:
+        yield
+    except Exception as error:
+        raise InvalidError(f"plain torch: {type(error).__name__}: {error}") from error
+
+
+def floating(value: Any, dtype: torch.dtype) -> Any:
+    if hasattr(value, "batch_sizes"):  # packed
+        return value.to(dtype)
+    if isinstance(value, tuple):
+        return tuple(floating(v, dtype) for v in value)
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+def without_checkpoints(model: nn.Module) -> nn.Module:
+    """A copy, in float64, that torch.autograd.grad can go through."""
+    net = copy.deepcopy(model).double()
+    for m in net.modules():
+        if isinstance(m, Checkpointed):
+            m.how = "off"
+    return net
+
+
+def is_random(model: nn.Module) -> bool:
+    rates = [m.p if isinstance(m, nn.Dropout) else getattr(m, "dropout", 0) for m in model.modules() if m.training]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def assert_near(what: str, found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float64) -> None:
+    if found.shape != expected.shape:
+        raise WrongError(f"{what} has shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
+    tolerance, small = TOLERANCE[dtype]
+    found, expected = found.detach().double(), expected.detach().double()
+    largest = expected.nan_to_num().abs().max().item() if expected.numel() else 0.0
+    off = (found - expected).abs()[~(found.isnan() & expected.isnan() | (found == expected))]
+    if off.numel() and not off.max().item() <= tolerance * (largest + small):
+        raise WrongError(f"{what} is off by {off.max().item():.2e} (largest value {largest:.2e})")
+
+
+class Live:
+    """The two models, and the draw that inputs come from."""
+
+    def __init__(self, config: Config, draw: Draw, example: bool = False) -> None:
+        self.config, self.draw, self.dtype = config, draw, config.dtype
+        self.plain = config.model.to(config.dtype)
+        options = config.options | ({"example": self.inputs(3)} if example else {})
+        self.ours: Any = ps.convert_model(copy.deepcopy(self.plain), **options)
+
+    @property
+    def both(self) -> tuple[nn.Module, nn.Module]:
+        return self.plain, self.ours
+
+    def inputs(self, n: int) -> tuple[Any, ...]:
+        return floating(self.config.inputs(n), self.dtype)
+
+    def seeded(self, net: nn.Module, inputs: tuple[Any, ...], seed: int = 0) -> Any:
+        torch.manual_seed(seed)
+        return net(*inputs)
+
+    # -------------------------------------------------------------------------------------------------------- the oracle
+    def expected(self, inputs: tuple[Any, ...], n: int) -> dict[str, Tensor]:
+        """{name: (n, *shape)} of plain torch in float64, each sample by itself (beside the others where a module draws numbers)."""
+        with plainly():
+            net, inputs = without_checkpoints(self.plain), floating(inputs, torch.float64)
+            named = {k: p for k, p in net.named_parameters() if p.requires_grad}
+            together, rows = self.config.losses(self.seeded(net, inputs)), {k: [p.new_zeros(0, *p.shape)] for k, p in named.items()}
+
+            def gradient(loss: Tensor) -> tuple[Tensor, ...]:
+                if not loss.requires_grad:
+                    return tuple(torch.zeros_like(p) for p in named.values())
+                return torch.autograd.grad(loss, list(named.values()), retain_graph=True, materialize_grads=True)
+
+            for i in range(n):
+                own = together[i] if is_random(net) else self.config.losses(self.seeded(net, self.config.alone(inputs, i)))
+                for k, g in zip(named, gradient(own.sum()), strict=True):
+                    rows[k].append(g[None])
+            found = {k: torch.cat(v) for k, v in rows.items()}
+            reduced = together if together.ndim == 0 else getattr(together, self.config.reduction)() if n else together.sum()
+            for (k, r), total in zip(found.items(), gradient(reduced), strict=True):
+                if n:
+                    assert_near(f"samples interact, as the gradient of `{k}`", total, getattr(r, self.config.reduction)(0))
+            return found
+
+    def assert_rows(self, found: Rows, expected: dict[str, Tensor]) -> None:
+        """A parameter that the loss does not reach has None, as its `.grad` in plain torch has."""
+        for name, rows in expected.items():
+            if (own := found.get(name)) is not None:
+                assert_near(f"rows of `{name}`", own, rows, self.dtype)
+            elif rows.any():
+                raise WrongError(f"`{name}` has no rows; the largest is {rows.abs().max().item():.2e}")
+
+    def rows(self) -> Rows:
+        return {k: getattr(p, "grad_sample", None) for k, p in self.ours.named_parameters()}
+
+    def compare(self) -> None:
+        """Parameters, `.grad` and buffers are those of the plain model."""
+        for (k, p), (_, q) in zip(self.ours.named_parameters(), self.plain.named_parameters(), strict=True):
+            assert_near(f"parameter `{k}`", p, q, self.dtype)
+            if (p.grad is None) != (q.grad is None):
+                raise WrongError(
+                    f"`{k}` has {'no' if p.grad is None else 'a'} .grad, and in plain torch {'none' if q.grad is None else 'one'}"
+                )
+            if q.grad is not None:
+                assert_near(f".grad of `{k}`", p.grad, q.grad, self.dtype)
+        for (k, p), (_, q) in zip(self.ours.named_buffers(), self.plain.named_buffers(), strict=True):
+            assert_near(f"buffer `{k}`", p, q, self.dtype)
+
+    # ------------------------------------------------------------------------------------------------- what can be done
+    def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The outputs of the plain model and of ours, which must be the same, and have drawn the same random numbers."""
+        with plainly():
+            expected = self.seeded(self.plain, inputs)
+            drawn = torch.get_rng_state()
+        output = self.seeded(self.ours, inputs)
+        if not torch.equal(drawn, torch.get_rng_state()):
+            raise WrongError("the forward pass has drawn other random numbers than plain torch's")
+        pairs = list(zip(tensors_in([expected]), tensors_in([output]), strict=True))
+        for a, b in pairs:
+            if type(a) is not type(b):
+                raise WrongError(f"an output is a {type(b).__name__}, and plain torch's a {type(a).__name__}")
+            assert_near("an output", getattr(b, "data", b), getattr(a, "data", a), self.dtype)
+        return expected, output
+
+    def losses(self, n: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """The losses of a new batch, with their graphs, and the rows expected."""
+        inputs = self.inputs(n)
+        expected = self.expected(inputs, n)
+        plain, ours = (self.config.reduced(out) for out in self.forward(inputs))
+        return plain, ours, expected
+
+    def backward(self, plain: Tensor, ours: Tensor, **options: Any) -> None:
+        with plainly():
+            plain.backward(**options)
+        ours.backward(**options)
+
+    def train(self, n: int) -> None:
+        """The usual step."""
+        plain, ours, expected = self.losses(n)
+        self.backward(plain, ours)
+        self.assert_rows(self.rows(), expected)
+        self.compare()
+
+    def stream(self, n: int) -> None:
+        plain, ours, expected = self.losses(n)
+        found: Rows = {}
+        with ps.streaming(self.ours, lambda name, rows: found.__setitem__(name, rows.clone())):
+            self.backward(plain, ours)
+        self.assert_rows(found, expected)
+        self.compare()
+
+    def one_call(self, n: int) -> None:
+        """`per_sample_grads`: nothing is left behind."""
+        inputs, options = self.inputs(n), {}
+        before, expected = {k: None if r is None else r.clone() for k, r in self.rows().items()}, self.expected(inputs, n)
+        if self.config.chunks and n and not is_random(self.plain) and not list(self.plain.buffers()) and self.draw.maybe():
+            options = {"chunk_size": self.draw.pick(1, 2, 3)}
+        with plainly():
+            self.seeded(self.plain, inputs)  # which may change its buffers
+        torch.manual_seed(0)
+        self.assert_rows(ps.per_sample_grads(self.ours, self.config.losses, inputs, **options), expected)
+        self.assert_rows(self.rows(), {k: r for k, r in before.items() if r is not None})
+        self.compare()
+
+    def functional(self, n: int) -> None:
+        """`expand_params` and torch.func.functional_call."""
+        inputs = self.inputs(n)
+        expected, params = self.expected(inputs, n), ps.expand_params(self.ours, n)
+        with plainly():
+            self.seeded(self.plain, inputs)
+        torch.manual_seed(0)
+        loss = self.config.losses(torch.func.functional_call(self.ours, params, inputs))
+        scale = n if loss.ndim == 0 and self.config.reduction == "mean" else 1
+        grads = torch.autograd.grad(loss.sum(), list(params.values()), allow_unused=True)
+        self.assert_rows({k: None if g is None else g * scale for k, g in zip(params, grads, strict=True)}, expected)
+        self.compare()
