@@ -143,7 +143,8 @@ def _prove(number: int, form: Any) -> bool:
     return _proved(module, ndims((args, kwargs)))
 
 
-_known._dynamo_marked_constant = _prove._dynamo_marked_constant = True  # type: ignore[attr-defined]
+torch_api.mark_constant(_known)
+torch_api.mark_constant(_prove)
 
 
 def _proved(module: Any, dims: tuple[int, ...]) -> bool:

@@ -82,13 +82,20 @@ def after_pass(callback: Callable[[], None]) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- tracing
 is_tracing: Callable[[], Any] = _find("_C._get_tracing_state")  # by torch.jit.trace; None if it is not
-is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # by torch.export
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces; a constant to torch.compile, which up to 2.10 takes torch's own for True at all times."""
+    return torch.compiler.is_exporting()
+
+
+_find("compiler._is_compiling_flag")
 
 
 @contextmanager
 def not_compiling() -> Iterator[None]:
     """Inside the block code runs as it does outside of torch.compile, which may be tracing around it."""
-    before = getattr(torch.compiler, "_is_compiling_flag", False)
+    before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = False  # type: ignore[attr-defined]
     try:
         yield
@@ -261,6 +268,9 @@ def mark_constant(function: Any) -> None:
     function._dynamo_marked_constant = True
 
 
+mark_constant(is_exporting)
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether torch.compile has made it of another module (by name: its class takes long to import)."""
     return type(module).__module__.startswith("torch._dynamo")
@@ -299,7 +309,7 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
 
     `situation()` is called where the part runs at first, and gives a function that makes the context.
     """
-    frame_init = checkpoint._CheckpointFrame.__init__
+    frame_init = _find("_CheckpointFrame.__init__", checkpoint)
 
     @functools.wraps(frame_init)
     def init(self: Any, recompute_fn: Callable[..., None], *args: Any, **kwargs: Any) -> None:

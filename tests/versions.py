@@ -30,42 +30,37 @@ class Outcome(NamedTuple):
     """What the tests gave on one version."""
 
     torch: str
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
-    minutes: float = 0.0
-    right: bool = False
-    report: str = ""
+    counts: dict[str, int]
+    minutes: float
+    right: bool
 
 
-def install(version: str, folder: Path) -> tuple[Path | None, str]:
-    """The Python of an environment with this torch, None where it cannot be installed, and pip's words."""
+def install(version: str, folder: Path) -> Path | None:
+    """The Python of an environment with this torch, None where it cannot be installed."""
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     if not python.exists():
         venv.create(folder, with_pip=True)
     exact = version if version.count(".") > 1 else f"{version}.*"
     command = [python, "-m", "pip", "install", "--quiet", f"torch=={exact}", *PACKAGES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return None if done.returncode else python, done.stderr
+    return None if subprocess.run(command, cwd=ROOT).returncode else python
 
 
 def run(python: Path, tests: tuple[str, ...]) -> Outcome:
-    """What the tests give in this environment."""
+    """What the tests give in this environment; they say so as they run."""
     found = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
-    start = time.perf_counter()
-    command = [python, "-m", "pytest", "-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    summary = re.findall(r"^.*\d+ (?:passed|failed|error).*$", done.stdout, re.MULTILINE)
-    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|error|skipped)", summary[-1] if summary else "")}
-    failed = counts.get("failed", 0) + counts.get("error", 0)
-    minutes = (time.perf_counter() - start) / 60
-    report = "" if done.returncode == 0 else done.stdout[-20_000:] + done.stderr[-2_000:]
-    passed, skipped = counts.get("passed", 0), counts.get("skipped", 0)
-    return Outcome(found.stdout.strip(), passed, failed, skipped, minutes, done.returncode == 0, report)
+    start, last = time.perf_counter(), ""
+    command = [python, "-m", "pytest", "-q", "--no-header", "--tb=short", "--show-capture=no", "-p", "no:cacheprovider", *tests]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line if re.search(r"\d+ (passed|failed|error).* in ", line) else last
+    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|error|skipped)", last)}
+    return Outcome(found.stdout.strip(), counts, (time.perf_counter() - start) / 60, process.returncode == 0)
 
 
 def main() -> int:
-    """The number of versions on which something failed."""
+    """How many versions something failed on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", help="of torch: 2.15, or 2.14.1")
     parser.add_argument("--all", action="store_true", help="run all tests")
@@ -73,21 +68,20 @@ def main() -> int:
     given = parser.parse_args()
     outcomes = []
     for version in given.versions:
-        folder = given.keep / version if given.keep else Path(tempfile.mkdtemp())
+        folder = given.keep.resolve() / version if given.keep else Path(tempfile.mkdtemp())
+        print(f"torch {version}", flush=True)
         try:
-            python, words = install(version, folder.resolve())
-            if python is None:
-                outcomes.append(Outcome(f"{version}: not installed", report=words))
-            else:
-                outcomes.append(run(python, () if given.all else TESTS))
+            python = install(version, folder)
+            none = Outcome(f"{version}: not installed", {}, 0.0, False)
+            outcomes.append(none if python is None else run(python, () if given.all else TESTS))
         finally:
             if not given.keep:
                 shutil.rmtree(folder)
-        print(outcomes[-1].report, flush=True)
     width = max(len(outcome.torch) for outcome in outcomes)
-    print(f"{'torch':{width}}  {'passed':>7}  {'failed':>7}  {'skipped':>7}  {'minutes':>7}")
-    for o in outcomes:
-        print(f"{o.torch:{width}}  {o.passed:7}  {o.failed:7}  {o.skipped:7}  {o.minutes:7.1f}")
+    kinds = ("passed", "failed", "error", "skipped")
+    print(f"\n{'torch':{width}}", *(f"{kind:>8}" for kind in kinds), f"{'minutes':>8}")
+    for outcome in outcomes:
+        print(f"{outcome.torch:{width}}", *(f"{outcome.counts.get(kind, 0):8}" for kind in kinds), f"{outcome.minutes:8.1f}")
     return sum(not outcome.right for outcome in outcomes)
 
 
