@@ -18,6 +18,10 @@ from . import torch_api
 from .turns import Turns
 
 
+class NoRuleError(NotImplementedError):
+    """A forward does what cannot be done with parameters of each sample's own."""
+
+
 class Scale:
     """The factors of one call's gradients, read when they flow back.
 
@@ -310,6 +314,12 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
                 if local.picks is not None:
                     stack.enter_context(local.picks)
                 yield
+        except NoRuleError as error:
+            path = "A part of the model" if stand_ins is None else f"`{local.stand_ins.path}`"
+            raise RuntimeError(
+                f"{path} does something else when a checkpoint computes it again than it did at first ({error}): call it without "
+                f"the checkpoint, or write a layer for it (ps.PSLayer)."
+            ) from error
         finally:
             vars(local).update(before)
 

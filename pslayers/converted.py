@@ -17,7 +17,7 @@ from .inventory import Inventory
 from .picks import picking, without_picks
 from .proof import Unprovable, Watched, disagreement, judged, past_expansions, quiet_hooks, rows_agree
 from .record import recorder_of
-from .single import run_alone, run_plain
+from .single import run_alone, run_empty, run_plain
 from .snapshot import Snapshot, gradients_unchanged
 from .tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
 from .trees import own_parameters, tensors_in
@@ -156,8 +156,10 @@ class Converted(_Mixin):
                 raise self._ps_no_batch(args, kwargs)
             return run(self, *args, **kwargs)
         trackable, apart = trackable and size > 1, sharding.apart(self)
-        if size == 1 and recorded and not apart and not transforming() and not (inventory := self._ps_inventory()).given():
-            return run_alone(self, inventory, args, kwargs)
+        if recorded and (size == 1 or (size == 0 and not self._ps_layer)) and not (apart or transforming()):
+            inventory = self._ps_inventory()
+            if not inventory.given():
+                return (run_alone if size else run_empty)(self, inventory, args, kwargs)
         kind = (self.training, tuple((ndim, n == size) for ndim, n in sizes)) if trackable else None
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:

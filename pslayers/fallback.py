@@ -29,7 +29,7 @@ from .expand import Expansion
 from .owners import WEAK
 from .per_sample import NoRuleError, PerSample, Standing, standing_in
 from .picks import following, without_picks
-from .proof import disagreement
+from .proof import disagreement, quiet_hooks, quiet_pass
 from .record import recorder_of
 from .redirect import Redirect
 from .snapshot import Snapshot, trial, unchanged
@@ -287,7 +287,7 @@ class _Proof:
         """Around a run of the module: nothing is left behind, and nothing recorded."""
         stack = ExitStack()
         straight = torch_api.reentrant_checkpoints_straight()
-        for context in (torch.enable_grad(), trial(self.module), by_original_layers(), straight):
+        for context in (torch.enable_grad(), trial(self.module), by_original_layers(), straight, quiet_hooks(self.module)):
             stack.enter_context(context)
         others = {n: v for n, v in self.values.items() if n not in self.names}
         stack.enter_context(in_place_of(places_of(self.module, others, tied=True)))
@@ -320,7 +320,8 @@ class _Proof:
             return {}
         # asked for too where a real run needs them: torch's group_norm crashes on channels_last images that need none
         taken = [t for t in tensors_in(self.call) if isinstance(t, Tensor) and t.requires_grad]
-        found = torch.autograd.grad(loss, [*of.values(), *taken], allow_unused=True, retain_graph=True)
+        with quiet_pass():
+            found = torch.autograd.grad(loss, [*of.values(), *taken], allow_unused=True, retain_graph=True)
         return {name: g for name, g in zip(of, found, strict=False) if g is not None}
 
     def idle(self) -> list[frozenset[str]]:

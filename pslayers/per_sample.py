@@ -19,15 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from . import torch_api
-from .context import Place, in_place_of, local, places_of
+from .context import NoRuleError, Place, in_place_of, local, places_of
 from .functional.each import for_each
 from .trees import map_tensors, tensors_in
 
 Rule = Callable[..., Any]
-
-
-class NoRuleError(NotImplementedError):
-    """A forward does what cannot be done with parameters of each sample's own."""
 
 
 # ops whose weight may be a PerSample; `redirect` enters them
@@ -54,6 +50,7 @@ class Standing:
         choices: Sequence[bool] | None = None,
     ) -> None:
         self.inputs, self.whole, self.weights, self.follows, self.choices = inputs, whole, weights, follows, choices
+        self.path = ""  # of the module
         self.made: list[weakref.ref[PerSample]] = []
         self.chosen: list[bool] = []
         self.level = torch_api.level()  # of transforms of torch.func around the forward
@@ -65,7 +62,7 @@ class Standing:
 
         def again() -> Standing:
             standing = Standing(self.inputs, self.whole, self.weights, self.follows, self.choices or self.chosen)
-            standing.chosen = self.chosen[:chosen]
+            standing.chosen, standing.path = self.chosen[:chosen], self.path
             return standing
 
         return again
@@ -105,6 +102,7 @@ def standing_in(module: Any, standing: Standing) -> Iterator[None]:
         NoRuleError: the forward has kept one, or what it made of one (a cache): the next one's would be others.
     """
     before, local.stand_ins = local.stand_ins, standing
+    standing.path = module._ps_state().path
 
     def places() -> list[Place]:
         return places_of(module, local.stand_ins.stand_ins(), tied=standing.whole)

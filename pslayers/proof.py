@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from . import torch_api
 from .context import Batch, picked_by
@@ -72,14 +73,35 @@ _quiet = threading.local()  # while a proof goes backward through a graph, hooks
 
 
 @contextmanager
+def quiet_pass() -> Iterator[None]:
+    """Around passes that only prove something: hooks that the user put on modules and tensors are not called."""
+    before, _quiet.now = getattr(_quiet, "now", False), True
+    try:
+        yield
+    finally:
+        _quiet.now = before
+
+
+class _QuietTensorHooks(TorchFunctionMode):
+    """Hooks that a forward puts on its tensors are silent in passes that only prove."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.register_hook:
+            args = (args[0], _unless_quiet(args[1])) if len(args) > 1 else args
+            kwargs = {name: _unless_quiet(hook) for name, hook in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
 def quiet_hooks(model: nn.Module) -> Iterator[None]:
-    """Have the backward hooks that modules put into the graph of this call be silent in passes that only prove."""
+    """Have the backward hooks that modules and forwards put into the graph of this call be silent in passes that only prove."""
     held = [m.__dict__[name] for m in model.modules() for name in ("_backward_hooks", "_backward_pre_hooks") if m.__dict__[name]]
     before = [(hooks, dict(hooks)) for hooks in held]
     for hooks, each in before:
         hooks.update({key: _unless_quiet(hook) for key, hook in each.items()})
     try:
-        yield
+        with _QuietTensorHooks():
+            yield
     finally:
         for hooks, each in before:
             hooks.update({key: each[key] for key in hooks if key in each})
@@ -110,7 +132,8 @@ class Watched:
             if t.requires_grad and t.numel():
                 self.edges.append(torch.autograd.graph.get_gradient_edge(t))
                 look = functools.partial(self._look, len(self.edges) - 1, dim=dim, owners=owners)
-                self.hooks.append(t.register_hook(look))
+                with torch_api.without_torch_function():  # no hook of the user's
+                    self.hooks.append(t.register_hook(look))
 
     def _look(self, edge: int, grad: Tensor | None, dim: int, owners: Tensor | None) -> None:
         if grad is None or self.samples is None:  # of one of several outputs; or the user's own pass
@@ -156,7 +179,6 @@ def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, int, Tensor]], b
     A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a table as long as the
     batch). Costs 2 log2(B) passes of the graph without weight gradients, and their memory: gradients are looked at as they flow by.
     """
-    _quiet.now = True
     try:
         if not outputs or not layers.edges:
             return True  # nothing to be told here
@@ -166,7 +188,8 @@ def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, int, Tensor]], b
             theirs = [torch.isin(owners, layers.samples.to(t.device)) for t, _, owners in outputs]
             own = [t.index_select(dim, rows.nonzero()[:, 0]) for (t, dim, _), rows in zip(outputs, theirs, strict=True)]
             loss = sum((t.sum() + (t * t).sum() for t in own), torch.zeros((), device=device))
-            torch.autograd.grad(loss, last, retain_graph=True, allow_unused=True)
+            with quiet_pass():
+                torch.autograd.grad(loss, last, retain_graph=True, allow_unused=True)
             if layers.agree is False:
                 break
         return layers.agree
@@ -175,7 +198,6 @@ def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, int, Tensor]], b
             raise Unprovable from error
         raise
     finally:
-        _quiet.now = False
         for hook in layers.hooks:
             hook.remove()
 

@@ -36,7 +36,8 @@ class Recorder:
         self.alone_pass = -1  # in which all that arrives is one sample's, and is yet to be taken
         self.alone: Tensor | None = None  # on its way, and taken already
         self.unexpanded = False  # a layer's last call did not expand this parameter
-        self.hook = param.register_hook(_Arrival(self))
+        with torch_api.without_torch_function():  # nobody wraps it
+            self.hook = param.register_hook(_Arrival(self))
         if hooks := param._backward_hooks:  # before hooks of the user's, which may change what arrives
             *others, ours = hooks.items()
             hooks.clear()

@@ -1,5 +1,6 @@
-"""Calls by the original layers: of a batch of one, where each gradient is its one row too; and where nothing is recorded."""
+"""Calls by the original layers: of a batch of one, where each gradient is its one row too; of none; where nothing is recorded."""
 
+import functools
 from typing import Any
 
 import torch
@@ -108,6 +109,30 @@ def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: d
                 ]
         with in_place_of(flat):
             return run_plain(model, args, kwargs)
+
+
+def run_empty(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A recorded call for no sample, by the original layers: parameters that are reached have no rows, (0, *S)."""
+    aliases: dict[int, Tensor] = {}
+    places: list[Place] = []
+    for held, name, path, _, module in inventory.slots:
+        param, settings = held[name], model._ps_state().settings
+        if param is None or not param.requires_grad:
+            continue
+        if id(param) not in aliases:
+            aliases[id(param)] = alias = param.view_as(param)
+            recorder, node = recorder_of(param, inventory.prefix + path, settings, module()), alias.grad_fn.next_functions[0][0]
+            with torch_api.without_torch_function():
+                alias.register_hook(functools.partial(_no_rows, recorder, node))
+        places.append((held, name, aliases[id(param)]))
+    with in_place_of(places):
+        return run_plain(model, args, kwargs)
+
+
+def _no_rows(recorder: Recorder, node: Any, grad: Tensor) -> None:
+    if will_execute(node, asked=False):  # torch.autograd.grad has no side effects
+        recorder.note(grad)
+        recorder.take(grad.new_zeros(0, *grad.shape))
 
 
 def run_plain(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

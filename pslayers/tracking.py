@@ -291,7 +291,7 @@ def run_tracked(
     args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a model may change its inputs in place
     local.tracker = tracker = tracker or Tracker()
     try:
-        with trial(model):
+        with trial(model), torch_api.reentrant_checkpoints_straight():
             return tracker, run(*args, **kwargs)
     finally:
         local.tracker = None

@@ -1,5 +1,8 @@
-"""check_layer and check_model: they agree with what is right, and name what is wrong."""
+"""check_layer and check_model: they agree with what is right, and name what is wrong. See also `test_check_*.py`."""
 
+import random
+
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -30,6 +33,23 @@ def test_wrong_row_is_named_with_its_error() -> None:
     assert not answer
     assert len(answer.problems) == 1
     assert answer.problems[0].startswith("`weight`: row 0 is off by ") and "1 of 4 rows are wrong" in answer.problems[0]
+
+
+def test_rows_of_one_loss_are_compared_with_samples_alone() -> None:
+    answer = ps.check_layer(PSDouble(3, 2), torch.randn(4, 3), loss_fn=lambda out: out.square().mean())
+    assert any(problem.startswith("`weight`: row 0 is off by ") for problem in answer.problems)
+    assert "`weight`: what its rows add up to is not the gradient that plain training gives" in answer.problems
+
+    class PSNext(ps.PSLayer, nn.Linear):  # rows of the next sample, which add up to the right gradient
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.expand("weight")
+            weight = weight.detach() + (weight - weight.detach()).roll(1, 0)
+            return torch.einsum("n...i,noi->n...o", x, weight) + self.expand("bias")
+
+    PSNext.replaces = nn.Linear
+    answer = ps.check_layer(PSNext(3, 2), torch.randn(4, 3), loss_fn=lambda out: out.square().mean())
+    assert [problem.split(" is off")[0][:13] for problem in answer.problems] == ["`weight`: row"], str(answer)
+    assert "4 of 4 rows are wrong" in answer.problems[0]
 
 
 @pytest.mark.parametrize("rolled", [True, False])
@@ -70,13 +90,19 @@ def test_forgotten_expand_is_named() -> None:
     assert answer  # the bias is a constant there: nothing to record
 
 
-def test_model_is_untouched_and_random_layers_agree() -> None:
-    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-    state = torch.get_rng_state()
-    assert ps.check_model(model, torch.randn(4, 3))
-    assert type(model) is nn.Sequential and model[0].weight.dtype == torch.float32
-    assert all(p.grad is None and not p.__dict__ for p in model.parameters())
-    torch.set_rng_state(state)
+def test_nothing_of_the_users_is_touched() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.InstanceNorm1d(5, track_running_stats=True), nn.Linear(8, 2))
+    model[0].weight.grad = torch.ones(8, 3)
+    x, before = torch.randn(4, 5, 3, requires_grad=True), {k: v.clone() for k, v in model.state_dict().items()}
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(7)
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
+    assert ps.check_model(model, x, loss_fn=lambda out: out.square().mean())
+    assert torch.equal(states[0], torch.get_rng_state()) and states[1] == random.getstate()
+    assert numpy.array_equal(states[2], numpy.random.get_state()[1])
+    assert type(model) is nn.Sequential and model.training and x.grad is None
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 3)) and all(not p.__dict__ for p in model.parameters())
 
 
 def test_own_loss_and_errors() -> None:
@@ -110,4 +136,4 @@ def test_a_detached_mean_over_the_batch_is_seen() -> None:
             return self.out(torch.tanh(h - h.detach().mean(0)))
 
     answer = ps.check_model(Centred().double(), torch.randn(4, 4, dtype=torch.float64))
-    assert not answer and "with the inputs of others" in str(answer)
+    assert not answer and "samples interact in the model" in str(answer)

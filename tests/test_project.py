@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import pslayers as ps
+from pslayers import torch_api
 from pslayers.layers.base import REGISTRY
 
 ROOT = Path(__file__).parent.parent
@@ -73,9 +74,9 @@ def test_import_is_quick_and_needs_only_torch_and_einops() -> None:
     code = """
 import sys, time, torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import pslayers
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 print(" ".join(sorted({m.partition(".")[0] for m in set(sys.modules) - before})))
 """
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
@@ -88,6 +89,34 @@ def test_changelog_and_version() -> None:
     assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text() or ps.__version__ in (ROOT / "CHANGELOG.md").read_text()
     assert re.fullmatch(r"\d+\.\d+\.\d+", ps.__version__)
     assert (ROOT / "pslayers" / "py.typed").exists()
+
+
+def test_the_oldest_torch_is_said_everywhere() -> None:
+    assert f"torch>={torch_api.FLOOR}\n" in (ROOT / "setup.cfg").read_text()
+    assert f"any torch from {torch_api.FLOOR} on" in README
+
+
+@pytest.mark.parametrize(
+    ("before", "found"),
+    [
+        ("torch.__version__ = torch.torch_version.TorchVersion('2.7.1')", "2.7.1, which is older"),
+        ("del torch._C._storage_Use_Count", "which has no torch._C._storage_Use_Count"),
+        ("torch._C._storage_Use_Count = lambda storage: 1", "where it cannot be told whether memory is in use"),
+    ],
+)
+def test_a_torch_that_does_not_fit_is_an_error_at_import(before: str, found: str) -> None:
+    code = f"import torch; {before}; import pslayers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: pslayers needs torch >= {torch_api.FLOOR}: found ") and found in last
+
+
+def test_private_parts_of_torch_are_in_one_file() -> None:
+    private = re.compile(r"\b(torch|nn|F|distributed)\.(\w+\.)*_[a-zA-Z]|^from torch\S* import .*\b_[a-zA-Z]", re.MULTILINE)
+    for path in (ROOT / "pslayers").rglob("*.py"):
+        if path.name != "torch_api.py":
+            found = private.search(re.sub("``.*?``", "", path.read_text()))
+            assert not found, f"{path.name}: {found}"
 
 
 def test_files_mirror_each_other() -> None:

@@ -66,10 +66,8 @@ def _split(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[
 def _graph_backward(plan: Plan, x: Tensor, tensors: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     def again(x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         states, flat = _split(plan, tensors)
-        pairs, size = (
-            zip(plan.expansions, flat[::2], flat[1::2], strict=True),
-            next((len(r) for r in flat[1::2] if r is not None), 1),
-        )
+        pairs = zip(plan.expansions, flat[::2], flat[1::2], strict=True)
+        size = next((len(rows) for rows in flat[1::2] if rows is not None), 1)
         weights = [e.rebind(w, rows).tensor(size) for e, w, rows in pairs]
         dtype = torch.promote_types(x.dtype, weights[0].dtype)
         return composite(plan, x.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights])

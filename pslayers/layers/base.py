@@ -374,10 +374,10 @@ class PSLayer(Converted):
     def _ps_not_attributable(self, x: Tensor, size: int) -> ValueError:
         if x.ndim and x.shape[0] == size and x.shape[: x.ndim - (self.event_dims or 0)].count(size) == 1:
             return ValueError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} whose rows "
-                f"depend on more than one of the {size} samples each: samples interact before it (by a mean, a maximum or a "
-                f"softmax over the batch, by all pairs), or rows were moved by data in a way that is not followed. Take "
-                f"such statistics over a sample's own dims; if samples do not interact, write a layer for the module that moves rows (ps.PSLayer)."
+                f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} whose rows depend on "
+                f"more than one of the {size} samples each: samples interact before it (by a mean, a maximum or a softmax over the "
+                f"batch, by all pairs), or rows were moved by data in a way that is not followed. Take such statistics over a "
+                f"sample's own dims; if samples do not interact, write a layer for the module that moves rows (ps.PSLayer)."
             )
         return ValueError(
             f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} in a batch of {size} "

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -485,9 +486,47 @@ def test_a_users_hook_is_called_as_in_plain_training() -> None:
             model.last.register_full_backward_hook(lambda m, gi, go, calls=calls: calls.append(tuple(g.shape for g in (*gi, *go))))
             model.first.register_forward_hook(lambda m, i, o, calls=calls: calls.append("forward"))
             for more in (False, True, False):
-                squares(model(batch(n, 3), more)).mean().backward()
+                output = model(batch(n, 3), more)
+                squares(output).mean().backward()
             counts.append(sorted(map(str, calls)))
         assert counts[0] == counts[1]
+
+
+class Watched(nn.Module):
+    """Is looked at by hooks of every kind, and has a part that has to be proved by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.w, self.out = nn.Linear(4, 4), nn.Parameter(torch.randn(9, 4)), nn.Linear(4, 2)
+        self.seen: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.fc(x) + self.w[: x.shape[1]]
+        if h.requires_grad:
+            h.register_hook(lambda g: self.seen.append("tensor"))
+        return self.out(h)
+
+
+@pytest.mark.parametrize("n", [3, 5, 1])
+def test_hooks_see_real_passes_alone(n: int) -> None:
+    model, ours = both(Watched())
+    for m in (model, ours):
+        m.out.register_full_backward_hook(lambda *_, m=m: m.seen.append("out"))
+        m.fc.register_full_backward_pre_hook(lambda *_, m=m: m.seen.append("fc"))
+        for _ in range(2):
+            squares(m(batch(n, 5, 4).requires_grad_())).mean().backward()
+    assert ours.seen == model.seen
+
+
+def test_an_error_of_a_users_hook_is_his() -> None:
+    _, ours = both(Watched())
+
+    def fail(*_: Any) -> None:
+        raise KeyError("mine")
+
+    ours.out.register_full_backward_hook(fail)
+    with pytest.raises(KeyError, match="mine"):
+        squares(ours(batch(3, 5, 4))).mean().backward()
 
 
 class Fails(nn.Module):
@@ -698,3 +737,295 @@ class Centred(nn.Module):
 def test_samples_that_interact_are_refused_as_such(statistic: Callable[[Tensor], Tensor], n: int) -> None:
     with pytest.raises(ValueError, match=r"`b` .*samples interact before it|samples depend on rows that are not theirs"):
         ps.convert_model(Centred(statistic).double())(batch(n, 3))
+
+
+# ------------------------------------------------------------------------------------------- found by the fuzzer, kept
+class Past(nn.Module):
+    """Uses a layer's weight past the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.linear(torch.tanh(self.fc(x)), self.fc.weight))
+
+
+def test_rows_of_a_weight_that_is_used_twice_are_streamed_together() -> None:
+    model, ours = both(Past())
+    for n in (3, 4):
+        x, found = batch(n, 4), {}
+        with ps.streaming(ours, lambda name, rows, found=found: found.update({name: rows.clone()})):
+            squares(ours(x)).mean().backward()
+        for name, rows in loop(model, square, (x,)).items():
+            torch.testing.assert_close(found[name], rows)
+
+
+def test_a_pass_after_appended_ones() -> None:
+    model, ours = both(Past())
+    with ps.accumulating(ours, "append"):
+        for n in (2, 2):
+            squares(ours(batch(n, 4))).mean().backward()
+    right(ours, model, batch(3, 4))
+
+
+@pytest.mark.parametrize("first", [3, 0])
+def test_an_empty_batch_where_a_weight_is_used_past_its_layer(first: int) -> None:
+    model, ours = both(Past())
+    for n in (first, 0, 2, 0):
+        if n:
+            right(ours, model, batch(n, 4))
+            continue
+        ours.zero_grad()
+        ours(batch(0, 4)).sum().backward()
+        assert all(p.grad_sample.shape == (0, *p.shape) and not p.grad.any() for p in ours.parameters())
+
+
+@pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"])
+def test_second_derivatives_of_a_recurrent_layer_with_a_frozen_weight(frozen: str) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.RNN(3, 4, batch_first=True)
+            self.rnn.get_parameter(frozen).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x)[0]
+
+    model, x = Recurrent().double(), batch(2, 5, 3)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = ps.per_sample_grads(ps.convert_model(copy.deepcopy(model)), squares, x, create_graph=True)
+    assert all(r.requires_grad for r in rows.values())
+    ours = ps.convert_model(copy.deepcopy(model))
+    penalty = sum(r.square().sum() for r in ps.per_sample_grads(ours, squares, x, create_graph=True).values())
+    found = torch.autograd.grad(penalty, [p for p in ours.parameters() if p.requires_grad])
+    total = 0.0
+    for i in range(len(x)):
+        total += sum(
+            g.square().sum() for g in torch.autograd.grad(square(model(x[i : i + 1]), 0), list(named.values()), create_graph=True)
+        )
+    for f, e in zip(found, torch.autograd.grad(total, list(named.values())), strict=True):
+        torch.testing.assert_close(f, e)
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.w = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.w
+
+
+class Each(nn.Module):
+    """Calls a module for each sample, in a reentrant checkpoint: more often for a larger batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), Own()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda h: torch.cat([self.inner(one[None]) for one in h]), self.first(x), use_reentrant=True)
+
+
+def test_calls_that_a_reentrant_checkpoint_makes_more_often() -> None:
+    model, ours = both(Each())
+    for n in (3, 5, 2, 4):
+        x = batch(n, 5, 4)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        for name, rows in by_backward(model, x).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+
+
+class Dropped(nn.Module):
+    """Experts, chosen by the data, that drop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 4)
+        gates, chosen = self.router(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            out[chosen == e] = expert(flat[chosen == e]) * gates[chosen == e, None]
+        return out.view(x.shape)
+
+
+def test_dropout_on_rows_that_are_picked() -> None:
+    model, ours = both(nn.Sequential(nn.Linear(4, 4), Dropped(), nn.LayerNorm(4)))
+    for n in (5, 3, 4):
+        x = batch(n, 4, 4)
+        ours.zero_grad()
+        torch.manual_seed(n)
+        output = ours(x)
+        squares(output).mean().backward()
+        torch.manual_seed(n)
+        plain = model(x)
+        torch.testing.assert_close(output, plain)
+        for i in range(n):  # dropped as in the batch
+            grads = torch.autograd.grad(square(plain[i], 0), list(model.parameters()), retain_graph=True)
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                torch.testing.assert_close(p.grad_sample[i], g)
+
+
+def test_the_functional_form_after_a_layer_was_added() -> None:
+    model, ours = both(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)))
+    new = nn.PReLU().double()
+    model.append(new)  # type: ignore[operator]
+    ours.append(copy.deepcopy(new))  # type: ignore[operator]
+    x = batch(3, 3)
+    weights = ps.expand_params(ours, 3)
+    found = torch.autograd.grad(squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values()))
+    for g, rows in zip(found, loop(model, square, (x,)).values(), strict=True):
+        torch.testing.assert_close(g, rows)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fc = nn.Linear(3, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = x.clone()
+        y[x[..., 0] > 0] = self.fc(x[x[..., 0] > 0])
+        return y
+
+
+def test_the_functional_form_of_a_parametrised_layer_on_picked_rows() -> None:
+    model, ours = both(Masked())
+    x = batch(3, 5, 3)
+    right(ours, model, x)
+    weights = ps.expand_params(ours, 3)
+    found = torch.autograd.grad(squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values()))
+    expected = loop(model, square, (x,))
+    for name, g in zip(weights, found, strict=True):
+        torch.testing.assert_close(g, expected[name])
+
+
+# ------------------------------------------------------------------------------------------------- as models do, kept
+class Reverse(torch.autograd.Function):
+    """Computes its part again on the way back, by a backward pass inside the pass (reversible layers)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.x, ctx.layer = x.detach(), layer
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        with torch.enable_grad():
+            x = ctx.x.clone().requires_grad_()
+            ctx.layer(x).backward(grads[0])
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Reverse.apply(self.first(x), self.layer)
+
+
+def test_runs_on_trial_leave_gradients_alone() -> None:
+    model, ours = both(Reversible())
+    for n in (3, 5):
+        x = batch(n, 4)
+        for p in ours.parameters():
+            p.grad = None
+        squares(ours(x)).mean().backward()
+        for name, rows in by_backward(model, x).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+            torch.testing.assert_close(ours.get_parameter(name).grad, rows.mean(0))
+
+
+class Add(nn.Module):
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w + self.delta
+
+
+class Adapted(nn.Module):
+    """A low-rank change that is registered for the time of a forward, as PEFT does it with parameters that are no layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(5, 4).requires_grad_(False)
+        self.a, self.b = nn.Linear(5, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        nn.utils.parametrize.register_parametrization(self.base, "weight", Add(self.b.weight @ self.a.weight))
+        try:
+            return self.base(x)
+        finally:
+            nn.utils.parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+def test_a_parametrisation_that_is_registered_in_the_forward() -> None:
+    model, ours = both(nn.Sequential(nn.Linear(5, 5), Adapted()))
+    for n in (3, 4):
+        right(ours, model, batch(n, 5))
+
+
+class Images(nn.Module):
+    """Writes features to the places that an integer mask says: as many as there are features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.image, self.head = nn.Embedding(50, 4), nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor, image: Tensor, where: Tensor) -> Tensor:
+        h = self.embed(ids)
+        h[where.bool()] = self.image(image).view(-1, 4)
+        return self.head(h)
+
+
+def test_an_integer_mask_keeps_its_sum_on_trial() -> None:
+    model, ours = both(Images())
+    for n in (3, 2, 4):
+        where = torch.zeros(n, 8, dtype=torch.long)
+        where[:, 1:4] = 1
+        right(ours, model, torch.randint(50, (n, 8)), batch(n, 3, 6), where)
+
+
+class Sliced(nn.Module):
+    """Experts whose weights are slices of one parameter, as long as the rows are by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2 * 4, 4))
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch.relu(x @ w.T)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.router = Sliced(), nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, 4)
+        chosen, out = self.router(flat).argmax(-1), torch.zeros_like(flat)
+        for e in range(2):
+            (token,) = torch.where(chosen == e)
+            out.index_add_(0, token, self.mlp(flat[token], self.mlp.w.view(2, 4, 4)[e]))
+        return out.view(x.shape)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slices_of_a_parameter_beside_as_many_rows(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, ours = both(nn.Sequential(nn.Linear(4, 4), Routed(), nn.LayerNorm(4)))
+    for n, t in ((4, 2), (2, 4), (3, 5), (4, 1)):
+        right(ours, model, batch(n, t, 4))
