@@ -49,7 +49,7 @@ import pslayers as ps
 from benchmarks.public_models import MODELS, Inputs, PublicModel, Rows, compare, library, loop, losses, rows_of
 
 OUTCOMES = ("right", "raises", "missing", "wrong")  # the best first
-WAYS = ("layer", "direct", "broadcast", "vmap, fast op", "vmap", "loop", "none")  # the fastest first
+WAYS = ("layer", "direct", "vmap, fast op", "vmap", "loop", "none")  # the fastest first
 
 Engine = Callable[[nn.Module, Inputs, int], Rows]
 
@@ -119,7 +119,7 @@ def ways(model: nn.Module) -> dict[str, int]:
     for row in ps.report(model).rows:
         fast = {id(p) for p in row.fast}
         for p in row.trainable:
-            way = next((w for w in ("loop", "vmap", "broadcast", "direct") if w in row.way), "none" if row.general else "layer")
+            way = next((w for w in ("loop", "vmap", "direct") if w in row.way), "none" if row.general else "layer")
             way = "none" if not row.recorded else "vmap, fast op" if way == "vmap" and id(p) in fast else way
             found[id(p)] = max(found.get(id(p), (0, 0)), (WAYS.index(way), p.numel()))
     counts = Counter[str]()

@@ -105,9 +105,10 @@ def suspicion(model: nn.Module, x: Tensor, given: Tensor) -> tuple[Tensor, Tenso
     grads = torch.cat([g.flatten(1) for g in rows.values()], 1)  # (N, P)
     with torch.no_grad():
         loss = F.cross_entropy(model(x), given, reduction="none")
-    unit = F.normalize(grads)
+    norms = grads.square().sum(1).sqrt()
+    unit = grads / norms.clamp(min=torch.finfo(norms.dtype).tiny).unsqueeze(1)
     cosine = (unit @ unit.T).masked_fill(given[:, None] != given, -1).fill_diagonal_(-1)  # (N, N)
-    return loss, grads.norm(dim=1), -cosine.topk(NEIGHBOURS).values.mean(1)
+    return loss, norms, -cosine.topk(NEIGHBOURS).values.mean(1)
 
 
 def pixel_neighbours(x: Tensor, given: Tensor, k: int = 10) -> Tensor:

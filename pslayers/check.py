@@ -80,12 +80,13 @@ def check_model(
        a mean (a sum) are told from it. If it is not, the answer says what it is instead, and the way out.
 
     Random layers (dropout) see the same random numbers each time. What compares a sample alone with its batch is done without
-    them, and the answer says so. Give three samples or more, that differ in length where your samples do.
+    them, and the answer says so. Give three samples or more, that differ in length where yours do, and as many as no other dim is
+    long: then it is plain which dim holds them.
 
     Args:
         model: any model, converted (then with its ``loss_reduction``) or not.
-        inputs: what the model is called with (`keywords` too). Tensors that have a row for each sample in their batch dim are
-            split; others are the same for all samples.
+        inputs: what the model is called with (`keywords` too; one that is called like an option here goes into a closure). Tensors
+            that have a row for each sample in their batch dim are split; others are the same for all samples.
         loss_fn: ``loss_fn(output)``, or ``loss_fn(output, targets)``: the losses of the samples (B,), or the one loss that you
             train with. For a model that returns its own loss: ``lambda output: output.loss``. By default a fixed projection of
             everything floating in the output.

@@ -51,7 +51,7 @@ def convert_model(
             with a sum of per-sample losses.
         batch_first: whether the batch is in dim 0 of the first tensor that the model is called with, else in dim 1.
         on_unsupported: what to do about trainable parameters in a module without a replacement: "general" runs the module with
-            per-sample parameters, as it is, by broadcasting, vmap or a loop over samples, whichever is proved right first (see
+            per-sample parameters, as it is, under vmap or in a loop over samples, whichever is proved right first (see
             README), "error" lists them all, "skip" leaves them without per-sample gradients, "freeze" sets requires_grad to False.
         example: an example batch (a tensor, a tuple of positional or a dict of keyword arguments): the model runs on it a few
             times, to track which rows of each layer's input belong to which sample. Otherwise that is done at the first call

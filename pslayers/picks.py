@@ -21,7 +21,7 @@ from .context import Settings, local, transforming
 from .owners import WEAK, Batched, Owners
 from .per_sample import PerSample
 from .row_rules import RULES, lose, other
-from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Ambiguous, Layout
+from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Ambiguous, Layout, owners_of_packed
 from .trees import map_tensors, tensors_in
 
 
@@ -107,6 +107,9 @@ class Picks(TorchFunctionMode):
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is as long."""
         for place, t in enumerate(tensors_in((args, kwargs))):
+            if isinstance(t, PackedSequence) and len(t.batch_sizes):
+                ids = owners_of_packed(t)
+                self.tag(t.data, Owners(ids, len(t.batch_sizes), rows=ids if t.sorted_indices is not None else None, by_data=False))
             if not isinstance(t, Tensor) or not t.ndim:
                 continue
             if (place == 0 and len(t) % self.size == 0) or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1]):

@@ -47,7 +47,7 @@ class Row:
 
     @property
     def handled(self) -> str:
-        """The replacement's name; how it is run without one ("direct", "broadcast", "vmap", "loop", by itself or with a container
+        """The replacement's name; how it is run without one ("direct", "vmap", "loop", by itself or with a container
         of it); "skipped" (trainable parameters without rows); or "container" of other modules.
         """
         if self.general or self.way:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from . import torch_api
@@ -142,28 +143,38 @@ def track(
 
     Parameters have some noise meanwhile: what a zero-initialised layer gives would depend on nothing.
     """
-    inputs, everyone = _batched(args, kwargs, batch), range(batch.size)
+    inputs, everyone = dict[int, int](), range(batch.size)  # the dims of the inputs that hold the batch
     layouts: dict[Key, Layout] = {}
     mixed = set[Key]()
     with torch.no_grad(), torch_api.reparametrized(model, _noisy(model)), _WithoutDropout():
         tracker, _ = run_tracked(run, model, args, kwargs)
         plain, blind = tracker.seen, False
-        for place in inputs:  # the first input that reaches a call decides: a mask may be as large as the batch by chance
-            found: dict[Key, set[Layout]] = {}
-            for samples in _groups(batch.size):
-                changed = _rerun(run, model, args, kwargs, [place], samples, batch, plain)
-                blind = blind or changed is None
-                for key, x in plain.items():
-                    where = (changed or {}).get(key)
-                    if where is not None and (owners := picked_by(x)) is not None and owners.ids is not None:
-                        if bool(where[~torch.isin(owners.ids, torch.tensor(samples, device=x.device))].any()):
-                            mixed.add(key)
-                        continue
-                    if where is not None and where.any():
-                        fits = {lay for lay in _candidates(x, batch.size) if _explains(lay, where, samples, batch.size)}
-                        found[key] = found[key] & fits if key in found else fits
-            for key, fits in found.items():
-                layouts.setdefault(key, min(fits, key=_PREFERENCE.index) if fits else MIXED)
+        for place, dims in _batched(args, kwargs, batch).items():
+            # the first input that reaches a call decides: a mask may be as large as the batch by chance
+            for dim in dims:
+                found: dict[Key, set[Layout]] = {}
+                others = set[Key]()
+                for samples in _groups(batch.size):
+                    changed = _rerun(run, model, args, kwargs, {place: dim}, samples, batch, plain)
+                    blind = blind or changed is None
+                    for key, x in plain.items():
+                        where = (changed or {}).get(key)
+                        if where is not None and (owners := picked_by(x)) is not None and owners.ids is not None:
+                            if bool(where[~torch.isin(owners.ids, torch.tensor(samples, device=x.device))].any()):
+                                others.add(key)
+                            continue
+                        if where is not None and where.any():
+                            fits = {lay for lay in _candidates(x, batch.size) if _explains(lay, where, samples, batch.size)}
+                            found[key] = found[key] & fits if key in found else fits
+                # another input that changes but other samples' outputs has its samples elsewhere, or is what all share
+                returned = [(key, fits) for key, fits in found.items() if key[0] == id(model) and key[2][0] == "out"]
+                if inputs and returned and not any(layouts.get(key, next(iter(fits), MIXED)) in fits for key, fits in returned):
+                    continue
+                inputs[place] = dim
+                mixed |= others
+                for key, fits in found.items():
+                    layouts.setdefault(key, min(fits, key=_PREFERENCE.index) if fits else MIXED)
+                break
         for samples in _groups(batch.size) if len(inputs) > 1 else ():
             together = _rerun(run, model, args, kwargs, inputs, samples, batch, plain) or {}
             _note_interactions(layouts, {k: w for k, w in together.items() if k[0] == id(model)}, samples, batch.size)
@@ -194,7 +205,7 @@ def _rerun(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    places: Sequence[int],
+    dims: dict[int, int],
     samples: Sequence[int],
     batch: Batch,
     plain: dict[Key, Tensor],
@@ -203,7 +214,7 @@ def _rerun(
 
     Changed integers may be no ids, no lengths, no mask of as many ones: what the model says to that is no error of the user's.
     """
-    changed, comparison = _changed(args, kwargs, places, samples, batch), _Comparison(plain)
+    changed, comparison = _changed(args, kwargs, dims, samples, batch), _Comparison(plain)
     try:
         if changed is not None:
             run_tracked(run, model, *changed, comparison)
@@ -297,15 +308,17 @@ def run_tracked(
         local.tracker = None
 
 
-def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> list[int]:
-    """The places, in order, of the inputs that hold a row, or k rows, for each sample."""
-    places: list[int] = []
-    count = itertools.count()
+def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dict[int, list[int]]:
+    """The inputs that may hold a row, or k rows, for each sample: by their places, in which dims; states hold them in dim 1."""
+    places: dict[int, list[int]] = {}
+    count, packed = itertools.count(), _packed(args, kwargs)
 
     def look(t: Tensor) -> Tensor:
         place, dim = next(count), batch_dim(t, batch)
-        if t.ndim and t.dtype != torch.bool and t.shape[dim] and t.shape[dim] % batch.size == 0:
-            places.append(place)
+        if id(t) in packed:
+            places[place] = [0]
+        elif t.ndim and t.dtype != torch.bool and t.shape[dim] and t.shape[dim] % batch.size == 0:
+            places[place] = [dim, *([1] if places and dim == 0 and t.ndim > 2 and t.shape[1] == batch.size else [])]
         return t
 
     map_tensors(look, (args, kwargs))
@@ -318,15 +331,17 @@ def batch_dim(t: Tensor, batch: Batch) -> int:
 
 
 def _changed(
-    args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int], samples: Sequence[int], batch: Batch
+    args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[int, int], samples: Sequence[int], batch: Batch
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The inputs with those of some samples changed, to values that are as valid: ids become another sample's."""
-    count = itertools.count()
+    count, packed = itertools.count(), _packed(args, kwargs)
 
     def change(t: Tensor) -> Tensor:
-        if next(count) not in places:
+        if (dim := dims.get(next(count))) is None:
             return t
-        dim = batch_dim(t, batch)
+        if (owners := packed.get(id(t))) is not None:
+            mine = torch.isin(owners, torch.tensor(samples, device=t.device)).view(-1, *[1] * (t.ndim - 1))
+            return torch.where(mine, t * (1 + noise(t)) + noise(t) / 4 if t.is_floating_point() else t.roll(1, 0), t)
         k, new = t.shape[dim] // batch.size, t.clone()
         for sample in samples:
             own = t.narrow(dim, sample * k, k)
@@ -342,7 +357,19 @@ def _changed(
         return new
 
     changed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(change, (args, kwargs))
-    return changed if places else None
+    return changed if dims else None
+
+
+def _packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
+    """The samples of the rows of packed sequences, by the ids of their data."""
+    return {id(t.data): owners_of_packed(t) for t in tensors_in((args, kwargs)) if isinstance(t, PackedSequence)}
+
+
+def owners_of_packed(packed: PackedSequence) -> Tensor:
+    """The sample of each row."""
+    first = packed.sorted_indices
+    first = torch.arange(int(packed.batch_sizes[0]), device=packed.data.device) if first is None else first
+    return torch.cat([first[:count] for count in packed.batch_sizes.tolist()])
 
 
 def noise(t: Tensor) -> Tensor:
@@ -354,7 +381,8 @@ def with_samples_changed(
     args: tuple[Any, ...], kwargs: dict[str, Any], samples: Sequence[int], batch: Batch
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The inputs with some samples' parts of the first one changed; None where that cannot be."""
-    return _changed(args, kwargs, _batched(args, kwargs, batch)[:1], samples, batch)
+    first = {place: dims[0] for place, dims in list(_batched(args, kwargs, batch).items())[:1]}
+    return _changed(args, kwargs, first, samples, batch)
 
 
 def _unwatched(fn: Callable[..., Tensor | bool]) -> Callable[..., Any]:

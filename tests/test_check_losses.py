@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
+from pslayers.checking.losses import combination
 
 IDS = torch.randint(0, 9, (4, 6), generator=torch.Generator().manual_seed(0))
 LENGTHS = torch.tensor([6, 3, 4, 2])
@@ -173,10 +174,6 @@ WRONG: dict[str, tuple[Callable[[], ps.Check], tuple[str, ...]]] = {
         lambda: ps.check_model(nn.Linear(1, 1), X[:, :1], loss_fn=lambda out: out.sigmoid().mean() * out.mean().exp()),
         ("it is something else, and there are too few parameters to tell",),
     ),
-    "a penalty on what samples have in common": (
-        lambda: ps.check_model(nn.Linear(1, 1), X[:, :1], loss_fn=lambda out: out.square().mean() + 2 * out.mean().square()),
-        ("it is no weighted sum of them. Samples interact in the loss",),
-    ),
     "losses that interact": (
         lambda: ps.check_model(classifier(), X, loss_fn=lambda out: (out - out.detach().mean(0)).square().sum(1)),
         ("the loss of sample ", "samples interact in the loss (the model's outputs are the same)"),
@@ -205,6 +202,16 @@ def test_wrong_and_why(name: str) -> None:
     assert not answer
     for part in expected:
         assert part in str(answer), str(answer)
+
+
+def test_combination() -> None:
+    samples = torch.randn(7, 3, dtype=torch.float64)
+    factors = torch.tensor([0.2, 0.0, 1.5], dtype=torch.float64)
+    torch.testing.assert_close(combination(samples @ factors, samples), factors)
+    assert combination(samples @ (factors - 0.5), samples) is None  # nobody weights samples by less than nothing
+    assert combination(torch.randn(7, dtype=torch.float64), samples) is None
+    assert combination(samples[:3] @ factors, samples[:3]).isnan().all()
+    assert combination(samples[:, 0] * torch.nan, samples) is None
 
 
 def test_what_rows_of_a_mean_over_tokens_are() -> None:
@@ -465,4 +472,7 @@ def test_positions_as_many_as_samples_are_shared() -> None:
 
 def test_batch_sizes_that_are_said() -> None:
     with ps.batch_size(2):  # two rows a sample: one sample alone cannot be told from the inputs
-        assert ps.check_model(classifier(), X[:4], loss_fn=lambda out: out.square().sum(1).view(2, 2).sum(1))
+        answer = ps.check_model(classifier(), X[:4], loss_fn=lambda out: out.square().sum(1).view(2, 2).sum(1))
+        assert answer and "no tensor among the inputs has a row for each of the 2 samples" in answer.notes[0]
+        with pytest.raises(ValueError, match="no tensor among the inputs has a row for each of the 2 samples"):
+            ps.check_model(classifier(), X[:4], loss_fn=lambda out: out.square().mean())

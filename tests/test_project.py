@@ -61,6 +61,7 @@ def test_readme_code_runs_as_it_stands() -> None:
     finally:
         REGISTRY.pop(scope.get("Distances"), None)
     assert scope["norms"].shape == (64,)  # type: ignore[attr-defined]
+    assert scope["right"] and "factors from 0.133 to 0.4" in str(scope["own"])
 
 
 def test_readme_commands_install_what_the_extras_hold() -> None:

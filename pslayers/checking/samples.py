@@ -159,6 +159,10 @@ class Samples:
     def __len__(self) -> int:
         return self.size * (1 + len(self.changes))
 
+    def held(self) -> bool:
+        """Whether the inputs hold a row for each sample."""
+        return any(dim is not None for dim in self.dims[: self.inputs])
+
     def targets_shared(self) -> bool:
         """Whether the targets hold no row for each sample."""
         return all(dim is None for dim in self.dims[self.inputs :])

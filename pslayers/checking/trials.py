@@ -132,14 +132,18 @@ class Trials:
     # ------------------------------------------------------------------------------------------------------ samples by themselves
     def look_at_parts(self, notes: list[str]) -> None:
         """Find how inputs hold the samples, so that one can be called alone, and in which dims outputs do."""
-        first, why = self.twin._ps_state().settings.batch_first, None
+        first = self.twin._ps_state().settings.batch_first
         seen: list[list[int | None]] = []
+        why: Exception | None = None
         layer = type(self.twin).__module__.startswith("pslayers.") and self.twin._ps_layer  # takes samples in ways of its own
         for loose, ranges in () if not self.size or (layer and not self.scalar) else ((False, False), (False, True), (True, False)):
             samples = Samples(self.value[0], self.value[1], self.size, first, loose, ranges)
             if samples.dims in seen:
                 continue
             seen.append(samples.dims)
+            if not samples.held():
+                why = why or ValueError(f"no tensor among the inputs has a row for each of the {self.size} samples")
+                continue
             if self.value[1] is not None and samples.targets_shared():
                 raise ValueError(f"`targets` hold no tensor with a row for each of the {self.size} samples.")
             for copies in (1, 2):  # some models and losses take no batch of one

@@ -152,13 +152,13 @@ def ddp_private_training(rank: int, world: int) -> None:
     for _ in range(3):
         optimizers[0].zero_grad()
         squares(ours(x[mine])).mean().backward()
-        norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in ours.parameters()]).norm(dim=0)
+        norms = sum(p.grad_sample.flatten(1).square().sum(1) for p in ours.parameters()).sqrt()
         for p in ours.parameters():
             p.grad = torch.einsum("n, n ... -> ...", (1 / norms).clamp(max=1), p.grad_sample)
             dist.all_reduce(p.grad)
         optimizers[0].step()
         rows = loop(nets[1], square, (x,))
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows.values()]).norm(dim=0)
+        norms = sum(g.flatten(1).square().sum(1) for g in rows.values()).sqrt()
         for (_, p), g in zip(nets[1].named_parameters(), rows.values(), strict=True):
             p.grad = torch.einsum("n, n ... -> ...", (1 / norms).clamp(max=1), g)
         optimizers[1].step()
@@ -220,14 +220,14 @@ def sharded_private_training(rank: int, world: int) -> None:
     for _ in range(3):
         optimizers[0].zero_grad()
         squares(net(x[mine])).mean().backward()
-        norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in net.parameters()]).norm(dim=0)
+        norms = sum(p.grad_sample.flatten(1).square().sum(1) for p in net.parameters()).sqrt()
         for p in net.parameters():
             total = torch.einsum("n, n ... -> ...", (1 / norms).clamp(max=1), p.grad_sample)
             dist.all_reduce(total)
             p.grad = distribute_tensor(total, p.device_mesh, p.placements)
         optimizers[0].step()
         rows = loop(nets[1], square, (x,))
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows.values()]).norm(dim=0)
+        norms = sum(g.flatten(1).square().sum(1) for g in rows.values()).sqrt()
         for (_, p), g in zip(nets[1].named_parameters(), rows.values(), strict=True):
             p.grad = torch.einsum("n, n ... -> ...", (1 / norms).clamp(max=1), g)
         optimizers[1].step()

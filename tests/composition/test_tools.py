@@ -95,7 +95,7 @@ def test_opacus_dp_optimizer_alone(opacus: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
     rows = cross_entropy_rows(plain, x, y)
-    norms = torch.stack([g.flatten(1).norm(dim=1) for g in rows.values()]).norm(dim=0)
+    norms = sum(g.flatten(1).square().sum(1) for g in rows.values()).sqrt()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         clipped = torch.einsum("n, n ... -> ...", (2.0 / (norms + 1e-6)).clamp(max=1), rows[name])
         torch.testing.assert_close(p, q - clipped / 8)
@@ -206,7 +206,7 @@ def test_transformers_trainer(tmp_path: Path) -> None:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    return rows.flatten(1).norm(dim=1).sort().values
+    return rows.flatten(1).square().sum(1).sqrt().sort().values
 
 
 def test_accelerate() -> None:

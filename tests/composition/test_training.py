@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
@@ -1029,3 +1029,77 @@ def test_slices_of_a_parameter_beside_as_many_rows(seed: int) -> None:
     model, ours = both(nn.Sequential(nn.Linear(4, 4), Routed(), nn.LayerNorm(4)))
     for n, t in ((4, 2), (2, 4), (3, 5), (4, 1)):
         right(ours, model, batch(n, t, 4))
+
+
+class Sentence(nn.Module):
+    """Takes packed sequences, and gives what is known at their ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, packed: Any) -> Tensor:
+        return self.out(self.lstm(packed)[1][0][-1])
+
+
+@pytest.mark.parametrize("lengths", [(3, 6, 2), (3, 6, 3), (2, 2, 2), (1, 5, 4, 2)])
+def test_packed_sequences_given_to_a_model(lengths: tuple[int, ...]) -> None:
+    model, ours = both(Sentence())
+    sequences = [batch(n, 3) for n in lengths]
+    for _ in range(2):
+        ours.zero_grad()
+        squares(ours(pack_sequence(sequences, enforce_sorted=False))).mean().backward()
+        for i, one in enumerate(sequences):
+            for p, g in zip(
+                ours.parameters(),
+                torch.autograd.grad(square(model(pack_sequence([one])), 0), list(model.parameters())),
+                strict=True,
+            ):
+                torch.testing.assert_close(p.grad_sample[i], g)
+
+
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 4), nn.Embedding(9, 4)
+
+    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        return torch.tanh(self.words(ids) + self.places(places))
+
+
+class Stated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, 2, batch_first=True)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        out, (h, _) = self.lstm(x, (h, c))
+        return out, h
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 4), (4, 3)])
+def test_positions_that_all_samples_share(sizes: tuple[int, int]) -> None:
+    model, ours = both(Placed())
+    for n in sizes:
+        ids, places = torch.randint(9, (n, 4)), torch.arange(4)
+        ours.zero_grad()
+        squares(ours(ids, places)).mean().backward()
+        for i in range(n):
+            grads = torch.autograd.grad(square(model(ids[i : i + 1], places), 0), list(model.parameters()))
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                torch.testing.assert_close(p.grad_sample[i], g)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 2)])
+def test_states_of_as_many_layers_as_samples(sizes: tuple[int, int]) -> None:
+    model, ours = both(Stated())
+    for n in sizes:
+        x, h, c = batch(n, 6, 4), batch(2, n, 5), batch(2, n, 5)
+        ours.zero_grad()
+        out, last = ours(x, h, c)
+        (squares(out) + squares(last.transpose(0, 1))).mean().backward()
+        for i in range(n):
+            own, end = model(x[i : i + 1], h[:, i : i + 1], c[:, i : i + 1])
+            grads = torch.autograd.grad(square(own, 0) + square(end.transpose(0, 1)[0], 0), list(model.parameters()))
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                torch.testing.assert_close(p.grad_sample[i], g)
