@@ -1,6 +1,7 @@
 """The truth about a model's per-sample gradients, a loop over samples with plain autograd, and the comparison with it."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,17 +31,24 @@ def _tensors(output: Any) -> list[Tensor]:
     return [t for each in output for t in _tensors(each)] if isinstance(output, list | tuple) else []
 
 
-def loop(model: nn.Module, inputs: Inputs, size: int, copies: int = 1) -> Rows:
-    """{name: (size, *shape)} by plain autograd, sample by sample; None for a parameter that no sample's loss reaches."""
+def part(inputs: Inputs, size: int, start: int, stop: int) -> Inputs:
+    """The inputs of some of `size` samples, each of which has a row, or k rows, of every tensor."""
+    return {name: t[start * (len(t) // size) : stop * (len(t) // size)] for name, t in inputs.items()}
+
+
+def loop(model: nn.Module, inputs: Inputs, size: int, copies: int = 1, loss: Callable[[Any, int], Tensor] = losses) -> Rows:
+    """{name: (size, *shape)} by plain autograd, sample by sample; None for a parameter that no sample's loss reaches.
+
+    `loss` makes an output of so many samples their losses, or one for all of them.
+    """
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows: dict[str, list[Tensor | None]] = {name: [] for name in params}
     for i in range(size):
         one = copy.deepcopy(model)  # a fresh one: some keep what they have computed
-        repeated = {name: torch.cat([t[i : i + 1]] * copies) for name, t in inputs.items()}
-        loss = losses(one(**repeated), copies)[0]
-        leaves = [p for p in one.parameters() if p.requires_grad]
-        for name, grad in zip(params, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
-            rows[name].append(grad)
+        repeated = {name: torch.cat([t] * copies) for name, t in part(inputs, size, i, i + 1).items()}
+        loss(one(**repeated), copies).reshape(-1)[0].backward()  # type: ignore[no-untyped-call]
+        for name, param in zip(params, (p for p in one.parameters() if p.requires_grad), strict=True):
+            rows[name].append(param.grad)
     found: Rows = {}
     for name, each in rows.items():
         reached = any(g is not None for g in each)

@@ -12,7 +12,21 @@ import torch
 from torch import nn
 
 import pslayers as ps
-from benchmarks.public_models import LIBRARIES, MODELS, PublicModel, Rows, compare, library, loop, losses, rows_of
+from benchmarks.public_models import (
+    LIBRARIES,
+    MODELS,
+    TRAINING,
+    PublicModel,
+    Rows,
+    TrainingCase,
+    checkpointed,
+    compare,
+    library,
+    loop,
+    losses,
+    part,
+    rows_of,
+)
 
 pytestmark = [pytest.mark.public_models, pytest.mark.filterwarnings("ignore")]
 
@@ -52,6 +66,32 @@ def test_rows_equal_the_loop(case: PublicModel, imported: set[str]) -> None:
             assert compare(rows_of(ours), first(truth, size), case.tolerance) == {}, f"a batch of {size}, the sizes being {sizes}"
         ps.restore_model(ours)
         assert [type(m) for m in ours.modules()] == [type(m) for m in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("case", "way"), [pytest.param(case, way, id=f"{case.name}-{way}") for case in TRAINING.values() for way in case.ways]
+)
+def test_rows_equal_the_loop_with_labels(case: TrainingCase, way: str, imported: set[str]) -> None:
+    """In training mode, by the model's own loss, the rows are those of each sample's own loss."""
+    for package in ("transformers", "peft") if way == "lora" else ("transformers",):
+        if package not in imported and not (package == "peft" and find_spec(package)):
+            pytest.skip(f"needs {package}: pip install -r benchmarks/requirements.txt")
+    model, batch, size = case.make(way), case.batch(5), 5
+    truth = loop(model, batch, size, loss=case.loss)
+    with torch.no_grad():
+        plain = [case.loss(copy.deepcopy(model)(**part(batch, size, i, i + 1)), 1) for i in range(size)]
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction=case.reduction)
+    if way in ("checkpoint", "reentrant"):
+        checkpointed(ours, reentrant=way == "reentrant")
+    for some in (3, 5):  # the first batch of a model is the one that it learns from
+        ours.zero_grad()
+        loss = case.loss(ours(**part(batch, size, 0, some)), some)
+        expected = torch.stack(plain[:some]).sum() / (some if case.reduction == "mean" else 1)
+        torch.testing.assert_close(
+            loss.detach(), expected, rtol=case.tolerance, atol=0.0, msg="no sum or mean of the samples' losses"
+        )
+        loss.backward()  # type: ignore[no-untyped-call]
+        assert compare(rows_of(ours), first(truth, some), case.tolerance) == {}, f"a batch of {some}"
 
 
 def test_many_families() -> None:
