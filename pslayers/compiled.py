@@ -10,6 +10,7 @@ a converted model must have been proved before, by an eager call or an example b
 """
 
 import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Callable
@@ -98,10 +99,9 @@ def _is_proved(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _form(value: Any) -> Any:
-    """What a call is given, tensors by shapes and dtypes: constants; None where that cannot be said."""
+    """What a call is given, tensors by shapes and dtypes: constants, for which sizes are fixed here; None where that cannot be."""
     if isinstance(value, Tensor):
-        static = [isinstance(n, int) for n in value.shape]
-        return None if False in static else (Tensor, tuple(value.shape), value.dtype, value.device, value.requires_grad)
+        return Tensor, tuple([operator.index(n) for n in value.shape]), value.dtype, value.device, value.requires_grad
     if type(value) in (tuple, list):
         forms = [_form(v) for v in value]
         return None if None in forms else (type(value), tuple(forms))
@@ -127,12 +127,14 @@ def _made(form: Any) -> Any:
 
 
 def _known(number: int, training: bool, dims: tuple[int, ...]) -> bool:
-    return _proved(_modules[number], dims)
+    """Whether a kind of call was proved; as before, where the compiler begins anew with what it was at."""
+    module: Any = _modules[number]
+    return _proved(module, dims) and module._ps.proved_in != torch_api.compile_id()
 
 
 def _prove(number: int, form: Any) -> bool:
     """Prove a kind of call by a recorded one of such a form; whether that could be done."""
-    module = _modules[number]
+    module: Any = _modules[number]
     try:
         with torch_api.not_compiling(), trial(module), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")  # of what is run sample by sample, and cannot be compiled
@@ -140,6 +142,7 @@ def _prove(number: int, form: Any) -> bool:
             module.forward(*args, **kwargs)
     except Exception:
         return False
+    module._ps.proved_in = torch_api.compile_id()
     return _proved(module, ndims((args, kwargs)))
 
 

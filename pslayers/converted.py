@@ -39,6 +39,7 @@ class State:
         self.token = torch.tensor(self.number, device="cpu")  # an input of that code, not a part of it: equal layers share it
         # kinds of calls in which rows were proved to be the samples', and whether per-sample weights were given
         self.proved: set[tuple[bool, tuple[tuple[int, bool], ...], bool]] = set()
+        self.proved_in: Any = ""  # what torch.compile was at when the last of these was proved while it traced
         self.places: dict[tuple[int, ...], int] = {}  # dims of the inputs: which of them holds the batch, if not the first
         self.keeps = False  # a forward changes what modules hold (a counter, statistics)
         self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
@@ -55,7 +56,7 @@ class State:
         self.roomy = -1  # the batch size that there is memory for
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "inventory": None, "roomy": -1}
+        return {**self.__dict__, "inventory": None, "roomy": -1, "proved_in": ""}
 
     def layouts_of(self, call: int, slot: str, ndim: int) -> list[Layout]:
         """The layouts of what a call takes ("in") or returns ("out")."""

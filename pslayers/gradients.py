@@ -254,6 +254,8 @@ def _one_pass(
             raise ValueError(
                 f"loss_fn returned a tensor of shape {tuple(loss.shape)}: expected one loss, or the losses of {size} samples."
             )
+    if not size:
+        return {name: p.new_zeros(0, *p.shape) for name, p in params}
     leaves: dict[str, Tensor] = {}
     for name, p in params:
         leaf = getattr(p.__dict__.get("_ps_recorder"), "leaf", None)

@@ -90,6 +90,12 @@ def is_exporting() -> bool:
 
 
 _find("compiler._is_compiling_flag")
+_compile_context = _find("_guards.CompileContext")
+
+
+def compile_id() -> Any:
+    """What the compiler is at: the same where it begins anew with that."""
+    return _compile_context.current_compile_id()
 
 
 @contextmanager
@@ -259,6 +265,10 @@ def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: 
     dims, eps = tuple(range(-len(shape), 0)), torch.finfo(x.dtype).eps if eps is None else eps
     y = wide * (rstd := (wide.square().mean(dims, keepdim=True) + eps).rsqrt())
     return (y if weight is None else y * weight).to(x.dtype), rstd
+
+
+Dropouts = _find("nn.modules.dropout._DropoutNd")  # what nn.Dropout and its like have in common
+dispatch_mode = _find("utils._python_dispatch.TorchDispatchMode")  # sees every op that runs
 
 
 # ------------------------------------------------------------------------------------------------------- torch.compile

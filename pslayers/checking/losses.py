@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .. import torch_api
 from ..trees import tensors_in
 from .samples import each_leaf, fresh
 
@@ -100,7 +100,7 @@ def _check_signature(loss_fn: Callable[..., Any], count: int) -> None:
         raise TypeError(f"loss_fn cannot be called with {given}: {error}.") from None
 
 
-class LowestPrecision(TorchDispatchMode):
+class LowestPrecision(torch_api.dispatch_mode):  # type: ignore[misc, name-defined]
     """Notes the lowest floating precision that values are cast to: a model of float64 may compute in float32 inside."""
 
     def __init__(self, dtype: torch.dtype) -> None:

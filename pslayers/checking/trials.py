@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import torch_api
 from ..context import local
 from ..convert import ConversionError, converted_parameters, settings_of
 from ..converted import Converted
@@ -285,7 +286,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 def _switch_dropout_off(model: nn.Module) -> None:
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, torch_api.Dropouts):
             module.eval()
         if isinstance(getattr(module, "dropout", None), float):  # of LSTM, MultiheadAttention, and many others
             module.__dict__["dropout"] = 0.0

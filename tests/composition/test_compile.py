@@ -247,14 +247,25 @@ def test_a_model_that_is_restored_before_the_backward_pass() -> None:
 def test_what_is_not_proved_is_refused() -> None:
     ours = ps.convert_model(zoo.mlp().double())
     with pytest.raises(Exception, match=r"call it once without torch\.compile"):
-        compiled(ours)(floats(5, 12))
+        compiled(ours)(floats(1, 12))
 
 
-def test_without_fullgraph_a_first_call_is_the_proof() -> None:
+@pytest.mark.parametrize("dynamic", [True, False, None])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+def test_a_first_call_is_proved_while_it_is_traced(name: str, dynamic: bool | None) -> None:
+    build, inputs = MODELS[name]
+    model = build().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    run = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for n in (5, 3, 5):
+        assert_right(run, ours, model, inputs(n))
+
+
+def test_without_fullgraph_a_first_call_of_one_sample_runs_as_it_is() -> None:
     model = zoo.mlp().double()
     ours = ps.convert_model(copy.deepcopy(model))
     run = torch.compile(ours, backend="aot_eager")
-    assert_right(run, ours, model, floats(5, 12))
+    assert_right(run, ours, model, floats(1, 12))
     assert graphs() == 0
     assert_right(run, ours, model, floats(5, 12))
     assert graphs() == 1
