@@ -55,7 +55,7 @@ def losses_of(output: Any, dims: Sequence[int] = (0,)) -> Tensor:
             t, dim = pad_packed_sequence(t, batch_first=True)[0], 0
         if t.is_floating_point():
             flat = t.movedim(dim, 0).reshape(t.shape[dim], t.numel() // max(t.shape[dim], 1))
-            total = total + (flat * torch.arange(1.0, flat.shape[1] + 1, dtype=t.dtype).cos()).sum(1) + flat.square().sum(1) / 3
+            total = total + (flat * torch.arange(1.0, flat.shape[1] + 1).cos().to(t.dtype)).sum(1) + flat.square().sum(1) / 3
     return total
 
 

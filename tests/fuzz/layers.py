@@ -298,7 +298,7 @@ def attention(draw: Draw) -> Config:
 @layer
 def transformer(draw: Draw) -> Config:
     heads, s, t = draw.sizes(3, 1, 3)
-    width, first = heads * 2, draw.maybe()
+    width, first = heads * draw.pick(3, 4), draw.maybe()
     options: dict[str, Any] = {
         "dim_feedforward": 3,
         "batch_first": first,
