@@ -91,7 +91,7 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     if weights.keys() - plan.names:  # not trained when this was proved
         raise NoRuleError("a parameter is trained that was not")
     taken = {id(t) for t in tensors_in(call)}
-    compared = plan.way != "direct" and (MIXED in plan.layouts.outputs or module._ps_state().settings.picks)
+    compared = plan.way != "direct" and not given and (MIXED in plan.layouts.outputs or module._ps_state().settings.picks)
     plain = _plainly(module, forward, call) if compared else None
     output = _run(module, forward, plan, call, weights, batch.size)
     if plain is not None:
@@ -103,7 +103,9 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
             elif layout != PICKED:
                 local.picks.tag(t, WEAK)
     if plan.counts:
-        with torch.no_grad(), torch.random.fork_rng(), by_original_layers(), without_picks():
+        first = {n: w[0] for n, w in weights.items() if n in given} if given else {}
+        by_them = in_place_of(places_of(module, first, tied=True))
+        with torch.no_grad(), torch.random.fork_rng(), by_original_layers(), without_picks(), by_them:
             forward(module, *_copy(call)[0], **_copy(call)[1])
     if batch.outputs is not None:
         if plan.way == "direct":  # the caller may index what now has a row for each sample

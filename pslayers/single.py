@@ -1,6 +1,5 @@
 """Calls by the original layers: of a batch of one, where each gradient is its one row too; of none; where nothing is recorded."""
 
-import functools
 from typing import Any
 
 import torch
@@ -111,29 +110,37 @@ def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: d
             return run_plain(model, args, kwargs)
 
 
+class _OfNone(Op):
+    """The parameters as they are; those that a pass reaches have no rows, (0, *S)."""
+
+    @staticmethod
+    def forward(ctx: Any, recorders: list[Recorder], *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.recorders = recorders
+        ctx.set_materialize_grads(False)
+        return tuple([p.detach() for p in params])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        for grad, recorder, (node, _) in zip(grads, ctx.recorders, ctx.next_functions, strict=True):
+            if grad is not None and will_execute(node, asked=False):  # torch.autograd.grad has no side effects
+                recorder.outer_pass = -1
+                recorder.note(grad)
+                recorder.take(grad.new_zeros(0, *grad.shape))
+        return None, *grads
+
+
 def run_empty(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A recorded call for no sample, by the original layers: parameters that are reached have no rows, (0, *S)."""
-    aliases: dict[int, Tensor] = {}
-    places: list[Place] = []
-    for held, name, path, _, module in inventory.slots:
-        param, settings = held[name], model._ps_state().settings
-        if param is None or not param.requires_grad:
-            continue
-        if id(param) not in aliases:
-            aliases[id(param)] = alias = param.view_as(param)
-            recorder, node = recorder_of(param, inventory.prefix + path, settings, module()), alias.grad_fn.next_functions[0][0]
-            with torch_api.without_torch_function():
-                alias.register_hook(functools.partial(_no_rows, recorder, node))
-        places.append((held, name, aliases[id(param)]))
-    with in_place_of(places):
+    """A recorded call for no sample, by the original layers."""
+    trained: dict[int, Tensor] = {}
+    recorders: list[Recorder] = []
+    slots = [slot for slot in inventory.slots if (p := slot.held[slot.name]) is not None and p.requires_grad]
+    for held, name, path, _, module in slots:
+        if id(held[name]) not in trained:
+            trained[id(held[name])] = held[name]
+            recorders.append(recorder_of(held[name], inventory.prefix + path, model._ps_state().settings, module()))
+    aliases = dict(zip(trained, _OfNone.apply(recorders, *trained.values()) if trained else (), strict=True))
+    with in_place_of([(held, name, aliases[id(held[name])]) for held, name, *_ in slots]):
         return run_plain(model, args, kwargs)
-
-
-def _no_rows(recorder: Recorder, node: Any, grad: Tensor) -> None:
-    if will_execute(node, asked=False):  # torch.autograd.grad has no side effects
-        recorder.outer_pass = -1
-        recorder.note(grad)
-        recorder.take(grad.new_zeros(0, *grad.shape))
 
 
 def run_plain(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "_hooks" in name)
 _KEPT = frozenset(nn.Module().__dict__) - {"_buffers"} - _HOOKS | {"_ps"}  # of every module, and not a forward's to change
+_RENEWED = {"_flat_weights", "_flat_weight_refs"}  # by recurrent layers, wherever their weights are others
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 
 
@@ -54,7 +55,9 @@ class Snapshot:
     def differs(self) -> bool:
         """Whether something has another value now, or is not there any more."""
         for key, (held, values) in self.containers.items():
-            now = {n: v for n, v in held.items() if n not in _KEPT} if key in self.modules else held
+            now = held
+            if key in self.modules:
+                now, values = ({n: v for n, v in d.items() if n not in _KEPT | _RENEWED} for d in (held, values))
             if key not in self.hooks and (len(now) != len(values) or not _alike(now, values)):
                 return True
         return any(not torch.equal(tensor, value) for tensor, value in self.tensors)

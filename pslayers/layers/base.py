@@ -154,7 +154,7 @@ class PSLayer(Converted):
     def _ps_needed(self) -> bool:
         """Whether this call computes with per-sample weights: rows are recorded, or the weights given are per sample."""
         state = self._ps or self._ps_state()
-        recording = state.settings.recording and torch.is_grad_enabled() and not transforming()
+        recording = state.settings.recording and not transforming() and (torch.is_grad_enabled() or self._ps_foreseen())
         for name, p in self._parameters.items():
             if p is not None:
                 if recording and p.requires_grad and isinstance(p, nn.Parameter):
@@ -162,6 +162,13 @@ class PSLayer(Converted):
                 if p.ndim != state.ndims.get(name, p.ndim):
                     return True
         return False
+
+    def _ps_foreseen(self) -> bool:
+        """Whether a reentrant checkpoint runs this at first, without gradients, in a call that is to be proved.
+
+        When it comes again, nothing can be learned any more.
+        """
+        return torch_api.in_reentrant_forward() and local.batch is not None and local.batch.outputs is not None
 
     def _ps_run(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = local.batch
