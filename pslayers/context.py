@@ -150,11 +150,12 @@ class Batch:
     ``trackable`` says whether the outermost module can run again to find out which rows are whose.
     """
 
-    __slots__ = ("calls", "level", "outputs", "proving", "scale", "settings", "size", "trackable")
+    __slots__ = ("calls", "level", "outputs", "proving", "root", "scale", "settings", "size", "trackable")
 
     def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
         self.level = torch_api.level()  # of transforms of torch.func around the call
+        self.root: Any = None  # the outermost module
         self.calls: dict[int, int] = {}  # how often each module has been called so far
         self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
         self.proving = False  # the same, and true of a part that is computed again
@@ -163,7 +164,7 @@ class Batch:
     def again(self, calls: dict[int, int]) -> "Batch":
         """The same batch for a part of the call that is computed again, so many calls of each module having come before."""
         batch = Batch(self.size, self.settings)
-        batch.calls, batch.scale, batch.proving = dict(calls), self.scale, self.proving
+        batch.calls, batch.scale, batch.proving, batch.root = dict(calls), self.scale, self.proving, self.root
         return batch
 
     def count(self, module: object) -> int:
@@ -297,6 +298,8 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
         {**vars(local), "batch": None, "places": (), "stand_ins": None, "call": None, "tracker": None, "again": True},
     )
     first, places = None if batch is None else batch.again(batch.calls), local.places
+    if batch is not None and batch.root is not None and (given := batch.root._ps_inventory().given_places()):
+        places = (lambda: given, *places)  # torch.func.functional_call puts them back before the backward pass
     stand_ins = None if local.stand_ins is None else local.stand_ins.mark()
 
     @contextmanager

@@ -180,6 +180,7 @@ class Converted(_Mixin):
             before.restore()
             return self._ps_in_turn(run, args, kwargs, recorded)
         local.batch = batch = Batch(size, settings, trackable)
+        batch.root = self
         if recorded and not recomputed:
             settings.called(batch)
         if unproved:
@@ -202,6 +203,8 @@ class Converted(_Mixin):
                 raise self._ps_apart() from None
         finally:
             local.batch = None
+            if unproved:
+                batch.outputs.close()
         output = batch = None  # type: ignore[assignment]  # what holds the graph makes room for what follows
         set_random_state(random)
         if before is not None:
@@ -372,10 +375,14 @@ class Converted(_Mixin):
             with torch.no_grad(), without_picks():
                 plain = run_tracked(functools.partial(run, self), self, args, kwargs)[1]
         local.batch = batch = Batch(size, self._ps_state().settings)
+        batch.root = self
         batch.outputs, batch.proving = Watched(size), True
         try:
             with quiet_hooks(self):
                 output = run(self, *args, **kwargs)
+        except BaseException:
+            batch.outputs.close()
+            raise
         finally:
             local.batch = None
         problem = None if given else disagreement(output, plain)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_api
-from .context import Batch, Scale, by_original_layers, in_place_of, local, picked_by, places_of
+from .context import Batch, Scale, by_original_layers, in_place_of, local, places_of
 from .expand import Expansion
 from .owners import WEAK
 from .per_sample import NoRuleError, PerSample, Standing, standing_in
@@ -129,7 +129,7 @@ def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | Non
 
 def _picked(t: Tensor) -> Tensor:
     """Whose the rows of a tensor are that is known to hold picked ones."""
-    owners = picked_by(t)
+    owners = None if local.picks is None else local.picks.owners(t)
     if owners is None or owners.ids is None:
         raise NoRuleError("it does not return rows that a mask has picked")
     ids: Tensor = owners.ids
@@ -411,8 +411,8 @@ class _Proof:
                 plain = plain.expand(self.size, *plain.shape[layout == SHARED :])
             if t.shape != plain.shape:
                 return f"a tensor of shape {tuple(t.shape)} instead of {tuple(plain.shape)}"
-            if layout == PICKED and picked_by(t) is None:
-                return "rows that were picked are lost"
+            if layout == PICKED:
+                _picked(t)
             if t.is_floating_point() and t.numel():
                 same = (t == plain) | (t.isnan() & plain.isnan())  # infinities, as in masks
                 error = torch.where(same, 0, (t - plain).abs()).max()

@@ -69,6 +69,14 @@ class Inventory:
                 return False
         return True
 
+    def given_places(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Where per-sample weights were given in the place of parameters, and which."""
+        return [
+            (held, name, param)
+            for held, name, _, ndim, _ in self.slots
+            if ndim is not None and (param := held[name]) is not None and param.ndim != ndim
+        ]
+
     def given(self) -> set[str]:
         """The parameters, by their paths, in whose place per-sample weights were given."""
         return {

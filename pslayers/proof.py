@@ -154,6 +154,12 @@ class Watched:
         missed = {edge.node for i, edge in enumerate(self.edges) if i not in self.met}
         return bool(missed & _nodes(output)) if missed else False
 
+    def close(self) -> None:
+        """Look no more: hooks that hold what they look at would keep the graph."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
     def last(self) -> list["torch.autograd.graph.GradientEdge"]:
         """Those from which the graph leads to no other of them: a pass that is asked for these meets all that it can reach."""
         edges = [edge for edge in self.edges if torch_api.lives(edge.node)]
@@ -198,8 +204,7 @@ def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, int, Tensor]], b
             raise Unprovable from error
         raise
     finally:
-        for hook in layers.hooks:
-            hook.remove()
+        layers.close()
 
 
 def _nodes(output: Any) -> set[Any]:

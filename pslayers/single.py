@@ -131,6 +131,7 @@ def run_empty(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: d
 
 def _no_rows(recorder: Recorder, node: Any, grad: Tensor) -> None:
     if will_execute(node, asked=False):  # torch.autograd.grad has no side effects
+        recorder.outer_pass = -1
         recorder.note(grad)
         recorder.take(grad.new_zeros(0, *grad.shape))
 

@@ -372,8 +372,8 @@ class PSLayer(Converted):
         return layout
 
     def _ps_not_attributable(self, x: Tensor, size: int) -> ValueError:
-        others = [n for n in x.shape[1 : x.ndim - (self.event_dims or 0)] if n == size]
-        if x.ndim and x.shape[0] == size and not others:
+        like_it = [n for n in x.shape[: x.ndim - (self.event_dims or 0)] if n == size]  # torch 2.8 cannot compile `count`
+        if x.ndim and x.shape[0] == size and len(like_it) == 1:
             return ValueError(
                 f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} whose rows depend on "
                 f"more than one of the {size} samples each: samples interact before it (by a mean, a maximum or a softmax over the "
