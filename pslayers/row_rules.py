@@ -309,7 +309,7 @@ def _moved(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -
     if of is None or of.ids is None:
         other(picks, result, name, args, kwargs)
         return
-    function = getattr(torch, name, None) or getattr(Tensor, name)
+    function = getattr(Tensor, name)  # which takes dims in more forms than torch.flip
     ids = function(of.ids.view(-1, *(1,) * (x.ndim - 1)).expand_as(x), *args[1:], **kwargs)
     rows = ids.flatten(1) if ids.ndim > 1 else ids[:, None]
     if result.ndim == x.ndim and bool((rows == rows[:, :1]).all()):

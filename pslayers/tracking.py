@@ -178,7 +178,7 @@ def track(
                 break
         for samples in _groups(batch.size) if len(inputs) > 1 else ():
             together = _rerun(run, model, args, kwargs, inputs, samples, batch, plain) or {}
-            _note_interactions(layouts, {k: w for k, w in together.items() if k[0] == id(model)}, samples, batch.size)
+            _note_interactions(layouts, together, samples, batch.size)
         changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
         refused = set() if local.picks is None else local.picks.refused
         for key, x in plain.items():
@@ -403,7 +403,7 @@ def _changes(x: Tensor, y: Tensor) -> Tensor:
     if not x.is_floating_point() or not x.numel():
         return x != y
     # sums in another order round in another way, parts may compute in float32: that is no change
-    small = max(torch.finfo(x.dtype).eps ** 0.75, 1e-6) * x.abs().nan_to_num(0, 0, 0).max()
+    small = max(torch.finfo(x.dtype).eps ** 0.75, 1e-8) * x.abs().nan_to_num(0, 0, 0).max()
     return ((x - y).abs() > small) | (x.isfinite() != y.isfinite())
 
 

@@ -343,7 +343,7 @@ TOGETHER: list[TrainingCase] = [
     TrainingCase("clip/CLIPModel", "CLIPModel", PAIR, _pairs, "none", outputs=("text_embeds", "image_embeds")),
     TrainingCase("clip/CLIPForImageClassification", "CLIPForImageClassification", PAIR, pixels, "class"),
     TrainingCase("siglip/SiglipModel", "SiglipModel", PAIR, _pairs, "none", outputs=("text_embeds", "image_embeds")),
-    TrainingCase("owlvit/OwlViTForObjectDetection", "OwlViTForObjectDetection", PAIR, _pairs, "none"),
+    TrainingCase("owlvit/OwlViTForObjectDetection", "OwlViTForObjectDetection", PAIR, _pairs, "none", single=True),
     TrainingCase(
         "kosmos-2/Kosmos2ForConditionalGeneration",
         "Kosmos2ForConditionalGeneration",
