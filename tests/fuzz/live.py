@@ -43,6 +43,11 @@ def floating(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
+def asking(value: Any) -> Any:
+    """A leaf that asks for its gradient, where it can."""
+    return value.detach().clone().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 def without_checkpoints(model: nn.Module) -> nn.Module:
     """A copy, in float64, that torch.autograd.grad can go through."""
     net = copy.deepcopy(model).double()
@@ -73,6 +78,7 @@ class Live:
 
     def __init__(self, config: Config, draw: Draw, example: bool = False) -> None:
         self.config, self.draw, self.dtype = config, draw, config.dtype
+        self.given: list[tuple[Any, Any]] = []  # inputs of the plain model, and ours
         self.plain = config.model.to(config.dtype)
         options = config.options | ({"example": self.inputs(3)} if example else {})
         self.ours: Any = ps.convert_model(copy.deepcopy(self.plain), **options)
@@ -134,16 +140,22 @@ class Live:
                 )
             if q.grad is not None:
                 assert_near(f".grad of `{k}`", p.grad, q.grad, self.dtype)
+        for theirs, own in self.given:
+            if isinstance(own, Tensor) and own.is_leaf and own.grad is not None:
+                assert_near("the gradient of an input", own.grad, theirs.grad, self.dtype)
         for (k, p), (_, q) in zip(self.ours.named_buffers(), self.plain.named_buffers(), strict=True):
             assert_near(f"buffer `{k}`", p, q, self.dtype)
 
     # ------------------------------------------------------------------------------------------------- what can be done
     def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         """The outputs of the plain model and of ours, which must be the same, and have drawn the same random numbers."""
+        wanted = self.draw.maybe(0.3) and not torch.is_inference_mode_enabled()  # gradients of the inputs
+        theirs, own = (tuple(asking(t) if wanted else t for t in inputs) for _ in self.both)
+        self.given = list(zip(theirs, own, strict=True)) if wanted else []
         with plainly():
-            expected = self.seeded(self.plain, inputs)
+            expected = self.seeded(self.plain, theirs)
             drawn = torch.get_rng_state()
-        output = self.seeded(self.ours, inputs)
+        output = self.seeded(self.ours, own)
         if not torch.equal(drawn, torch.get_rng_state()):
             raise WrongError("the forward pass has drawn other random numbers than plain torch's")
         pairs = list(zip(tensors_in([expected]), tensors_in([output]), strict=True))
