@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from . import compiled, fallback, torch_api
-from .context import Batch, local, transforming
+from .context import Batch, in_place_of, local, places_of, transforming
 from .converted import Converted, Kind, random_state, set_random_state
 from .layers.base import PSLayer
 from .per_sample import NoRuleError
@@ -110,10 +110,13 @@ class PSContainer(Converted):
     def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
         """Choose how each module below is run: modules that cannot be by themselves go with the module that calls them."""
         modules: dict[int, Any] = {id(m): m for m in self.modules()}
-        if not self._ps_given():
+        names = self._ps_given()
+        first = {name: nn.Parameter(p.detach()[0]) for name, p in self.named_parameters() if name in names}
+        with in_place_of(places_of(self, first, tied=True)):
             used, recorded = parameters_used(run, self, args, kwargs)
             for user, params in used.items():  # past their layers
                 _escalate(modules, tracker, user, params)
+        if not names:
             _take_gradients(tracker, recorded)
         for transformer in tracker.transformers:
             _whole(modules, transformer, modules[transformer])

@@ -201,6 +201,9 @@ class Converted(_Mixin):
         except Ambiguous:
             if apart:
                 raise self._ps_apart() from None
+        except Exception:  # a weight that was given for each sample is used past its layer, where that is not known yet
+            if not (unproved and self._ps_given()):
+                raise
         finally:
             local.batch = None
             if unproved:

@@ -56,7 +56,7 @@ class Plan:
     tensors are followed, and `choices`: see `Standing`. For "vmap", `fresh`: tensors that the forward makes anew are made for each
     sample, to be written into. `idle`: parameters that reach but outputs in which samples interact. `others`: those that are left
     to a layer below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps, which vmap and
-    the loop do not.
+    the loop do not. `orders`: in which order the dims of what the plain module returns lie in memory.
     """
 
     way: str
@@ -70,6 +70,7 @@ class Plan:
     others: frozenset[str] = frozenset()
     fast: frozenset[str] = frozenset()
     counts: bool = False
+    orders: tuple[tuple[int, ...] | None, ...] = ()
 
 
 class NoWayError(Exception):
@@ -94,6 +95,8 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     compared = plan.way != "direct" and not given and (MIXED in plan.layouts.outputs or module._ps_state().settings.picks)
     plain = _plainly(module, forward, call) if compared else None
     output = _run(module, forward, plan, call, weights, batch.size)
+    if module.training:
+        output = _laid_out(output, plan, call)
     if plain is not None:
         _check_plain(module, output, *plain, plan.layouts.outputs)
     if local.picks is not None and not plan.follows:
@@ -114,6 +117,32 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
         else:  # inside, the way itself keeps samples apart
             _note(batch, [*tensors_in([output]), *written_to(call, taken)], (*plan.layouts.outputs, *plan.layouts.written))
     return output
+
+
+def _laid_out(output: Any, plan: Plan, call: Call) -> Any:
+    """An output that lies in memory as the plain module's does: dropout fills its masks in that order."""
+    orders, given = iter(plan.orders), {id(t) for t in tensors_in(call)}
+    tensors = [t for t in tensors_in([output]) if isinstance(t, Tensor)]
+    if all(order is None or id(t) in given or order == _order(t) for t, order in zip(tensors, plan.orders, strict=False)):
+        return output
+
+    def lay(t: Tensor) -> Tensor:
+        order = next(orders, None)
+        if order is None or len(order) != t.ndim or id(t) in given or order == _order(t):
+            return t
+        back = [order.index(d) for d in range(t.ndim)]
+        return t.permute(order).contiguous().permute(back)
+
+    return map_tensors(lay, output)
+
+
+def _order(t: Tensor) -> tuple[int, ...] | None:
+    """In which order its dims lie in memory; None where it does not fill what it lies in."""
+    if isinstance(t, PerSample):
+        return None
+    strides = t.stride()
+    order = tuple(sorted(range(t.ndim), key=lambda d: -strides[d]))
+    return order if t.permute(order).is_contiguous() else None
 
 
 def _note(batch: Any, tensors: Iterable[Any], layouts: Iterable[Layout]) -> None:
@@ -283,6 +312,7 @@ class _Proof:
             self.plain = self._outputs(forward(module, *args, **kwargs), (args, kwargs), given)
             self.counts = before.differs()
             self.sums = [self._gradients(self.plain, plain, mixed) for mixed in (False, True)]
+        self.orders = tuple(map(_order, self.plain[: len(layouts.outputs)]))
         self.plain = [t.detach() for t in self.plain]
 
     def _run_by_itself(self, own: dict[str, Tensor]) -> Any:
@@ -346,7 +376,7 @@ class _Proof:
             self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
         if self.problem:
             return None
-        return replace(plan, choices=tuple(standing.chosen), fast=plan.names - standing.slow)
+        return replace(plan, choices=tuple(standing.chosen), fast=plan.names - standing.slow, orders=self.orders)
 
     def _wrong(self, plan: Plan, standing: Standing) -> str | None:
         each = self._each(plan)
