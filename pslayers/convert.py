@@ -19,6 +19,7 @@ from .inventory import Inventory
 from .layers.base import REGISTRY, PSLayer
 from .record import forget
 from .reports import Row, original_class
+from .snapshot import trial
 from .trees import callable_module, own_parameters
 
 M = TypeVar("M", bound=nn.Module)
@@ -152,13 +153,19 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     size = model._ps_batch_size(args, kwargs)
     if size is None or size < 2 or not isinstance(model, PSContainer):  # one sample tells nothing
         return
-    with torch.random.fork_rng():
+    before = [(p, p.detach().clone(), p._version) for p in model.parameters()]  # a forward may write to them (max_norm)
+    with trial(model):
         try:
             sizes = model._ps_sizes(args, kwargs)
             kind = (model.training, tuple((ndim, n == size) for ndim, n in sizes))
             model._ps_learn(PSContainer._ps_run, args, kwargs, size, kind)
         except ValueError as error:
             raise ConversionError(f"{type(model).__name__} cannot be converted, and has not been changed: {error}") from error
+        finally:
+            with torch.no_grad():
+                for param, value, version in before:
+                    if param._version != version:
+                        param.copy_(value)
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1196,3 +1196,22 @@ def test_losses_over_parameters_of_their_own(kind: Any, reduction: str) -> None:
     model, ours = both(WithLoss(kind(reduction)), loss_reduction=reduction)
     for n in (4, 3, 6, 1):
         reduced_right(model, ours, reduction, batch(n, 4), torch.randint(7, (n,)))
+
+
+def test_an_example_leaves_what_it_was_shown() -> None:
+    """Not its ids' entries renormalised, no call counted."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.count = nn.Embedding(6, 3, max_norm=0.1), Counts("direct")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.count(self.table(ids))
+
+    model = Looks().double()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    ours = ps.convert_model(copy.deepcopy(model), example=torch.randint(6, (3, 4)))
+    for name, t in ours.state_dict().items():
+        torch.testing.assert_close(t, before[name], msg=name)
+    right(ours, model, torch.randint(6, (3, 4)))
