@@ -1,7 +1,9 @@
 """What people do with a model while they train it: each of these was wrong, or an error, before it was a test."""
 
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_s
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
+from pslayers import proof
 from tests.oracle import assert_rows_right, loop, square, squares
 
 
@@ -1215,3 +1218,116 @@ def test_an_example_leaves_what_it_was_shown() -> None:
     for name, t in ours.state_dict().items():
         torch.testing.assert_close(t, before[name], msg=name)
     right(ours, model, torch.randint(6, (3, 4)))
+
+
+class Around(nn.Module):
+    """A checkpoint around a part."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool, nested: bool = False) -> None:
+        super().__init__()
+        self.first, self.inner, self.reentrant, self.nested = nn.Linear(4, 4), inner, reentrant, nested
+
+    def once(self, h: Tensor) -> Tensor:
+        return checkpoint(self.inner, h, use_reentrant=self.reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return checkpoint(self.once, h, use_reentrant=False) if self.nested else self.once(h)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("inner", [Own, lambda: nn.PReLU(4)], ids=["own", "prelu"])
+def test_an_empty_batch_after_another_in_a_reentrant_checkpoint(inner: Callable[[], nn.Module], nested: bool) -> None:
+    _, ours = both(Around(inner(), reentrant=True, nested=nested))
+    for n in (3, 0, 2, 0):
+        ours.zero_grad()
+        ours(batch(n, 4)).sum().backward()
+        assert all(p.grad_sample.shape == (n, *p.shape) for p in ours.parameters())
+
+
+@pytest.mark.parametrize("inner", [Own, lambda: nn.PReLU(), lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))])
+def test_checkpoints_in_the_functional_form(inner: Callable[[], nn.Module]) -> None:
+    """What is computed again has the weights that were given, though they are gone by then, and differ from sample to sample."""
+    model, ours = both(Around(inner(), reentrant=False))
+    x = batch(3, 5, 4)
+    weights = {name: (w + batch(*w.shape) / 9).detach().requires_grad_() for name, w in ps.expand_params(ours, 3).items()}
+    found = torch.autograd.grad(squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values()))
+    model.once = lambda h: model.inner(h)  # type: ignore[assignment]  # torch computes again with the model's own parameters
+    for i in range(3):
+        own = {name: w[i].detach().requires_grad_() for name, w in weights.items()}
+        loss = square(torch.func.functional_call(model, own, (x[i : i + 1],)), 0)
+        for f, e in zip(found, torch.autograd.grad(loss, list(own.values())), strict=True):
+            torch.testing.assert_close(f[i], e)
+
+
+class Prompted(nn.Module):
+    """A layer for each sample by itself, a prompt, a weight past its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.each, self.prompt = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(torch.tanh(self.first(x)), self.first.weight)
+        h = torch.cat([self.each(one[None]) for one in h])
+        return torch.cat([self.prompt.expand(len(h), -1, -1), h], 1)
+
+
+class Views(nn.Module):
+    """Two views of each sample through the same layers, in one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(()))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, C, T, 4)
+        h = x.flatten(0, 1)
+        first, second = torch.tanh(self.fc(torch.cat([h, h.flip(1)]))).chunk(2)
+        return (first * second * self.scale).unflatten(0, (-1, x.shape[1]))
+
+
+class Positions(nn.Module):
+    """A table of positions in a reentrant checkpoint, B * C rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.w, self.scale = nn.Linear(4, 4), nn.Embedding(9, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, C, T, 4)
+        h = self.fc(x.flatten(0, 1))
+        for _ in range(2):
+            h = h + self.scale * checkpoint(lambda h: h + self.w(torch.arange(h.shape[1])), h, use_reentrant=True)
+        return h.unflatten(0, (-1, x.shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(Prompted, (5, 4)), (Views, (2, 3, 4)), (Positions, (3, 4, 4)), (Positions, (3, 5, 4))]
+)
+@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning")
+def test_rows_that_are_put_together_again(kind: Any, shape: tuple[int, ...]) -> None:
+    model, ours = both(kind())
+    for n in (3, 5, 2):
+        x = batch(n, *shape)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        for name, rows in by_backward(model, x).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+
+
+def test_a_first_call_that_is_given_up_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Major(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).transpose(0, 1).reshape(-1, 4)
+            return self.b(h).view(x.shape[1], x.shape[0], 4).transpose(0, 1).mean((1, 2))
+
+    made: list[weakref.ref[Any]] = []
+    init = proof.Watched.__init__
+    monkeypatch.setattr(proof.Watched, "__init__", lambda self, *a: (made.append(weakref.ref(self)), init(self, *a))[1])
+    model, ours = both(Major())
+    right(ours, model, batch(3, 5, 4))
+    gc.collect()
+    assert len(made) == 2 and all(ref() is None for ref in made)
