@@ -69,6 +69,8 @@ def _index(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -
 def _indexed(picks: "Picks", x: Tensor, parts: tuple[Any, ...]) -> Owners | None:
     """Whose the rows are that an index picks: those of the rows it is for, else its own."""
     first, of = parts[0], picks.owners(x)
+    if of is not None and of.ids is None and not of.picked and _by_data(picks, parts):
+        return UNKNOWN
     if isinstance(first, slice):
         return of.at(first) if of is not None and of.ids is not None else of
     if _is_mask(first):
@@ -82,6 +84,12 @@ def _indexed(picks: "Picks", x: Tensor, parts: tuple[Any, ...]) -> Owners | None
     rows = rows if len(rows) else rows.long()
     # together with indices of more dims it does not tell of rows
     return of.at(rows) if rows.ndim == 1 and all(not isinstance(i, Tensor) or i.ndim < 2 for i in parts) else of.lost()
+
+
+def _by_data(picks: "Picks", parts: tuple[Any, ...]) -> bool:
+    """Whether which rows an index takes, and in which order, follows from the data alone: no constant is among its tensors."""
+    tensors = [i for i in parts if isinstance(i, Tensor) and i.ndim and not _is_mask(i)]
+    return bool(tensors) and all(picks.owners(i) is not None for i in tensors)
 
 
 def _masked(of: Owners | None, by: Owners | None, mask: Tensor) -> Owners | None:
@@ -145,8 +153,11 @@ def _masked_scatter(picks: "Picks", result: Any, name: str, args: Args, kwargs: 
 
 def _index_select(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     index = _given(args, kwargs, 2, "index")
+    of = picks.owners(args[0])
     if _given(args, kwargs, 1, "dim") in (0, -args[0].ndim):
         picks.tag(result, picks.pick(_indexed(picks, args[0], (index,))))
+    elif of is not None and of.ids is None and picks.owners(index) is not None:
+        picks.tag(result, UNKNOWN)  # the batch may be in that dim
     else:
         _of_first(picks, result, name, args, kwargs)
 
@@ -157,6 +168,8 @@ def _gather(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) 
         _of_first(picks, result, name, args, kwargs)
     elif picks.owners(x) is not None and (numbers := _numbers(_given(args, kwargs, 2, "index"))).ndim == 1:
         picks.tag(result, picks.pick(_indexed(picks, x, (numbers,))))
+    elif picks.owners(x) is not None and picks.owners(_given(args, kwargs, 2, "index")) is not None:
+        picks.tag(result, UNKNOWN)
     else:
         other(picks, result, name, args, kwargs)
 
@@ -263,6 +276,9 @@ def _along(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -
     elif of is not None and of.ids is not None and name in ("sort", "topk", "argsort") and args[0].ndim == 1:
         for t in tensors_in([result]):  # each number is some row's
             picks.tag(t, picks.pick(of.at(result if name == "argsort" else result[1])))
+    elif of is not None and of.ids is None and name in ("sort", "topk", "argsort"):
+        for t in tensors_in([result]):  # in an order that the data give
+            picks.tag(t, UNKNOWN)
     elif of is not None and (one := of.of_one()) is not None and name in _REDUCING:
         for t in tensors_in([result]):  # of rows that are all one sample's
             picks.tag(t, Owners(one.expand(len(t)), of.limit * len(t), one=one) if isinstance(t, Tensor) and t.ndim else None)
