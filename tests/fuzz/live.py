@@ -78,6 +78,7 @@ class Live:
 
     def __init__(self, config: Config, draw: Draw, example: bool = False) -> None:
         self.config, self.draw, self.dtype = config, draw, config.dtype
+        self.empty = False  # whether the last batch was
         self.given: list[tuple[Any, Any]] = []  # inputs of the plain model, and ours
         self.plain = config.model.to(config.dtype)
         options = config.options | ({"example": self.inputs(3)} if example else {})
@@ -88,6 +89,7 @@ class Live:
         return self.plain, self.ours
 
     def inputs(self, n: int) -> tuple[Any, ...]:
+        self.empty = n == 0
         with plainly():
             return floating(self.config.inputs(n), self.dtype)
 
@@ -134,6 +136,8 @@ class Live:
         """Parameters, `.grad` and buffers are those of the plain model."""
         for (k, p), (_, q) in zip(self.ours.named_parameters(), self.plain.named_parameters(), strict=True):
             assert_near(f"parameter `{k}`", p, q, self.dtype)
+            if self.empty and q.grad is None and p.grad is not None and not p.grad.any():
+                p.grad = None  # of no samples: zeros are as good
             if (p.grad is None) != (q.grad is None):
                 raise WrongError(
                     f"`{k}` has {'no' if p.grad is None else 'a'} .grad, and in plain torch {'none' if q.grad is None else 'one'}"
