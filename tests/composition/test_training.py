@@ -1331,3 +1331,44 @@ def test_a_first_call_that_is_given_up_leaves_no_graph(monkeypatch: pytest.Monke
     right(ours, model, batch(3, 5, 4))
     gc.collect()
     assert len(made) == 2 and all(ref() is None for ref in made)
+
+
+class Sorted(nn.Module):
+    """Rows in an order that the data give, after a recurrent layer over time; of two samples, it is the batch's own by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.gru, self.router, self.inner = nn.Embedding(7, 4), nn.GRU(4, 4), nn.Linear(4, 2), Own()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gru(self.e(x).transpose(0, 1))[0].transpose(0, 1).reshape(-1, 4)
+        order = self.router(h)[:, 0].argsort()
+        out = self.inner(h[order])
+        return torch.empty_like(out).index_copy(0, order, out).view(*x.shape, 4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning")
+def test_rows_that_are_sorted_are_in_order_by_chance(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, ours = both(Sorted())
+    for n in (2, 3, 2):
+        right_or_refused(ours, model, torch.randint(7, (n, 1)))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_batch_as_long_as_time_in_bfloat16(norm_first: bool) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Transformer(4, 1, 1, 1, 3, 0.0, norm_first=norm_first).bfloat16().eval()
+        for p in model.parameters():
+            p.data = torch.randn_like(p) / 2
+        source, target = torch.randn(3, 3, 4).bfloat16(), torch.randn(3, 3, 4).bfloat16()
+        ours = ps.convert_model(copy.deepcopy(model), batch_first=False, loss_reduction="sum")
+        ours(source, target).square().cumsum(2).sin().sum().backward()
+        exact = copy.deepcopy(model).double()
+        for i in range(3):
+            out = exact(source[:, i : i + 1].double(), target[:, i : i + 1].double())
+            grads = torch.autograd.grad(out.square().cumsum(2).sin().sum(), list(exact.parameters()))
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                assert (p.grad_sample[i] - g).abs().max() < 0.3 * (g.abs().max() + 0.1)
