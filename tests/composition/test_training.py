@@ -1357,6 +1357,7 @@ def test_rows_that_are_sorted_are_in_order_by_chance(seed: int) -> None:
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
 def test_a_batch_as_long_as_time_in_bfloat16(norm_first: bool) -> None:
     for seed in range(3):
         torch.manual_seed(seed)
