@@ -15,7 +15,7 @@ from . import compiled, sharding, torch_api
 from .context import Batch, Settings, clear, local, transforming
 from .inventory import Inventory
 from .picks import picking, without_picks
-from .proof import Unprovable, Watched, disagreement, judged, past_expansions, quiet_hooks, rows_agree
+from .proof import Unprovable, Watched, disagreement, in_anothers_place, judged, past_expansions, quiet_hooks, rows_agree
 from .record import recorder_of
 from .single import run_alone, run_empty, run_plain
 from .snapshot import Snapshot, gradients_unchanged
@@ -397,7 +397,7 @@ class Converted(_Mixin):
             with gradients_unchanged(self):
                 agree = rows_agree(batch.outputs, own, batch)
         except Unprovable:  # tracking has seen it, by changed samples
-            agree = True
+            agree = not any(in_anothers_place(t, size) for t in tensors)
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:

@@ -1,5 +1,6 @@
 """Calls by the original layers: of a batch of one, where each gradient is its one row too; of none; where nothing is recorded."""
 
+import functools
 from typing import Any
 
 import torch
@@ -97,17 +98,21 @@ def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: d
     if not trained.params:
         return run_plain(model, args, kwargs)
     with in_place_of(trained.aliased(), trained.aliased):
-        flat: list[Place] = []
-        for ref in inventory.recurrent:  # they keep their weights in a list, too, and make it anew where those are others
-            layer = vars(ref())
-            names, held = layer.get("_flat_weights_names", ()), layer["_parameters"]
-            if names and "_flat_weight_refs" in layer and all(name in held for name in names):
-                flat += [
-                    (layer, "_flat_weights", [held[name] for name in names]),
-                    (layer, "_flat_weight_refs", [None] * len(names)),
-                ]
-        with in_place_of(flat):
+        flat = functools.partial(_flat_weights, inventory)
+        with in_place_of(flat(), flat):
             return run_plain(model, args, kwargs)
+
+
+def _flat_weights(inventory: Inventory) -> list[Place]:
+    """Recurrent layers keep their weights in a list, too, and make it anew where those are others: the list of those now held."""
+    flat: list[Place] = []
+    for ref in inventory.recurrent:
+        layer = vars(ref())
+        names, held = layer.get("_flat_weights_names", ()), layer["_parameters"]
+        if names and "_flat_weight_refs" in layer and all(name in held for name in names):
+            weights = [held[name] for name in names]
+            flat += [(layer, "_flat_weights", weights), (layer, "_flat_weight_refs", [None] * len(names))]
+    return flat
 
 
 class _OfNone(Op):

@@ -1373,3 +1373,38 @@ def test_a_batch_as_long_as_time_in_bfloat16(norm_first: bool) -> None:
             grads = torch.autograd.grad(out.square().cumsum(2).sin().sum(), list(exact.parameters()))
             for p, g in zip(ours.parameters(), grads, strict=True):
                 assert (p.grad_sample[i] - g).abs().max() < 0.3 * (g.abs().max() + 0.1)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_recurrent_layer_in_a_reentrant_checkpoint(kind: Any, n: int) -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(4, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0]
+
+    model, ours = both(Around(First(), reentrant=True))
+    for _ in range(2):
+        x = batch(n, 3, 4)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        for name, rows in by_backward(model, x).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+
+
+@pytest.mark.parametrize("mix", [lambda h: h.flip(0), lambda h: h.roll(1, 0), lambda h: torch.cat([h[1:], h[:1]])])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_samples_in_anothers_place_behind_a_checkpoint(mix: Callable[[Tensor], Tensor], reentrant: bool) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.around, self.out = Around(nn.PReLU(), reentrant), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(mix(self.around(x)))
+
+    with pytest.raises(ValueError, match="samples depend on rows that are not theirs"):
+        ps.convert_model(Mixed().double())(batch(4, 3, 4))
