@@ -334,6 +334,10 @@ class Converted(_Mixin):
         modules: dict[int, Any] = {id(m): m for m in self.modules()}
         states = [m._ps_state() for m in modules.values() if isinstance(m, Converted)]
         before = [(state, state.learned()) for state in states]
+        given = self._ps_given()
+        for path, module in self.named_modules() if given else ():
+            if getattr(module, "max_norm", None) is not None and f"{path}.weight".lstrip(".") in given:
+                raise module._ps_no_table_of_each()  # type: ignore[operator]
         self._ps_leave_room()
         try:
             found, tracker = track(bound, self, args, kwargs, batch)
@@ -370,6 +374,13 @@ class Converted(_Mixin):
                 f"`{self._ps_state().path}.{name}` was given as {len(weight)} per-sample weights for a batch of {size} samples: "
                 f"expand the parameters to the batch size of the call, ps.expand_params(model, {size})."
             )
+
+    def _ps_no_table_of_each(self) -> ValueError:
+        return ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) has max_norm, by which each call writes to its one table, and was "
+            f"given per-sample weights: leave its weights out of what torch.func.functional_call gives, or use "
+            f"ps.per_sample_grads(model, ...)."
+        )
 
     def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
         """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""

@@ -46,7 +46,7 @@ class PSEmbedding(PSLayer, nn.Embedding, replaces=nn.Embedding, fused=True):
         weight = self.expansion("weight")
         assert weight is not None
         if self.max_norm is not None:
-            _renormalise(weight, input, self.max_norm, self.norm_type)
+            _renormalise(self, weight, input)
         return PF.embedding(input, weight, self.padding_idx)
 
 
@@ -111,7 +111,7 @@ class PSEmbeddingBag(PSLayer, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=T
         weight = self.expansion("weight")
         assert weight is not None
         if self.max_norm is not None:
-            _renormalise(weight, input, self.max_norm, self.norm_type)
+            _renormalise(self, weight, input)
         options = self.mode, per_sample_weights, self.include_last_offset, self.padding_idx
         return PF.embedding_bag(input, weight, offsets, *options)
 
@@ -122,8 +122,8 @@ def _bag_inputs(
     return input, offsets, per_sample_weights
 
 
-def _renormalise(weight: Tensor | Expansion, ids: Tensor, max_norm: float, norm_type: float) -> None:
+def _renormalise(layer: Any, weight: Tensor | Expansion, ids: Tensor) -> None:
     if isinstance(weight, Tensor):
-        raise ValueError("An embedding with max_norm renormalises one shared table, but got per-sample weights.")
+        raise layer._ps_no_table_of_each()
     with torch.no_grad():
-        torch.embedding_renorm_(weight.weight.detach(), ids.contiguous(), max_norm, norm_type)
+        torch.embedding_renorm_(weight.weight.detach(), ids.contiguous(), layer.max_norm, layer.norm_type)

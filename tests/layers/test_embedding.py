@@ -188,3 +188,25 @@ def test_memory_of_several_uses_is_cleared_as_a_whole() -> None:
         model.twice = ours.twice = twice
         assert_rows_right(model, torch.randint(0, 40, (3, 5)), converted=ours)
         ours.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_tables_that_are_renormalised_are_not_given_for_each_sample(kind: Any) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = kind(5, 3, max_norm=0.7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x) + self.table(x.flip(1))
+
+    for model, name in ((Twice(), "table"), (nn.Sequential(kind(5, 3, max_norm=0.7)), "0")):
+        ours = ps.convert_model(model)
+        for called in (False, True):
+            before = {n: p.detach().clone() for n, p in ours.named_parameters()}
+            with pytest.raises(ValueError, match=rf"`{name}` .* has max_norm"):
+                torch.func.functional_call(ours, ps.expand_params(ours, 2), (torch.randint(5, (2, 4)),))
+            for n, p in ours.named_parameters():
+                torch.testing.assert_close(p, before[n])
+            if not called:
+                ours(torch.randint(5, (3, 4)))
