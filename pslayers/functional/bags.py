@@ -131,20 +131,22 @@ class _EmbeddingBag(Op):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor | None, factors: Tensor | None, bags: _Bags, w: Expansion) -> Tensor:
         y, ctx.chosen = bags.plain(weight, bags.ids, factors)
-        ctx.save_for_backward(weight, rows, factors)
+        # saved only where its values count: another call may renormalise them (max_norm) before this one's backward pass
+        ctx.save_for_backward(weight if ctx.needs_input_grad[2] else None, factors)
         ctx.bags, ctx.w = bags, w
         return owned(y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gy,), (weight, _, factors), bags, chosen, w = grads, (saved := ctx.saved_tensors), ctx.bags, ctx.chosen, ctx.w
+        (gy,), (weight, factors), bags, chosen, w = grads, ctx.saved_tensors, ctx.bags, ctx.chosen, ctx.w
+        weight = w.weight if weight is None else weight
         if torch.is_grad_enabled():
 
             def composite(weight: Tensor, rows: Tensor | None, factors: Tensor | None) -> Tensor:
                 table = w.rebind(weight, rows).tensor(1 if rows is None else len(rows))
                 return bags.reduced(table, factors, chosen)
 
-            return *composite_backward(composite, saved, (gy,)), None, None
+            return *composite_backward(composite, (weight, w.rows, factors), (gy,)), None, None
         need_weight, need_rows, need_factors, *_ = wanted(ctx, w)
         gy = gy.to(weight.dtype)
         g_weight = g_rows = g_factors = index = None
