@@ -60,7 +60,7 @@ class Traced(Batch):
 
     def __init__(self, size: int, settings: Settings, trackable: bool) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
-        self.calls, self.outputs, self.root, self.scale = {}, None, None, UNSCALED
+        self.calls, self.outputs, self.root, self.given, self.scale = {}, None, None, None, UNSCALED
 
 
 class _Call:

@@ -53,12 +53,7 @@ class PSContainer(Converted):
             return original(self, *args, **kwargs)
         call = batch.count(self)
         if torch_api.level() > batch.level and not self._ps_given():
-            if batch.trackable:
-                raise Ambiguous
-            raise ValueError(
-                f"`{state.path}` ({type(self).__name__}) is called inside a transform of torch.func in the model's forward, as it "
-                f"was not when this kind of call was proved: convert the model anew."
-            )
+            self._ps_transformed(batch)
         # what a reentrant checkpoint runs without gradients at first is to come again, when nothing can be learned any more
         recording = torch.is_grad_enabled() or torch_api.in_reentrant_forward()
         recording = state.settings.recording and recording and not transforming()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_api
+from .trees import tensors_of
 from .turns import Turns
 
 
@@ -150,12 +151,13 @@ class Batch:
     ``trackable`` says whether the outermost module can run again to find out which rows are whose.
     """
 
-    __slots__ = ("calls", "level", "outputs", "proving", "root", "scale", "settings", "size", "trackable")
+    __slots__ = ("calls", "given", "level", "outputs", "proving", "root", "scale", "settings", "size", "trackable")
 
     def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
         self.level = torch_api.level()  # of transforms of torch.func around the call
         self.root: Any = None  # the outermost module
+        self.given: Sequence[Place] | None = None  # see `given_places`
         self.calls: dict[int, int] = {}  # how often each module has been called so far
         self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
         self.proving = False  # the same, and true of a part that is computed again
@@ -164,8 +166,15 @@ class Batch:
     def again(self, calls: dict[int, int]) -> "Batch":
         """The same batch for a part of the call that is computed again, so many calls of each module having come before."""
         batch = Batch(self.size, self.settings)
-        batch.calls, batch.scale, batch.proving, batch.root = dict(calls), self.scale, self.proving, self.root
+        batch.calls, batch.scale, batch.proving, batch.given = dict(calls), self.scale, self.proving, self.given
         return batch
+
+    def given_places(self) -> "Sequence[Place]":
+        """Per-sample weights that were given in the place of parameters, and their places: looked for once a call."""
+        if self.given is None:
+            slots = () if self.root is None else self.root._ps_inventory().given_slots()
+            self.given = [(slot.held, slot.name, slot.held[slot.name]) for slot in slots]
+        return self.given
 
     def count(self, module: object) -> int:
         """The number of the call of `module` that begins."""
@@ -194,7 +203,7 @@ local = _Local()
 
 
 @contextmanager
-def _changed(**values: Any) -> Iterator[None]:
+def changed(**values: Any) -> Iterator[None]:
     """This thread's state, changed inside the block."""
     before = {name: getattr(local, name) for name in values}
     for name, value in values.items():
@@ -225,19 +234,19 @@ def batch_size(size: int) -> Iterator[None]:
     """
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise ValueError(f"`size` must be an integer of at least 0, the number of samples; got {size!r}.")
-    with _changed(explicit=size):
+    with changed(explicit=size):
         yield
 
 
 def by_original_layers(applies: bool = True) -> AbstractContextManager[None]:
     """Inside the block converted modules run their original forwards, with whatever parameters they hold (unless not `applies`)."""
-    return _changed(general=applies)
+    return changed(general=applies)
 
 
 def recorded_or_not(settings: Sequence[Settings], recorded: bool) -> AbstractContextManager[None]:
     """Inside the block this thread records rows of these models, or none."""
     others = tuple(s for s in local.unrecorded if all(s is not known for known in settings))
-    return _changed(unrecorded=others if recorded else (*others, *settings))
+    return changed(unrecorded=others if recorded else (*others, *settings))
 
 
 def current_batch() -> Batch | None:
@@ -297,9 +306,10 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
         local.batch,
         {**vars(local), "batch": None, "places": (), "stand_ins": None, "call": None, "tracker": None, "again": True},
     )
-    first, places = None if batch is None else batch.again(batch.calls), local.places
-    if batch is not None and batch.root is not None and (given := batch.root._ps_inventory().given_places()):
-        places = (lambda: given, *places)  # torch.func.functional_call puts them back before the backward pass
+    given, places = () if batch is None else batch.given_places(), local.places
+    if given:  # torch.func.functional_call puts the parameters back before the backward pass
+        places = (lambda: given, *places)
+    first = None if batch is None else batch.again(batch.calls)
     stand_ins = None if local.stand_ins is None else local.stand_ins.mark()
 
     @contextmanager
@@ -329,4 +339,16 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
     return again
 
 
-torch_api.on_checkpoint(situation)
+def inputs_noted(values: Any) -> Callable[[Any], None]:
+    """What is known of the inputs of a part that may be computed again: a function that notes it of what it gets in their place."""
+    picks = local.picks
+    notes = () if picks is None else [picks.notes_of(t) for t in tensors_of(values)]
+
+    def tell(values: Any) -> None:
+        for t, note in zip(tensors_of(values), notes, strict=False):
+            picks.note(t, note)
+
+    return tell
+
+
+torch_api.on_checkpoint(situation, inputs_noted)

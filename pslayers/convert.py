@@ -156,8 +156,7 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     before = [(p, p.detach().clone(), p._version) for p in model.parameters()]  # a forward may write to them (max_norm)
     with trial(model):
         try:
-            sizes = model._ps_sizes(args, kwargs)
-            kind = (model.training, tuple((ndim, n == size) for ndim, n in sizes))
+            kind = model._ps_kind(model._ps_sizes(args, kwargs), size)
             model._ps_learn(PSContainer._ps_run, args, kwargs, size, kind)
         except ValueError as error:
             raise ConversionError(f"{type(model).__name__} cannot be converted, and has not been changed: {error}") from error

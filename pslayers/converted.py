@@ -17,7 +17,7 @@ from .inventory import Inventory
 from .picks import picking, without_picks
 from .proof import Unprovable, Watched, disagreement, in_anothers_place, judged, past_expansions, quiet_hooks, rows_agree
 from .record import recorder_of
-from .single import run_alone, run_empty, run_plain
+from .single import run_alone, run_plain
 from .snapshot import Snapshot, gradients_unchanged
 from .tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
 from .trees import own_parameters, tensors_in
@@ -161,10 +161,10 @@ class Converted(_Mixin):
                 raise self._ps_no_batch(args, kwargs)
             return run(self, *args, **kwargs)
         trackable, apart = trackable and size > 1, sharding.apart(self)
-        alone = inventory is not None and (size == 1 or (size == 0 and not self._ps_layer)) and not (apart or transforming())
-        if alone and inventory is not None and not inventory.given():
-            return (run_alone if size else run_empty)(self, inventory, args, kwargs)
-        kind = (self.training, tuple((ndim, n == size) for ndim, n in sizes)) if trackable else None
+        small = size == 1 or (size == 0 and not self._ps_layer)
+        if small and not (apart or transforming()):
+            return run_alone(self, inventory or self._ps_inventory(), args, kwargs, size, recorded)
+        kind = self._ps_kind(sizes, size) if trackable else None
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:
             raise self._ps_apart()
@@ -215,6 +215,10 @@ class Converted(_Mixin):
         assert kind is not None
         with picking(size, settings, args, kwargs):
             return self._ps_learn(run, args, kwargs, size, kind)
+
+    def _ps_kind(self, sizes: list[tuple[int, int]], size: int) -> Kind:
+        """The kind of a call with inputs of these sizes."""
+        return self.training, tuple((ndim, n == size) for ndim, n in sizes)
 
     def _ps_proved(self, kind: Kind) -> bool:
         """Whether a kind of call was proved, with such weights: per-sample ones that were given tell nothing of the model's own."""
@@ -316,6 +320,16 @@ class Converted(_Mixin):
     def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
         """Choose, from what was tracked, how each module below is run."""
 
+    def _ps_transformed(self, batch: Batch) -> None:
+        """A call by a transform of torch.func that the model's own forward makes: its caller is run with per-sample parameters."""
+        if batch.trackable:
+            raise Ambiguous
+        raise ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) is called inside a transform of torch.func in the model's forward, "
+            f"as it was not when this kind of call was proved: convert the model anew, or compute that part of the forward with "
+            f"torch.autograd.grad(..., create_graph=True)."
+        )
+
     def _ps_recomputed_size(self, settings: Settings) -> int:
         if len(sizes := settings.sizes()) > 1:
             raise RuntimeError(
@@ -334,10 +348,7 @@ class Converted(_Mixin):
         modules: dict[int, Any] = {id(m): m for m in self.modules()}
         states = [m._ps_state() for m in modules.values() if isinstance(m, Converted)]
         before = [(state, state.learned()) for state in states]
-        given = self._ps_given()
-        for path, module in self.named_modules() if given else ():
-            if getattr(module, "max_norm", None) is not None and f"{path}.weight".lstrip(".") in given:
-                raise module._ps_no_table_of_each()  # type: ignore[operator]
+        self._ps_inventory().check_given(size)
         self._ps_leave_room()
         try:
             found, tracker = track(bound, self, args, kwargs, batch)
@@ -369,18 +380,12 @@ class Converted(_Mixin):
         return known
 
     def _ps_check_given(self, name: str, weight: Tensor, size: int) -> None:
+        """ValueError where the weights given for `name` cannot be the samples' own."""
         if len(weight) != size:
             raise ValueError(
                 f"`{self._ps_state().path}.{name}` was given as {len(weight)} per-sample weights for a batch of {size} samples: "
                 f"expand the parameters to the batch size of the call, ps.expand_params(model, {size})."
             )
-
-    def _ps_no_table_of_each(self) -> ValueError:
-        return ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) has max_norm, by which each call writes to its one table, and was "
-            f"given per-sample weights: leave its weights out of what torch.func.functional_call gives, or use "
-            f"ps.per_sample_grads(model, ...)."
-        )
 
     def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
         """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""

@@ -29,12 +29,13 @@ from .expand import Expansion
 from .owners import WEAK
 from .per_sample import NoRuleError, PerSample, Standing, standing_in
 from .picks import following, without_picks
-from .proof import disagreement, quiet_hooks, quiet_pass
+from .proof import disagreement, quiet_hooks, quiet_pass, separating_groups
 from .record import recorder_of
 from .redirect import Redirect
+from .single import of_one
 from .snapshot import Snapshot, trial, unchanged
 from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, TIME_MAJOR, Layout, fits_layout, noise, samples_of_rows
-from .trees import assign, map_tensors, own_parameters, tensors_in, written_to
+from .trees import assign, map_tensors, own_parameters, tensors_in, tensors_of, written_to
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Forward = Callable[..., Any]
@@ -96,7 +97,7 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     plain = _plainly(module, forward, call) if compared else None
     output = _run(module, forward, plan, call, weights, batch.size)
     if module.training:
-        output = _laid_out(output, plan, call)
+        output = _laid_out(output, plan, taken)
     if plain is not None:
         _check_plain(module, output, *plain, plan.layouts.outputs)
     if local.picks is not None and not plan.follows:
@@ -119,21 +120,17 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     return output
 
 
-def _laid_out(output: Any, plan: Plan, call: Call) -> Any:
+def _laid_out(output: Any, plan: Plan, taken: set[int]) -> Any:
     """An output that lies in memory as the plain module's does: dropout fills its masks in that order."""
-    orders, given = iter(plan.orders), {id(t) for t in tensors_in(call)}
-    tensors = [t for t in tensors_in([output]) if isinstance(t, Tensor)]
-    if all(order is None or id(t) in given or order == _order(t) for t, order in zip(tensors, plan.orders, strict=False)):
-        return output
+    pairs = zip(tensors_of(output), plan.orders, strict=False)
+    orders = {id(t): order for t, order in pairs if order is not None and id(t) not in taken and order != _order(t)}
 
     def lay(t: Tensor) -> Tensor:
-        order = next(orders, None)
-        if order is None or len(order) != t.ndim or id(t) in given or order == _order(t):
+        if (order := orders.get(id(t))) is None:
             return t
-        back = [order.index(d) for d in range(t.ndim)]
-        return t.permute(order).contiguous().permute(back)
+        return t.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)])
 
-    return map_tensors(lay, output)
+    return map_tensors(lay, output) if orders else output
 
 
 def _order(t: Tensor) -> tuple[int, ...] | None:
@@ -172,7 +169,7 @@ def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dic
     batch, whole = local.batch, module._ps_state().whole
     assert batch is not None
     weights = _weights(module, given, own=not whole)
-    alone = {n: w[0] if batch.size else w.new_zeros(w.shape[1:]) + w.sum(0) for n, w in weights.items()}
+    alone = {n: of_one(w) for n, w in weights.items()}
     with by_original_layers(whole), in_place_of(places_of(module, alone, tied=True)):
         return forward(module, *args, **kwargs)
 
@@ -220,7 +217,7 @@ def _plainly(module: Any, forward: Forward, call: Call) -> tuple[Any, bool]:
 
 def _check_plain(module: Any, output: Any, plain: Any, drawn: bool, layouts: Sequence[Layout]) -> None:
     """An error where samples by themselves do not return what they do together: what masks pick may be put in any order."""
-    ours, theirs = ([t for t in tensors_in([o]) if isinstance(t, Tensor)] for o in (output, plain))
+    ours, theirs = tensors_of(output), tensors_of(plain)
     size = local.batch.size if local.batch is not None else 1
     pairs = zip(theirs, layouts, strict=True)
     theirs = [t.expand(size, *t.shape[layout == SHARED :]) if layout in (SHARED, TABLE) else t for t, layout in pairs]
@@ -309,10 +306,10 @@ class _Proof:
         with self._run_by_itself(plain):
             args, kwargs = _copy(call)
             given = {id(t) for t in tensors_in((args, kwargs))}
-            self.plain = self._outputs(forward(module, *args, **kwargs), (args, kwargs), given)
+            output = forward(module, *args, **kwargs)
+            self.plain, self.orders = self._outputs(output, (args, kwargs), given), tuple(map(_order, tensors_of(output)))
             self.counts = before.differs()
             self.sums = [self._gradients(self.plain, plain, mixed) for mixed in (False, True)]
-        self.orders = tuple(map(_order, self.plain[: len(layouts.outputs)]))
         self.plain = [t.detach() for t in self.plain]
 
     def _run_by_itself(self, own: dict[str, Tensor]) -> Any:
@@ -328,8 +325,7 @@ class _Proof:
         return stack
 
     def _outputs(self, output: Any, call: Call, given: set[int]) -> list[Tensor]:
-        made = [*tensors_in([output]), *written_to(call, given)]
-        return [t for t in made if isinstance(t, Tensor)]
+        return [*tensors_of(output), *written_to(call, given)]
 
     def _parts(self, tensors: Sequence[Tensor], mixed: bool) -> Iterator[tuple[Tensor, Layout]]:
         """The outputs that count, with their layouts, and a row for each sample of what all share."""
@@ -405,21 +401,16 @@ class _Proof:
 
     def _interact(self, plan: Plan, rows: dict[str, Tensor], names: list[str]) -> str | None:
         """Whether rows, of what reaches but numbers of the whole batch (a loss), change with the inputs of other samples."""
-        for bit in range(max(self.size - 1, 1).bit_length()):
-            for value in (0, 1):
-                changed = torch.tensor([(i >> bit) & 1 == value for i in range(self.size)])
-                if changed.all() or not changed.any():
-                    continue
-                each = self._each(plan)
-                with self._run_by_itself({n: self.values[n] for n in plan.idle}):
-                    call = self._changed(changed)
-                    given = {id(t) for t in tensors_in(call)}
-                    output = _run(
-                        self.module, self.forward, plan, call, each, self.size, Standing((), plan.whole, {}, plan.follows)
-                    )
-                    found = self._gradients(self._outputs(output, call, given), each, mixed=True)
-                if not self._close(*({n: r[n][~changed] for n in names if n in found} for r in (found, rows))):
-                    return "samples interact in its only output"
+        for samples in separating_groups(self.size):
+            changed, each = torch.isin(torch.arange(self.size), torch.tensor(samples)), self._each(plan)
+            with self._run_by_itself({n: self.values[n] for n in plan.idle}):
+                call = self._changed(changed)
+                given = {id(t) for t in tensors_in(call)}
+                standing = Standing((), plan.whole, {}, plan.follows)
+                output = _run(self.module, self.forward, plan, call, each, self.size, standing)
+                found = self._gradients(self._outputs(output, call, given), each, mixed=True)
+            if not self._close(*({n: r[n][~changed] for n in names if n in found} for r in (found, rows))):
+                return "samples interact in its only output"
         return None
 
     def _changed(self, samples: Tensor) -> Call:

@@ -15,6 +15,11 @@ class Slot(NamedTuple):
     ndim: int | None  # the parameter's own, where a converted module knows it
     module: "weakref.ref[nn.Module]"
 
+    @property
+    def given(self) -> bool:
+        """Whether it holds a weight for each sample."""
+        return self.ndim is not None and (param := self.held[self.name]) is not None and param.ndim != self.ndim
+
 
 class Inventory:
     """The parameters of a module and of what lies below it, and the recurrent layers among those.
@@ -69,21 +74,20 @@ class Inventory:
                 return False
         return True
 
-    def given_places(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Where per-sample weights were given in the place of parameters, and which."""
-        return [
-            (held, name, param)
-            for held, name, _, ndim, _ in self.slots
-            if ndim is not None and (param := held[name]) is not None and param.ndim != ndim
-        ]
+    def given_slots(self) -> list[Slot]:
+        """Where per-sample weights were given in the place of parameters."""
+        return [slot for slot in self.slots if slot.given]
+
+    def check_given(self, size: int) -> None:
+        """ValueError where given weights cannot be those of so many samples."""
+        for slot in self.given_slots():
+            module: Any = slot.module()
+            if hasattr(module, "_ps_check_given"):
+                module._ps_check_given(slot.name, slot.held[slot.name], size)
 
     def given(self) -> set[str]:
-        """The parameters, by their paths, in whose place per-sample weights were given."""
-        return {
-            path
-            for held, name, path, ndim, _ in self.slots
-            if ndim is not None and (param := held[name]) is not None and param.ndim != ndim
-        }
+        """The same parameters by their paths."""
+        return {slot.path for slot in self.given_slots()}
 
 
 def _below(module: nn.Module | None, path: list[str]) -> nn.Module | None:

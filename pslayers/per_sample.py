@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from . import torch_api
 from .context import NoRuleError, Place, in_place_of, local, places_of
 from .functional.each import for_each
-from .trees import map_tensors, tensors_in
+from .trees import map_tensors, tensors_of
 
 Rule = Callable[..., Any]
 
@@ -191,6 +191,11 @@ class PerSample(Tensor):
         return each if rows == size else each.repeat_interleave(rows // size, 0)
 
 
+def names_of(own: Iterable[PerSample]) -> frozenset[str]:
+    """Of the parameters that all of these were made of."""
+    return frozenset[str]().union(*(t.names for t in own))
+
+
 def followed() -> Any:
     """What knows whose the rows of tensors are (`picks.Picks`), where that is followed."""
     return local.picks if local.stand_ins is None or local.stand_ins.follows else None
@@ -232,7 +237,7 @@ def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
 # ------------------------------------------------------------------------------------------------------- any function
 def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function without a rule gives, run for each sample; of parameters that are all the same, run once."""
-    given = list({id(t): t for t in _tensors((args, kwargs))}.values())
+    given = list({id(t): t for t in tensors_of((args, kwargs))}.values())
     own = [t for t in given if isinstance(t, PerSample)]
     same, name = all(t.same for t in own), getattr(func, "__name__", str(func))
     if same and (name in _TO_NUMBERS or not torch.is_grad_enabled()):  # no gradient, so there is nothing of each sample's own
@@ -243,7 +248,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NoRuleError(f"`{name}` would write to a tensor that all samples share")
     if name.endswith("_") and not name.endswith("__"):
         return _written(args[0], _for_each(getattr(Tensor, name[:-1]), args, kwargs))
-    size, names = len(own[0].each), frozenset[str]().union(*(t.names for t in own))
+    size, names = len(own[0].each), names_of(own)
     rows = _Rows(size, name)
     batch = [(t, held) for t in given if not isinstance(t, PerSample) and (held := rows.take(t)) is not None]
     marks = {id(t): torch.empty(()) for t in (*own, *(t for t, _ in batch))}  # in the place of these, which must not be kept
@@ -303,14 +308,10 @@ def _check(one: Callable[..., Any], each: list[Tensor], held: list[Tensor], foun
     with torch.no_grad():
         for i in range(min(size, 2)):
             alone = one(*(w[i] for w in each), *(t.unflatten(0, (size, -1))[i] for t in held))
-            for t, rows in zip(_tensors(alone), _tensors(found), strict=True):
+            for t, rows in zip(tensors_of(alone), tensors_of(found), strict=True):
                 own = rows.unflatten(0, (size, -1))[i]
                 if own.shape != t.shape or not torch.allclose(own, t, 1e-3, 1e-4 * float(t.abs().max()) if t.numel() else 0, True):
                     raise ValueError("it does not do to each sample's rows what it does to all")
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [t for t in tensors_in(value) if isinstance(t, Tensor)]
 
 
 class _Rows:
@@ -441,7 +442,7 @@ def _owners(batch: Sequence[Tensor]) -> Any:
 
 
 def _of_own(own: Sequence[PerSample], each: Tensor) -> PerSample:
-    return PerSample.of(each, all(t.same for t in own), frozenset[str]().union(*(t.names for t in own)))
+    return PerSample.of(each, all(t.same for t in own), names_of(own))
 
 
 def _joined(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:

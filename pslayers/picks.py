@@ -8,7 +8,7 @@ are: what comes of picked rows by any other function may be anybody's, and a mod
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,12 +17,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from . import torch_api
-from .context import Settings, local, transforming
+from .context import Settings, changed, local, transforming
 from .owners import WEAK, Batched, Owners
 from .per_sample import PerSample
 from .row_rules import RULES, lose, other
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Ambiguous, Layout, owners_of_packed
-from .trees import map_tensors, tensors_in
+from .trees import map_tensors, tensors_in, tensors_of
 
 
 class _Notes:
@@ -98,9 +98,19 @@ class Picks(TorchFunctionMode):
             self.tag(t, owners.lost() if one is None else Owners(one, 1, one=one))
             self.second[t] = owners
 
+    def notes_of(self, t: Tensor) -> tuple[Any, ...]:
+        """All that is known of a tensor."""
+        return tuple(notes.get(t) for notes in (self.tags, self.second, self.batches))
+
+    def note(self, t: Tensor, known: tuple[Any, ...]) -> None:
+        """Note all that is known of a tensor of which this one is a copy."""
+        for notes, note in zip((self.tags, self.second, self.batches), known, strict=True):
+            if note is not None:
+                notes[t] = note
+
     def tag_batch(self, t: Any) -> None:
         """Note that the rows of a tensor are the batch's, k a sample."""
-        if isinstance(t, Tensor) and t.ndim and len(t) and len(t) % self.size == 0:
+        if isinstance(t, Tensor) and t.ndim and len(t) % self.size == 0:
             k = len(t) // self.size
             self.tag(t, Owners(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False))
 
@@ -153,7 +163,7 @@ class Picks(TorchFunctionMode):
         if torch_api.level() != self.level:
             self.entering = module
             return forward(*args, **kwargs)
-        tensors = [t for t in tensors_in((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_of((args, kwargs))
         if not local.general and (local.batch is not None or local.tracker is not None):
             found = [o for t in tensors if (o := self.picked(t)) is not None]
             if found:
@@ -246,14 +256,9 @@ def of_parameter(t: Tensor) -> bool:
     return isinstance(t._base if t._is_view() else t, (nn.Parameter, PerSample))
 
 
-@contextmanager
-def without_picks() -> Iterator[None]:
+def without_picks() -> AbstractContextManager[None]:
     """Around what is run for one sample, which holds nobody else's rows, or as the original layers do."""
-    before, local.picks = local.picks, None
-    try:
-        yield
-    finally:
-        local.picks = before
+    return changed(picks=None)
 
 
 @contextmanager

@@ -13,14 +13,14 @@ from torch.overrides import TorchFunctionMode
 from . import torch_api
 from .context import Batch, picked_by
 from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
-from .trees import tensors_in
+from .trees import tensors_in, tensors_of
 
 
 class Unprovable(Exception):  # noqa: N818
     """The graph of a call cannot be walked: it holds a reentrant checkpoint, which torch.autograd.grad does not go through."""
 
 
-def _separating_groups(size: int) -> list[list[int]]:
+def separating_groups(size: int) -> list[list[int]]:
     """Groups of samples such that, of any two samples, one group holds the first without the second: by each binary digit."""
     bits = range(max(size - 1, 1).bit_length())
     groups = [[i for i in range(size) if (i >> bit) & 1 == value] for bit in bits for value in (0, 1)]
@@ -29,7 +29,7 @@ def _separating_groups(size: int) -> list[list[int]]:
 
 def disagreement(ours: Any, plain: Any) -> str | None:
     """How an output differs from the plain one; None where it does not."""
-    pairs = [[t for t in tensors_in([o]) if isinstance(t, Tensor)] for o in (ours, plain)]
+    pairs = [tensors_of(ours), tensors_of(plain)]
     shapes = [[tuple(t.shape) for t in tensors] for tensors in pairs]
     if shapes[0] != shapes[1]:
         return f"tensors of shape {shapes[0]} instead of {shapes[1]}"
@@ -197,7 +197,7 @@ def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, int, Tensor]], b
         if not outputs or not layers.edges:
             return True  # nothing to be told here
         device, last = outputs[0][0].device, layers.last()
-        for samples in _separating_groups(batch.size):
+        for samples in separating_groups(batch.size):
             layers.samples = torch.tensor(samples, device=device)
             theirs = [torch.isin(owners, layers.samples.to(t.device)) for t, _, owners in outputs]
             own = [t.index_select(dim, rows.nonzero()[:, 0]) for (t, dim, _), rows in zip(outputs, theirs, strict=True)]

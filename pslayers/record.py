@@ -110,7 +110,7 @@ class Recorder:
 
     def current_pass(self) -> int:
         """The id of the backward pass that is running."""
-        return self.outer_pass if self.outer_pass != -1 else torch_api.running_pass()
+        return torch_api.running_pass(self.outer_pass)
 
     def buffer(self, rows: Tensor) -> Tensor:
         """Memory for a gradient like `rows`: the last one's again, unless somebody holds it."""

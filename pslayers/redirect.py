@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from . import functional as PF
 from . import torch_api
 from .context import local
-from .per_sample import OPS, PerSample, behind, followed, is_vector, of_the_input
+from .per_sample import OPS, PerSample, behind, followed, is_vector, names_of, of_the_input
 
 Op = Callable[..., Tensor]
 
@@ -50,10 +50,10 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     if not own:
         return _Redirected.apply(op, x, weight, bias)
     each = [t.each if isinstance(t, PerSample) else t for t in (weight, bias)]
-    names = frozenset[str]().union(*(t.names for t in own))
+    names = names_of(own)
     if local.stand_ins is not None:
         computed = (t for t in own if t is not x and len(t.each) > 1 and t.each.stride(0) and not is_vector(t.shape))
-        local.stand_ins.slow |= frozenset[str]().union(*(t.names for t in computed))  # for each sample
+        local.stand_ins.slow |= names_of(computed)  # for each sample
     same = all(t.same for t in own)
     if isinstance(x, PerSample):
         return NotImplemented if same else PerSample.of(op(x.each, *each), False, names)

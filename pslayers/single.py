@@ -37,6 +37,19 @@ class _Alone(Op):
         return None, None, None, *grads
 
 
+class _OfNone(_Alone):
+    """The same for no sample: parameters that a pass reaches have no rows, (0, *S)."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        for grad, recorder, (node, _) in zip(grads, ctx.recorders, ctx.next_functions[1:], strict=True):
+            if grad is not None and will_execute(node, asked=False):  # torch.autograd.grad has no side effects
+                recorder.outer_pass = -1
+                recorder.note(grad)
+                recorder.take(grad.new_zeros(0, *grad.shape))
+        return None, None, None, *grads
+
+
 class Trained:
     """The parameters below a model that are trained, and where they are held."""
 
@@ -46,9 +59,10 @@ class Trained:
         self.places: list[tuple[dict[str, Any], str, Any, int]] = []  # the last: which of these it is
         self.others: list[tuple[dict[str, Any], str, Any]] = []
         known: dict[int, int] = {}
-        for held, name, path, _, module in inventory.slots:
+        for slot in inventory.slots:
+            held, name, path, _, module = slot
             param = held[name]
-            if param is None or not param.requires_grad:
+            if param is None or not param.requires_grad or slot.given:
                 self.others.append((held, name, param))
                 continue
             if id(param) not in known:
@@ -58,21 +72,21 @@ class Trained:
                 self.recorders[-1].like(1)
             self.places.append((held, name, param, known[id(param)]))
 
-    def aliased(self) -> list[Place]:
-        """Aliases of the parameters for a call, in their places.
+    def aliased(self, op: type[_Alone]) -> list[Place]:
+        """Aliases of the parameters for a call, by `op`, in their places.
 
         Those with hooks of the user's have a node of their own: no pass calls these that does not reach the parameter.
         """
         recorders, params, task = self.recorders, self.params, torch_api.outer_pass()
         hooked = [i for i, p in enumerate(params) if len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks]
         if not hooked:
-            aliases = _Alone.apply(recorders, task, recorders[0].leaf, *params)
+            aliases = op.apply(recorders, task, recorders[0].leaf, *params)
         else:
             aliases = [None] * len(params)
             together = [i for i in range(len(params)) if i not in hooked]
             for group in (*([i] for i in hooked), *([together] if together else [])):
                 chosen = [recorders[i] for i in group]
-                for i, alias in zip(group, _Alone.apply(chosen, task, chosen[0].leaf, *(params[i] for i in group)), strict=True):
+                for i, alias in zip(group, op.apply(chosen, task, chosen[0].leaf, *(params[i] for i in group)), strict=True):
                     aliases[i] = alias
         return [(held, name, aliases[at]) for held, name, _, at in self.places]
 
@@ -90,17 +104,30 @@ class Trained:
         return all(held[name] is param and not (param is not None and param.requires_grad) for held, name, param in self.others)
 
 
-def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A recorded call for one sample, by the original layers."""
-    trained = inventory.trained
-    if trained is None or not trained.holds():
+def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, recorded: bool) -> Any:
+    """A call for one sample, or for none, by the original layers; weights that were given for each sample are that one's."""
+    given, trained = inventory.given_slots(), inventory.trained
+    if given:
+        inventory.check_given(size)
+        trained = Trained(inventory, model._ps_state().settings)
+    elif trained is None or not trained.holds():
         inventory.trained = trained = Trained(inventory, model._ps_state().settings)
-    if not trained.params:
+    recorded = recorded and bool(trained.params)
+    if not (given or recorded):
         return run_plain(model, args, kwargs)
-    with in_place_of(trained.aliased(), trained.aliased):
-        flat = functools.partial(_flat_weights, inventory)
-        with in_place_of(flat(), flat):
-            return run_plain(model, args, kwargs)
+    own = [(slot.held, slot.name, of_one(slot.held[slot.name])) for slot in given]
+
+    def places() -> list[Place]:
+        return own + (trained.aliased(_Alone if size else _OfNone) if recorded else [])
+
+    flat = functools.partial(_flat_weights, inventory)
+    with in_place_of(places(), places), in_place_of(flat(), flat):
+        return run_plain(model, args, kwargs)
+
+
+def of_one(weight: Tensor) -> Tensor:
+    """A weight that was given for the one sample, (1, *S), or for none, as what the original layers take."""
+    return weight[0] if len(weight) else weight.new_zeros(weight.shape[1:]) + weight.sum(0)
 
 
 def _flat_weights(inventory: Inventory) -> list[Place]:
@@ -113,39 +140,6 @@ def _flat_weights(inventory: Inventory) -> list[Place]:
             weights = [held[name] for name in names]
             flat += [(layer, "_flat_weights", weights), (layer, "_flat_weight_refs", [None] * len(names))]
     return flat
-
-
-class _OfNone(Op):
-    """The parameters as they are; those that a pass reaches have no rows, (0, *S)."""
-
-    @staticmethod
-    def forward(ctx: Any, recorders: list[Recorder], *params: Tensor) -> tuple[Tensor, ...]:
-        ctx.recorders = recorders
-        ctx.set_materialize_grads(False)
-        return tuple([p.detach() for p in params])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        for grad, recorder, (node, _) in zip(grads, ctx.recorders, ctx.next_functions, strict=True):
-            if grad is not None and will_execute(node, asked=False):  # torch.autograd.grad has no side effects
-                recorder.outer_pass = -1
-                recorder.note(grad)
-                recorder.take(grad.new_zeros(0, *grad.shape))
-        return None, *grads
-
-
-def run_empty(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A recorded call for no sample, by the original layers."""
-    trained: dict[int, Tensor] = {}
-    recorders: list[Recorder] = []
-    slots = [slot for slot in inventory.slots if (p := slot.held[slot.name]) is not None and p.requires_grad]
-    for held, name, path, _, module in slots:
-        if id(held[name]) not in trained:
-            trained[id(held[name])] = held[name]
-            recorders.append(recorder_of(held[name], inventory.prefix + path, model._ps_state().settings, module()))
-    aliases = dict(zip(trained, _OfNone.apply(recorders, *trained.values()) if trained else (), strict=True))
-    with in_place_of([(held, name, aliases[id(held[name])]) for held, name, *_ in slots]):
-        return run_plain(model, args, kwargs)
 
 
 def run_plain(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -80,60 +80,39 @@ def after_pass(callback: Callable[[], None]) -> None:
     _engine.queue_callback(callback)
 
 
-# ------------------------------------------------------------------------------------------------------------- tracing
-is_tracing: Callable[[], Any] = _find("_C._get_tracing_state")  # by torch.jit.trace; None if it is not
-
-
-def is_exporting() -> bool:
-    """Whether torch.export traces; a constant to torch.compile, which up to 2.10 takes torch's own for True at all times."""
-    return torch.compiler.is_exporting()
-
-
-_find("compiler._is_compiling_flag")
-_compile_context = _find("_guards.CompileContext")
-
-
-def compile_id() -> Any:
-    """What the compiler is at: the same where it begins anew with that."""
-    return _compile_context.current_compile_id()
-
-
-@contextmanager
-def not_compiling() -> Iterator[None]:
-    """Inside the block code runs as it does outside of torch.compile, which may be tracing around it."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]
-
-
 class _Outer(threading.local):
     task = -1
 
 
 _outer = _Outer()
+_with_others: set[int] = set()  # outermost passes that run, of all threads
 
 
 def outer_pass() -> int:
     """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their own in it."""
     task = current_pass()
     if task == -1:
-        _outer.task = -1  # also after a pass that broke off, and called nobody back
+        _end_of_outer_pass()  # also after a pass that broke off, and called nobody back
     elif _outer.task == -1:
         _outer.task = task
+        _with_others.add(task)
         after_pass(_end_of_outer_pass)
     return _outer.task
 
 
-def running_pass() -> int:
-    """The same, where one that runs others inside has said so by `outer_pass`; else the one that runs."""
+def running_pass(noted: int = -1) -> int:
+    """The same, where one that runs others inside has said so by `outer_pass`; else the one that runs.
+
+    Nodes may run in another thread than their pass was begun in: `noted` is what `outer_pass` gave there, in this or in an earlier one.
+    """
+    if noted in _with_others:
+        return noted
     task = current_pass()
     return task if task == -1 or _outer.task == -1 else _outer.task
 
 
 def _end_of_outer_pass() -> None:
+    _with_others.discard(_outer.task)
     _outer.task = -1
 
 
@@ -271,6 +250,35 @@ Dropouts = _find("nn.modules.dropout._DropoutNd")  # what nn.Dropout and its lik
 dispatch_mode = _find("utils._python_dispatch.TorchDispatchMode")  # sees every op that runs
 
 
+# ------------------------------------------------------------------------------------------------------------- tracing
+is_tracing: Callable[[], Any] = _find("_C._get_tracing_state")  # by torch.jit.trace; None if it is not
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces; a constant to torch.compile, which up to 2.10 takes torch's own for True at all times."""
+    return torch.compiler.is_exporting()
+
+
+_find("compiler._is_compiling_flag")
+_compile_context = _find("_guards.CompileContext")
+
+
+def compile_id() -> Any:
+    """What the compiler is at: the same where it begins anew with that."""
+    return _compile_context.current_compile_id()
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """Inside the block code runs as it does outside of torch.compile, which may be tracing around it."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]
+
+
 # ------------------------------------------------------------------------------------------------------- torch.compile
 # its own decorators import the compiler, which takes a second
 def mark_constant(function: Any) -> None:
@@ -292,6 +300,9 @@ def mark_disabled(function: Any, reason: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
+_Noted = Callable[[Any], Callable[[Any], None]]
+
+
 class _Reentrant(threading.local):
     straight = forward = False
 
@@ -314,10 +325,47 @@ def reentrant_checkpoints_straight() -> Iterator[None]:
         _reentrant.straight = before
 
 
-def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[None]]]) -> None:
+def _note_saved_inputs(noted: _Noted) -> None:
+    frame = checkpoint._CheckpointFrame
+    save, get = frame.save_inputs, frame.get_inputs
+
+    def save_noted(self: Any, *args: Any) -> None:
+        self._ps_tell = noted(args)
+        save(self, *args)
+
+    def get_noted(self: Any) -> list[Any]:
+        inputs = get(self)
+        self._ps_tell(inputs)
+        return inputs
+
+    frame.save_inputs, frame.get_inputs = save_noted, get_noted  # type: ignore[method-assign]
+
+
+def _note_inputs_of_node(noted: _Noted) -> None:
+    node = _find("_NoopSaveInputs", checkpoint)
+    setup = node.setup_context
+
+    def setup_noted(ctx: Any, inputs: Any, output: Any) -> None:
+        setup(ctx, inputs, output)
+        get, tell = ctx.get_args, noted(inputs[1:])  # behind a tensor without a meaning
+
+        def get_noted(saved: Any) -> Any:
+            args = get(saved)
+            tell(args)
+            return args
+
+        ctx.get_args = get_noted
+
+    node.setup_context = staticmethod(setup_noted)
+
+
+def on_checkpoint(
+    situation: Callable[[], Callable[[], AbstractContextManager[None]]], noted: Callable[[Any], Callable[[Any], None]]
+) -> None:
     """Have every part of a forward that `torch.utils.checkpoint` computes again run in the context that it ran in at first.
 
-    `situation()` is called where the part runs at first, and gives a function that makes the context.
+    `situation()` is called where the part runs at first, and gives a function that makes the context. `noted` is given the part's
+    inputs, and gives a function to be told what it gets in their place the second time: other tensors, in a checkpoint in another.
     """
     frame_init = _find("_CheckpointFrame.__init__", checkpoint)
 
@@ -332,6 +380,10 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
         frame_init(self, recompute, *args, **kwargs)
 
     checkpoint._CheckpointFrame.__init__ = init  # type: ignore[method-assign]
+    if hasattr(checkpoint._CheckpointFrame, "save_inputs"):
+        _note_saved_inputs(noted)
+    else:  # before 2.13
+        _note_inputs_of_node(noted)
     reentrant = checkpoint.CheckpointFunction
     forward, backward = reentrant.forward, reentrant.backward
 
@@ -340,9 +392,17 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
         ctx._ps_context = situation()
         before, _reentrant.forward = _reentrant.forward, True
         try:
-            return forward(ctx, *args)
+            output = forward(ctx, *args)
         finally:
             _reentrant.forward = before
+        function, tell = ctx.run_function, noted(args[2:])
+
+        def again(*inputs: Any) -> Any:
+            tell(inputs)
+            return function(*inputs)
+
+        ctx.run_function = again
+        return output
 
     @functools.wraps(backward)
     def backward_in_context(ctx: Any, *grads: Tensor | None) -> Any:

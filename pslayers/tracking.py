@@ -378,14 +378,6 @@ def noise(t: Tensor) -> Tensor:
     return torch.rand(t.shape, generator=torch.Generator().manual_seed(t.numel())).to(t)
 
 
-def with_samples_changed(
-    args: tuple[Any, ...], kwargs: dict[str, Any], samples: Sequence[int], batch: Batch
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The inputs with some samples' parts of the first one changed; None where that cannot be."""
-    first = {place: dims[0] for place, dims in list(_batched(args, kwargs, batch).items())[:1]}
-    return _changed(args, kwargs, first, samples, batch)
-
-
 def _unwatched(fn: Callable[..., Tensor | bool]) -> Callable[..., Any]:
     """`fn` with torch's functions as they are: no mode looks at them."""
 

@@ -44,6 +44,11 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor | Pa
         yield from tensors_in(item, seen)
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a value, packed sequences left out."""
+    return [t for t in tensors_in([value]) if isinstance(t, Tensor)]
+
+
 def _traced_tensors(value: Any) -> list[Any]:
     """The same by what torch.compile can trace: tuples, lists and dicts are opened."""
     if isinstance(value, Tensor):

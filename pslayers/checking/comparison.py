@@ -1,7 +1,7 @@
 """What `check_model` compares in the batch itself: outputs, rows with a loop over samples, whether a loss reaches other rows."""
 
 from .experiments import Experiments, close
-from .rows import Rows
+from .rows import Rows, unexpanded
 from .trials import Run, Trials, difference
 
 
@@ -70,7 +70,7 @@ class Comparison:
             if grad is None:
                 continue
             if rows is None:
-                self.problems.append(f"`{name}` has a gradient but no per-sample gradient: nothing expanded it")
+                self.problems.append(unexpanded(name))
                 continue
             total = rows.mean(0) if self.trials.mean else rows.sum(0)
             for what, found in (("what its rows add up to", total), ("its summed gradient", ours.grads[name])):

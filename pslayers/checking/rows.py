@@ -6,6 +6,11 @@ from torch import Tensor
 from .trials import Trials
 
 
+def unexpanded(name: str) -> str:
+    """That a parameter has no rows, in words."""
+    return f"`{name}` has a gradient but no per-sample gradient: nothing expanded it"
+
+
 class Rows:
     """Rows that were recorded, compared with the true ones as these come: of many samples not all can be kept."""
 
@@ -34,7 +39,7 @@ class Rows:
             errors, largest = self.errors[name], self.largest[name]
             allowed = max(self.trials.tolerance * largest, self.trials.rounding * every)
             if name in self.missing:
-                found.append(f"`{name}` has a gradient but no per-sample gradient: nothing expanded it")
+                found.append(unexpanded(name))
             elif rows is not None and len(rows) != size:
                 found.append(f"`{name}` has {len(rows)} rows for {size} samples")
             elif errors and not max(errors) <= allowed:

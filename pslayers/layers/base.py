@@ -209,17 +209,9 @@ class PSLayer(Converted):
         return whole
 
     def _ps_transformed(self, batch: Batch) -> None:
-        """A call by a transform of torch.func that the model's own forward makes: its caller is run with per-sample parameters."""
         recorded = batch.settings.recording and torch.is_grad_enabled()
-        if not recorded or not any(isinstance(p, nn.Parameter) and p.requires_grad for p in self._parameters.values()):
-            return
-        if batch.trackable:
-            raise Ambiguous
-        raise ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) is called inside a transform of torch.func in the model's forward, "
-            f"as it was not when this kind of call was proved: convert the model anew, or compute that part of the forward with "
-            f"torch.autograd.grad(..., create_graph=True)."
-        )
+        if recorded and any(isinstance(p, nn.Parameter) and p.requires_grad for p in self._parameters.values()):
+            super()._ps_transformed(batch)
 
     def _ps_standing(
         self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]

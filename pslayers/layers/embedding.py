@@ -11,7 +11,46 @@ from ..tracking import BATCH_MAJOR, MIXED
 from .base import PSLayer
 
 
-class PSEmbedding(PSLayer, nn.Embedding, replaces=nn.Embedding, fused=True):
+class PSTable(PSLayer):
+    """What layers that look entries up in a table have in common."""
+
+    max_norm: float | None
+    norm_type: float
+
+    @classmethod
+    def unsupported(cls, module: Any) -> str | None:
+        """Gradients that are counted over the batch, or sparse."""
+        if module.scale_grad_by_freq:
+            return "counts how often an id occurs in the whole batch (scale_grad_by_freq), which mixes samples: switch it off"
+        if module.sparse:
+            return "has sparse=True, while per-sample gradients are dense: build it with sparse=False"
+        return None
+
+    def _ps_check_given(self, name: str, weight: Tensor, size: int) -> None:
+        super()._ps_check_given(name, weight, size)
+        if self.max_norm is not None:
+            raise self._ps_one_table()
+
+    def _ps_one_table(self) -> ValueError:
+        return ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) has max_norm, by which each call writes to its one table, and was "
+            f"given per-sample weights: leave its weights out of what torch.func.functional_call gives, or use "
+            f"ps.per_sample_grads(model, ...)."
+        )
+
+    def table(self, ids: Tensor) -> Tensor | Expansion:
+        """The weight, the entries of `ids` renormalised where the layer does that."""
+        weight = self.expansion("weight")
+        assert weight is not None
+        if self.max_norm is not None:
+            if isinstance(weight, Tensor):
+                raise self._ps_one_table()
+            with torch.no_grad():
+                torch.embedding_renorm_(weight.weight.detach(), ids.contiguous(), self.max_norm, self.norm_type)
+        return weight
+
+
+class PSEmbedding(PSTable, nn.Embedding, replaces=nn.Embedding, fused=True):
     """nn.Embedding with per-sample weights: ``y[n, ...] = weight[n, input[n, ...]]``.
 
     Shapes: input (B, ...) of integers, result (B, ..., D); `grad_sample` (B, V, D). Ids (1, ...) are shared by all samples: then
@@ -31,26 +70,12 @@ class PSEmbedding(PSLayer, nn.Embedding, replaces=nn.Embedding, fused=True):
 
     event_dims = 0
 
-    @classmethod
-    def unsupported(cls, module: nn.Module) -> str | None:
-        """Gradients that are counted over the batch, or sparse."""
-        assert isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if module.scale_grad_by_freq:
-            return "counts how often an id occurs in the whole batch (scale_grad_by_freq), which mixes samples: switch it off"
-        if module.sparse:
-            return "has sparse=True, while per-sample gradients are dense: build it with sparse=False"
-        return None
-
     def forward(self, input: Tensor) -> Tensor:
         """input (B, ...) -> (B, ..., D)."""
-        weight = self.expansion("weight")
-        assert weight is not None
-        if self.max_norm is not None:
-            _renormalise(self, weight, input)
-        return PF.embedding(input, weight, self.padding_idx)
+        return PF.embedding(input, self.table(input), self.padding_idx)
 
 
-class PSEmbeddingBag(PSLayer, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=True):
+class PSEmbeddingBag(PSTable, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=True):
     """nn.EmbeddingBag with per-sample weights: ``y[n] = reduce(weight[n, id] for id in bag n)``. A bag is a sample.
 
     Shapes: input (B, L) of integers, or (M,) with offsets (B,), or (B + 1,) where `include_last_offset`; result (B, D);
@@ -70,11 +95,6 @@ class PSEmbeddingBag(PSLayer, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=T
     """
 
     event_dims = 1
-
-    @classmethod
-    def unsupported(cls, module: nn.Module) -> str | None:
-        """Gradients that are counted over the batch, or sparse."""
-        return PSEmbedding.unsupported(module)
 
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         ids, offsets, _ = _bag_inputs(*args, **kwargs)
@@ -108,22 +128,11 @@ class PSEmbeddingBag(PSLayer, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=T
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """input (B, L), or (M,) with offsets -> (B, D)."""
-        weight = self.expansion("weight")
-        assert weight is not None
-        if self.max_norm is not None:
-            _renormalise(self, weight, input)
         options = self.mode, per_sample_weights, self.include_last_offset, self.padding_idx
-        return PF.embedding_bag(input, weight, offsets, *options)
+        return PF.embedding_bag(input, self.table(input), offsets, *options)
 
 
 def _bag_inputs(
     input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return input, offsets, per_sample_weights
-
-
-def _renormalise(layer: Any, weight: Tensor | Expansion, ids: Tensor) -> None:
-    if isinstance(weight, Tensor):
-        raise layer._ps_no_table_of_each()
-    with torch.no_grad():
-        torch.embedding_renorm_(weight.weight.detach(), ids.contiguous(), layer.max_norm, layer.norm_type)
