@@ -103,7 +103,7 @@ def outer_pass() -> int:
 def running_pass(noted: int = -1) -> int:
     """The same, where one that runs others inside has said so by `outer_pass`; else the one that runs.
 
-    Nodes may run in another thread than their pass was begun in: `noted` is what `outer_pass` gave there, in this or in an earlier one.
+    Nodes may run in another thread than their pass was begun in: `noted` is what `outer_pass` gave there, in this one or before.
     """
     if noted in _with_others:
         return noted

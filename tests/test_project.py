@@ -67,7 +67,8 @@ def test_readme_code_runs_as_it_stands() -> None:
 def test_readme_commands_install_what_the_extras_hold() -> None:
     commands = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
     assert "-c constraints.txt '.[examples]'" in commands and "examples/mislabelled_digits.py" in commands
-    assert "-e '.[dev]'" in commands and ".venv/bin/pytest" in commands
+    assert "-e '.[dev]'" in commands and ".venv/bin/pytest -n auto --dist loadfile" in commands
+    assert "\npytest -n auto --dist loadfile\n" in (ROOT / ".ci/run").read_text()
     assert "torch==" in (ROOT / "constraints.txt").read_text()
 
 

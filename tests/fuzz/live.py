@@ -81,7 +81,7 @@ class Live:
         self.empty = False  # whether the last batch was
         self.given: list[tuple[Any, Any]] = []  # inputs of the plain model, and ours
         self.plain = config.model.to(config.dtype)
-        options = config.options | ({"example": self.inputs(3)} if example else {})
+        options = config.options | ({"example": self.possible(3)} if example else {})
         self.ours: Any = ps.convert_model(copy.deepcopy(self.plain), **options)
 
     @property
@@ -92,6 +92,13 @@ class Live:
         self.empty = n == 0
         with plainly():
             return floating(self.config.inputs(n), self.dtype)
+
+    def possible(self, n: int) -> tuple[Any, ...]:
+        """Inputs that plain torch takes."""
+        inputs = self.inputs(n)
+        with plainly():
+            copy.deepcopy(self.plain)(*copy.deepcopy(inputs))
+        return inputs
 
     def seeded(self, net: nn.Module, inputs: tuple[Any, ...], seed: int = 0) -> Any:
         torch.manual_seed(seed)

@@ -1,0 +1,226 @@
+"""Parts of a forward that torch.utils.checkpoint computes again, of both kinds."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+import pslayers as ps
+from tests.oracle import loop, square, squares
+
+from .common import Checkpointed, Own, batch, both, by_backward, right
+
+
+class Slow(nn.Module):
+    """Run sample by sample, or under vmap, and holds a checkpoint."""
+
+    def __init__(self, reentrant: bool, sample_by_sample: bool) -> None:
+        super().__init__()
+        self.w, self.fc = nn.Parameter(torch.randn(3)), nn.Linear(3, 3)
+        self.reentrant, self.sample_by_sample = reentrant, sample_by_sample
+
+    def inside(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.fc(x) * self.w)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.inside, x, use_reentrant=self.reentrant)
+        if self.sample_by_sample and float(self.w.sum()) > 1e9:
+            y = y + 1
+        return y + torch.fft.fft(self.w).real[: y.shape[-1]]
+
+
+@pytest.mark.parametrize("sample_by_sample", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning", "ignore:None of the inputs have requires_grad")
+def test_a_module_without_a_replacement_that_holds_a_checkpoint(reentrant: bool, sample_by_sample: bool) -> None:
+    model, ours = both(nn.Sequential(nn.Linear(3, 3), Slow(reentrant, sample_by_sample), nn.Linear(3, 2)))
+    for n in (3, 6, 2):
+        x = batch(n, 6, 3)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        expected = loop(copy.deepcopy(model), square, (x,)) if not reentrant else by_backward(model, x)
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad_sample, expected[name], msg=name)
+            torch.testing.assert_close(p.grad, expected[name].mean(0), msg=name)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_checkpoint_is_computed_again_as_it_was_at_first(first: bool) -> None:
+    model, ours = both(Checkpointed())
+    x = batch(4, 3)
+    if first:
+        right(ours, model, x)
+    ours.zero_grad()
+    with ps.recording(ours, False):
+        loss = squares(ours(x)).mean()
+    loss.backward()
+    expected = torch.autograd.grad(squares(model(x)).mean(), list(model.parameters()))
+    for p, g in zip(ours.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g)
+        assert p.grad_sample is None
+    ours.zero_grad()
+    loss = squares(ours(x)).mean()
+    with ps.recording(ours, False):
+        loss.backward()
+    for (name, p), g in zip(ours.named_parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g)
+        torch.testing.assert_close(p.grad_sample, loop(model, square, (x,))[name])
+
+
+def test_forwards_that_were_dropped_beside_checkpoints() -> None:
+    model, ours = both(Checkpointed())
+    for n in (4, 3):
+        dropped = ours(batch(n, 3))
+        right(ours, model, batch(5, 3))
+    del dropped
+    x, y = batch(4, 3), batch(6, 3)
+    first, second = squares(ours(x)), squares(ours(y))
+    for losses, inputs in ((second, y), (first, x)):
+        ours.zero_grad()
+        losses.mean().backward()
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad_sample, loop(model, square, (inputs,))[name])
+
+
+class Curved(nn.Module):
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.bilinear, self.act, self.last = nn.Bilinear(3, 3, 4), nn.PReLU(4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(lambda z: self.act(self.bilinear(z, z)), x, use_reentrant=False))
+
+
+def test_create_graph_through_a_checkpoint() -> None:
+    model, ours = both(Curved())
+    for n in (4, 3):
+        x = batch(n, 3).requires_grad_()
+        (g,) = torch.autograd.grad(ours(x).sum(), x, create_graph=True)
+        ours.zero_grad()
+        (g.square().sum(1) + ours(x)[:, 0]).mean().backward()
+        for i in range(n):
+            one = x[i : i + 1].detach().requires_grad_()
+            (h,) = torch.autograd.grad(model(one).sum(), one, create_graph=True)
+            expected = torch.autograd.grad((h.square().sum(1) + model(one)[:, 0]).sum(), list(model.parameters()))
+            for p, e in zip(ours.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad_sample[i], e)
+
+
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def inside(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.fc(checkpoint(self.inside, x, lengths, use_reentrant=False))
+
+
+def test_packing_inside_a_checkpoint() -> None:
+    model, ours = both(Packing())
+    for lengths in ([5, 2, 3], [1, 1, 4, 5], [2, 2]):
+        right(ours, model, batch(len(lengths), 5, 3), torch.tensor(lengths))
+
+
+class Each(nn.Module):
+    """Calls a module for each sample, in a reentrant checkpoint: more often for a larger batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(4, 4), Own()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda h: torch.cat([self.inner(one[None]) for one in h]), self.first(x), use_reentrant=True)
+
+
+def test_calls_that_a_reentrant_checkpoint_makes_more_often() -> None:
+    model, ours = both(Each())
+    for n in (3, 5, 2, 4):
+        x = batch(n, 5, 4)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        for name, rows in by_backward(model, x).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+
+
+class Around(nn.Module):
+    """A checkpoint around a part."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool, nested: bool = False) -> None:
+        super().__init__()
+        self.first, self.inner, self.reentrant, self.nested = nn.Linear(4, 4), inner, reentrant, nested
+
+    def once(self, h: Tensor) -> Tensor:
+        return checkpoint(self.inner, h, use_reentrant=self.reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return checkpoint(self.once, h, use_reentrant=False) if self.nested else self.once(h)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("inner", [Own, lambda: nn.PReLU(4)], ids=["own", "prelu"])
+def test_an_empty_batch_after_another_in_a_reentrant_checkpoint(inner: Callable[[], nn.Module], nested: bool) -> None:
+    _, ours = both(Around(inner(), reentrant=True, nested=nested))
+    for n in (3, 0, 2, 0):
+        ours.zero_grad()
+        ours(batch(n, 4)).sum().backward()
+        assert all(p.grad_sample.shape == (n, *p.shape) for p in ours.parameters())
+
+
+@pytest.mark.parametrize("inner", [Own, lambda: nn.PReLU(), lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))])
+def test_checkpoints_in_the_functional_form(inner: Callable[[], nn.Module]) -> None:
+    """What is computed again has the weights that were given, though they are gone by then, and differ from sample to sample."""
+    model, ours = both(Around(inner(), reentrant=False))
+    x = batch(3, 5, 4)
+    weights = {name: (w + batch(*w.shape) / 9).detach().requires_grad_() for name, w in ps.expand_params(ours, 3).items()}
+    found = torch.autograd.grad(squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values()))
+    model.once = lambda h: model.inner(h)  # type: ignore[assignment]  # torch computes again with the model's own parameters
+    for i in range(3):
+        own = {name: w[i].detach().requires_grad_() for name, w in weights.items()}
+        loss = square(torch.func.functional_call(model, own, (x[i : i + 1],)), 0)
+        for f, e in zip(found, torch.autograd.grad(loss, list(own.values())), strict=True):
+            torch.testing.assert_close(f[i], e)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_a_recurrent_layer_in_a_reentrant_checkpoint(kind: Any, n: int) -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(4, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0]
+
+    model, ours = both(Around(First(), reentrant=True))
+    for _ in range(2):
+        x = batch(n, 3, 4)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        for name, rows in by_backward(model, x).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+
+
+@pytest.mark.parametrize("mix", [lambda h: h.flip(0), lambda h: h.roll(1, 0), lambda h: torch.cat([h[1:], h[:1]])])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_samples_in_anothers_place_behind_a_checkpoint(mix: Callable[[Tensor], Tensor], reentrant: bool) -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.around, self.out = Around(nn.PReLU(), reentrant), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(mix(self.around(x)))
+
+    with pytest.raises(ValueError, match="samples depend on rows that are not theirs"):
+        ps.convert_model(Mixed().double())(batch(4, 3, 4))

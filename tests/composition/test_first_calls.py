@@ -1,0 +1,243 @@
+"""First calls of a kind: how a module is run, what the batch size is, what is refused by name."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pslayers as ps
+from pslayers import proof
+from tests.oracle import loop, square, squares
+
+from .common import Counts, Uses, batch, both, right
+
+LEADING: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "scaled by its length": (lambda w, x: x @ w.T / w.shape[0] ** 0.5, (3, 3), (3,)),
+    "len": (lambda w, x: x @ w.T / len(w), (4, 3), (3,)),
+    "size": (lambda w, x: (x * w[0]).sum(-1, keepdim=True) / w.size(0), (3, 3), (5, 3)),
+    "the first rows": (lambda w, x: w[: x.shape[-2]] + x, (6, 3), (5, 3)),
+    "the first rows, multiplied": (lambda w, x: w[:3] @ x.mT, (6, 3), (5, 3)),
+    "a square of the length": (lambda w, x: w[: x.shape[1], : x.shape[1]] @ x, (8, 8), (5, 3)),
+    "a masked square": (lambda w, x: w[: x.shape[1], : x.shape[1]].tril().softmax(-1) @ x, (8, 8), (5, 3)),
+    "repeated": (lambda w, x: x + w.repeat(x.shape[0], 1, 1), (1, 3), (5, 3)),
+    "expanded": (lambda w, x: torch.cat([w.expand(x.shape[0], -1, -1), x], 1), (1, 2, 3), (5, 3)),
+    "one of several": (lambda w, x: x * w[1] + w[-1], (3, 3), (3,)),
+    "einsum": (lambda w, x: torch.einsum("bti,oi->bto", x, w) * w.shape[0], (2, 3), (5, 3)),
+    "norm": (lambda w, x: x @ (w / w.norm(dim=1, keepdim=True)).T, (3, 3), (3,)),
+}
+
+
+@pytest.mark.parametrize("name", LEADING)
+@pytest.mark.parametrize("sizes", [(3, 5, 2, 4), (5, 3, 8), (1, 6, 3), (2, 3)])
+def test_a_weights_leading_dim_is_its_own(name: str, sizes: tuple[int, ...]) -> None:
+    use, shape, x = LEADING[name]
+    model, ours = both(nn.Sequential(nn.Linear(3, 3), Uses(use, *shape)))
+    for n in sizes:
+        right(ours, model, batch(n, *x))
+
+
+def test_a_first_call_with_weights_that_were_given_proves_nothing_of_later_ones() -> None:
+    for how in ("expand_params", "per_sample_grads"):
+        model, ours = both(nn.Sequential(nn.Linear(3, 3), Uses(lambda w, x: x * w.sum(0), 3, 3), nn.Linear(3, 2)))
+        x = batch(4, 3)
+        if how == "expand_params":
+            torch.func.functional_call(ours, ps.expand_params(ours, 4), (x,)).sum().backward()
+        else:
+            ps.per_sample_grads(ours, lambda output: squares(output), x)
+        right(ours, model, x)
+
+
+INSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "grad": lambda f, x: torch.func.grad(lambda z: f(z).square().sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda z: f(z).square().sum()))(x),
+}
+
+
+class Inside(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.fc, self.last, self.how = nn.Linear(3, 3), nn.Linear(3, 2), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(INSIDE[self.how](lambda z: torch.tanh(self.fc(z)), x))
+
+
+@pytest.mark.parametrize("how", INSIDE)
+@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning")
+def test_transforms_inside_a_forward(how: str) -> None:
+    model, ours = both(Inside(how))
+    for n in (4, 3, 5):
+        right(ours, model, batch(n, 3))
+
+
+def test_a_layer_put_into_a_converted_model_has_rows() -> None:
+    model, ours = both(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)))
+    right(ours, model, batch(4, 3))
+    new = nn.Linear(4, 2).double()
+    model[2], ours[2] = new, copy.deepcopy(new)
+    right(ours, model, batch(4, 3))
+    right(ours, model, batch(5, 3))
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.w = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.w
+
+
+def test_a_gradient_without_rows_is_an_error_by_name() -> None:
+    model, ours = both(Beside())
+    right(ours, model, batch(4, 3))
+    with pytest.raises(RuntimeError, match="`w` received a gradient that did not come through its layer"):
+        (ours(batch(4, 3)).sum(1).mean() + ours.w.square().sum()).backward()
+    ours.zero_grad()
+    right(ours, model, batch(4, 3))
+
+
+class Sized(nn.Module):
+    """Takes something of another length before the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, other: Tensor, x: Tensor) -> Tensor:
+        return self.fc(x) * other.double().mean()
+
+
+@pytest.mark.parametrize("other", [torch.tensor([224, 224]), torch.ones(1), torch.ones(7), torch.tensor(2.0)])
+def test_the_batch_size_is_the_outputs(other: Tensor) -> None:
+    model, ours = both(Sized())
+    for n in (4, 3, 2, 1, 5):
+        x = batch(n, 3)
+        ours.zero_grad()
+        squares(ours(other, x)).mean().backward()
+        for i in range(n):
+            grads = torch.autograd.grad(square(model(other, x[i : i + 1]), 0), list(model.parameters()))
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                assert len(p.grad_sample) == n
+                torch.testing.assert_close(p.grad_sample[i], g)
+
+
+@pytest.mark.parametrize("given", [3.0, [1.0, 2.0, 3.0], torch.tensor(2.0)])
+def test_inputs_without_a_batch_are_refused_by_name(given: Any) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, value: Any) -> Tensor:
+            return self.fc(torch.as_tensor(value).expand(2, 3))
+
+    with pytest.raises(ValueError, match=r"`Takes`.*expected a tensor whose dim 0 holds the samples"):
+        ps.convert_model(Takes())(given)
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_what_is_exported_or_traced_is_the_original(called: bool) -> None:
+    model, ours = both(small())
+    x = batch(4, 3)
+    if called:
+        right(ours, model, x)
+    for exported in (torch.export.export(ours, (x,)).module(), torch.jit.trace(ours, x)):
+        torch.testing.assert_close(exported(x), model(x))
+    right(ours, model, x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_scripting_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"`Sequential` .* is converted.*ps.restore_model"):
+        torch.jit.script(ps.convert_model(small()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+def test_what_torch_compile_returned_is_refused() -> None:
+    for model in (torch.compile(small()), nn.Sequential(torch.compile(small()))):
+        with pytest.raises(ps.ConversionError, match="convert the model first, then compile it"):
+            ps.convert_model(model)  # type: ignore[arg-type]
+
+
+class Centred(nn.Module):
+    def __init__(self, statistic: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.statistic = nn.Linear(3, 3), nn.Linear(3, 2), statistic
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        return self.b(h - self.statistic(h))
+
+
+@pytest.mark.parametrize("n", [2, 6])
+@pytest.mark.parametrize(
+    "statistic", [lambda h: h.mean(0), lambda h: h.softmax(0), lambda h: h.amax(0, keepdim=True), lambda h: h.flip(0)]
+)
+def test_samples_that_interact_are_refused_as_such(statistic: Callable[[Tensor], Tensor], n: int) -> None:
+    with pytest.raises(ValueError, match=r"`b` .*samples interact before it|samples depend on rows that are not theirs"):
+        ps.convert_model(Centred(statistic).double())(batch(n, 3))
+
+
+def test_the_functional_form_after_a_layer_was_added() -> None:
+    model, ours = both(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)))
+    new = nn.PReLU().double()
+    model.append(new)  # type: ignore[operator]
+    ours.append(copy.deepcopy(new))  # type: ignore[operator]
+    x = batch(3, 3)
+    weights = ps.expand_params(ours, 3)
+    found = torch.autograd.grad(squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values()))
+    for g, rows in zip(found, loop(model, square, (x,)).values(), strict=True):
+        torch.testing.assert_close(g, rows)
+
+
+def test_an_example_leaves_what_it_was_shown() -> None:
+    """Not its ids' entries renormalised, no call counted."""
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.count = nn.Embedding(6, 3, max_norm=0.1), Counts("direct")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.count(self.table(ids))
+
+    model = Looks().double()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    ours = ps.convert_model(copy.deepcopy(model), example=torch.randint(6, (3, 4)))
+    for name, t in ours.state_dict().items():
+        torch.testing.assert_close(t, before[name], msg=name)
+    right(ours, model, torch.randint(6, (3, 4)))
+
+
+def test_a_first_call_that_is_given_up_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Major(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x).transpose(0, 1).reshape(-1, 4)
+            return self.b(h).view(x.shape[1], x.shape[0], 4).transpose(0, 1).mean((1, 2))
+
+    made: list[weakref.ref[Any]] = []
+    init = proof.Watched.__init__
+    monkeypatch.setattr(proof.Watched, "__init__", lambda self, *a: (made.append(weakref.ref(self)), init(self, *a))[1])
+    model, ours = both(Major())
+    right(ours, model, batch(3, 5, 4))
+    gc.collect()
+    assert len(made) == 2 and all(ref() is None for ref in made)

@@ -1,0 +1,247 @@
+"""Kinds of inputs: ids, lengths, masks, packed sequences, states and positions, none at all."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+import pslayers as ps
+from tests.oracle import square, squares
+
+from .common import batch, both, right, right_or_refused
+
+
+class PackedOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.lstm = nn.Linear(3, 3), nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        return self.lstm(pack_padded_sequence(self.fc(x), lengths, batch_first=True, enforce_sorted=False))[0]
+
+
+def test_a_model_that_returns_a_packed_sequence() -> None:
+    model, ours = both(PackedOut())
+    for lengths in ([5, 2, 3], [1, 1, 4, 5], [2, 2]):
+        x, n = batch(len(lengths), 5, 3), torch.tensor(lengths)
+        ours.zero_grad()
+        padded, _ = pad_packed_sequence(ours(x, n), batch_first=True)
+        squares(padded).mean().backward()
+        for i in range(len(x)):
+            one = pad_packed_sequence(model(x[i : i + 1], n[i : i + 1]), batch_first=True, total_length=padded.shape[1])[0]
+            expected = torch.autograd.grad(square(one, 0), list(model.parameters()))
+            for p, e in zip(ours.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad_sample[i], e)
+
+
+class MaskedBags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.fc = nn.EmbeddingBag(9, 4, mode="sum"), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        offsets = mask.sum(1).cumsum(0) - mask.sum(1)
+        return self.fc(torch.tanh(self.bag(ids[mask], offsets)))
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_bags_whose_offsets_come_from_a_mask(first: int) -> None:
+    masks = [
+        torch.ones(4, 4, dtype=torch.bool),
+        torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool),
+        torch.eye(4, dtype=torch.bool),
+        torch.tensor([[1, 1, 0, 0]] * 3, dtype=torch.bool),
+    ]
+    model, ours = both(MaskedBags())
+    for mask in (masks[first], *masks):
+        ids = torch.randint(9, mask.shape)
+        right_or_refused(ours, model, ids, mask)
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.bag, self.fc = nn.Embedding(9, 4, padding_idx=0), nn.EmbeddingBag(9, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.fc(torch.tanh(self.table(ids).mean(1) + self.bag(ids)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_of_either_kind(dtype: torch.dtype) -> None:
+    model, ours = both(Words())
+    for n in (4, 4, 3, 1, 4):
+        right(ours, model, torch.randint(9, (n, 5)).to(dtype))
+
+
+class Lengths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x * self.scale, lengths, batch_first=True, enforce_sorted=False)  # lengths of at least 1
+        return self.fc(self.lstm(packed)[1][0][-1])
+
+
+def test_lengths_stay_lengths_in_runs_on_trial() -> None:
+    model, ours = both(Lengths())
+    for lengths in ([1, 1, 2], [5, 1, 3, 2], [1, 1]):
+        right(ours, model, batch(len(lengths), 5, 3), torch.tensor(lengths))
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_an_empty_batch(train: bool) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    _, ours = both(nn.Sequential(nn.Linear(3, 8), encoder, nn.Linear(8, 2)))
+    ours.train(train)
+    for n in (0, 3, 0, 1):
+        x = batch(n, 5, 3)
+        ours.zero_grad()
+        ours(x).sum().backward()
+        for p in ours.parameters():
+            assert p.grad_sample.shape == (n, *p.shape)
+            assert p.grad is not None
+
+
+@pytest.mark.parametrize("name", ["linear", "conv", "embedding", "lstm", "norm", "attention"])
+def test_several_gradients_at_once_through_the_functional_form(name: str) -> None:
+    model, x = {
+        "linear": (nn.Linear(3, 2), batch(4, 3)),
+        "conv": (nn.Conv1d(3, 2, 3), batch(4, 3, 6)),
+        "embedding": (nn.Embedding(5, 2), torch.randint(5, (4, 3))),
+        "lstm": (nn.LSTM(3, 2, batch_first=True), batch(4, 5, 3)),
+        "norm": (nn.LayerNorm(3), batch(4, 3)),
+        "attention": (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), batch(4, 3, 4)),
+    }[name]
+    model, ours = both(model)
+    first: Any = (lambda out: out[0]) if name == "lstm" else (lambda out: out)
+    weights = ps.expand_params(ours, 4)
+    y = first(torch.func.functional_call(ours, weights, (x,)))
+    directions = torch.randn(3, *y.shape, dtype=torch.float64)
+    found = torch.autograd.grad(y, list(weights.values()), directions, is_grads_batched=True)
+    for k in range(3):
+        for i in range(4):
+            out = first(model(x[i : i + 1]))
+            expected = torch.autograd.grad(out, list(model.parameters()), directions[k, i : i + 1])
+            for f, e in zip(found, expected, strict=True):
+                torch.testing.assert_close(f[k, i], e)
+
+
+class Images(nn.Module):
+    """Writes features to the places that an integer mask says: as many as there are features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.image, self.head = nn.Embedding(50, 4), nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor, image: Tensor, where: Tensor) -> Tensor:
+        h = self.embed(ids)
+        h[where.bool()] = self.image(image).view(-1, 4)
+        return self.head(h)
+
+
+def test_an_integer_mask_keeps_its_sum_on_trial() -> None:
+    model, ours = both(Images())
+    for n in (3, 2, 4):
+        where = torch.zeros(n, 8, dtype=torch.long)
+        where[:, 1:4] = 1
+        right(ours, model, torch.randint(50, (n, 8)), batch(n, 3, 6), where)
+
+
+class Sentence(nn.Module):
+    """Takes packed sequences, and gives what is known at their ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.out = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, packed: Any) -> Tensor:
+        return self.out(self.lstm(packed)[1][0][-1])
+
+
+@pytest.mark.parametrize("lengths", [(3, 6, 2), (3, 6, 3), (2, 2, 2), (1, 5, 4, 2)])
+def test_packed_sequences_given_to_a_model(lengths: tuple[int, ...]) -> None:
+    model, ours = both(Sentence())
+    sequences = [batch(n, 3) for n in lengths]
+    for _ in range(2):
+        ours.zero_grad()
+        squares(ours(pack_sequence(sequences, enforce_sorted=False))).mean().backward()
+        for i, one in enumerate(sequences):
+            for p, g in zip(
+                ours.parameters(),
+                torch.autograd.grad(square(model(pack_sequence([one])), 0), list(model.parameters())),
+                strict=True,
+            ):
+                torch.testing.assert_close(p.grad_sample[i], g)
+
+
+class Placed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 4), nn.Embedding(9, 4)
+
+    def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+        return torch.tanh(self.words(ids) + self.places(places))
+
+
+class Stated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, 2, batch_first=True)
+
+    def forward(self, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        out, (h, _) = self.lstm(x, (h, c))
+        return out, h
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 4), (4, 3)])
+def test_positions_that_all_samples_share(sizes: tuple[int, int]) -> None:
+    model, ours = both(Placed())
+    for n in sizes:
+        ids, places = torch.randint(9, (n, 4)), torch.arange(4)
+        ours.zero_grad()
+        squares(ours(ids, places)).mean().backward()
+        for i in range(n):
+            grads = torch.autograd.grad(square(model(ids[i : i + 1], places), 0), list(model.parameters()))
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                torch.testing.assert_close(p.grad_sample[i], g)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 2)])
+def test_states_of_as_many_layers_as_samples(sizes: tuple[int, int]) -> None:
+    model, ours = both(Stated())
+    for n in sizes:
+        x, h, c = batch(n, 6, 4), batch(2, n, 5), batch(2, n, 5)
+        ours.zero_grad()
+        out, last = ours(x, h, c)
+        (squares(out) + squares(last.transpose(0, 1))).mean().backward()
+        for i in range(n):
+            own, end = model(x[i : i + 1], h[:, i : i + 1], c[:, i : i + 1])
+            grads = torch.autograd.grad(square(own, 0) + square(end.transpose(0, 1)[0], 0), list(model.parameters()))
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                torch.testing.assert_close(p.grad_sample[i], g)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor:UserWarning")
+def test_a_batch_as_long_as_time_in_bfloat16(norm_first: bool) -> None:
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = nn.Transformer(4, 1, 1, 1, 3, 0.0, norm_first=norm_first).bfloat16().eval()
+        for p in model.parameters():
+            p.data = torch.randn_like(p) / 2
+        source, target = torch.randn(3, 3, 4).bfloat16(), torch.randn(3, 3, 4).bfloat16()
+        ours = ps.convert_model(copy.deepcopy(model), batch_first=False, loss_reduction="sum")
+        ours(source, target).square().cumsum(2).sin().sum().backward()
+        exact = copy.deepcopy(model).double()
+        for i in range(3):
+            out = exact(source[:, i : i + 1].double(), target[:, i : i + 1].double())
+            grads = torch.autograd.grad(out.square().cumsum(2).sin().sum(), list(exact.parameters()))
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                assert (p.grad_sample[i] - g).abs().max() < 0.3 * (g.abs().max() + 0.1)

@@ -1,0 +1,181 @@
+"""Rows that a forward picks, moves and puts together again."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import pslayers as ps
+from tests.oracle import loop, square, squares
+
+from .common import Own, batch, both, by_backward, right, right_or_refused
+
+
+class Dropped(nn.Module):
+    """Experts, chosen by the data, that drop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 4)
+        gates, chosen = self.router(flat).softmax(-1).max(-1)
+        out = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            out[chosen == e] = expert(flat[chosen == e]) * gates[chosen == e, None]
+        return out.view(x.shape)
+
+
+def test_dropout_on_rows_that_are_picked() -> None:
+    model, ours = both(nn.Sequential(nn.Linear(4, 4), Dropped(), nn.LayerNorm(4)))
+    for n in (5, 3, 4):
+        x = batch(n, 4, 4)
+        ours.zero_grad()
+        torch.manual_seed(n)
+        output = ours(x)
+        squares(output).mean().backward()
+        torch.manual_seed(n)
+        plain = model(x)
+        torch.testing.assert_close(output, plain)
+        for i in range(n):  # dropped as in the batch
+            grads = torch.autograd.grad(square(plain[i], 0), list(model.parameters()), retain_graph=True)
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                torch.testing.assert_close(p.grad_sample[i], g)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fc = nn.Linear(3, 4), torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y = x.clone()
+        y[x[..., 0] > 0] = self.fc(x[x[..., 0] > 0])
+        return y
+
+
+def test_the_functional_form_of_a_parametrised_layer_on_picked_rows() -> None:
+    model, ours = both(Masked())
+    x = batch(3, 5, 3)
+    right(ours, model, x)
+    weights = ps.expand_params(ours, 3)
+    found = torch.autograd.grad(squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values()))
+    expected = loop(model, square, (x,))
+    for name, g in zip(weights, found, strict=True):
+        torch.testing.assert_close(g, expected[name])
+
+
+class Sliced(nn.Module):
+    """Experts whose weights are slices of one parameter, as long as the rows are by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2 * 4, 4))
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch.relu(x @ w.T)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.router = Sliced(), nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.view(-1, 4)
+        chosen, out = self.router(flat).argmax(-1), torch.zeros_like(flat)
+        for e in range(2):
+            (token,) = torch.where(chosen == e)
+            out.index_add_(0, token, self.mlp(flat[token], self.mlp.w.view(2, 4, 4)[e]))
+        return out.view(x.shape)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_slices_of_a_parameter_beside_as_many_rows(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, ours = both(nn.Sequential(nn.Linear(4, 4), Routed(), nn.LayerNorm(4)))
+    for n, t in ((4, 2), (2, 4), (3, 5), (4, 1)):
+        right(ours, model, batch(n, t, 4))
+
+
+class Prompted(nn.Module):
+    """A layer for each sample by itself, a prompt, a weight past its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.each, self.prompt = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(torch.tanh(self.first(x)), self.first.weight)
+        h = torch.cat([self.each(one[None]) for one in h])
+        return torch.cat([self.prompt.expand(len(h), -1, -1), h], 1)
+
+
+class Views(nn.Module):
+    """Two views of each sample through the same layers, in one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(()))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, C, T, 4)
+        h = x.flatten(0, 1)
+        first, second = torch.tanh(self.fc(torch.cat([h, h.flip(1)]))).chunk(2)
+        return (first * second * self.scale).unflatten(0, (-1, x.shape[1]))
+
+
+class Positions(nn.Module):
+    """A table of positions in a reentrant checkpoint, B * C rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.w, self.scale = nn.Linear(4, 4), nn.Embedding(9, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, C, T, 4)
+        h = self.fc(x.flatten(0, 1))
+        for _ in range(2):
+            h = h + self.scale * checkpoint(lambda h: h + self.w(torch.arange(h.shape[1])), h, use_reentrant=True)
+        return h.unflatten(0, (-1, x.shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(Prompted, (5, 4)), (Views, (2, 3, 4)), (Positions, (3, 4, 4)), (Positions, (3, 5, 4))]
+)
+@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning")
+def test_rows_that_are_put_together_again(kind: Any, shape: tuple[int, ...]) -> None:
+    model, ours = both(kind())
+    for n in (3, 5, 2):
+        x = batch(n, *shape)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        for name, rows in by_backward(model, x).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+
+
+class Sorted(nn.Module):
+    """Rows in an order that the data give, after a recurrent layer over time; of two samples, it is the batch's own by chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.gru, self.router, self.inner = nn.Embedding(7, 4), nn.GRU(4, 4), nn.Linear(4, 2), Own()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.gru(self.e(x).transpose(0, 1))[0].transpose(0, 1).reshape(-1, 4)
+        order = self.router(h)[:, 0].argsort()
+        out = self.inner(h[order])
+        return torch.empty_like(out).index_copy(0, order, out).view(*x.shape, 4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning")
+def test_rows_that_are_sorted_are_in_order_by_chance(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, ours = both(Sorted())
+    for n in (2, 3, 2):
+        right_or_refused(ours, model, torch.randint(7, (n, 1)))

@@ -1,0 +1,101 @@
+"""Modules that return a reduced loss over parameters of their own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .common import batch, both
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": True},
+    "smoothing": {"label_smoothing": 0.1},
+    "chunked": {"options": "chunks"},
+    "chunked, bias": {"options": "chunks", "bias": True},
+    "several outputs": {"out_features": (3,)},
+}
+
+
+class WithLoss(nn.Module):
+    """A model that returns the loss of its batch, reduced over parameters of its own."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.body, self.loss = nn.Linear(4, 5), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(torch.tanh(self.body(x)), y)
+
+
+def reduced_right(model: nn.Module, ours: nn.Module, reduction: str, x: Tensor, y: Tensor) -> None:
+    ours.zero_grad()
+    loss = ours(x, y)
+    torch.testing.assert_close(loss, model(x, y))
+    loss.backward()
+    for i in range(len(x)):
+        grads = torch.autograd.grad(model(x[i : i + 1], y[i : i + 1]), list(model.parameters()))
+        for (name, p), g in zip(ours.named_parameters(), grads, strict=True):
+            torch.testing.assert_close(p.grad_sample[i], g, msg=name)
+    for p in ours.parameters():
+        torch.testing.assert_close(getattr(p.grad_sample, reduction)(0), p.grad)
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch has it from 2.13 on")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_linear_cross_entropy_loss(name: str, reduction: str) -> None:
+    options = dict(OPTIONS[name])
+    if "options" in options:
+        options["options"] = nn.LinearCrossEntropyOptions()
+    loss = nn.LinearCrossEntropyLoss(5, 7, reduction=reduction, **options)
+    model, ours = both(WithLoss(loss), loss_reduction=reduction)
+    for n in (4, 3, 6, 1):
+        reduced_right(model, ours, reduction, batch(n, 4), torch.randint(7, (n, *options.get("out_features", ()))))
+
+
+class Arc(nn.Module):
+    """A margin loss over normalised class weights, reduced."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.weight, self.reduction = nn.Parameter(torch.randn(7, 5)), reduction
+
+    def forward(self, h: Tensor, y: Tensor) -> Tensor:
+        cosine = F.linear(F.normalize(h), F.normalize(self.weight))
+        return F.cross_entropy(4 * (cosine - 0.2 * F.one_hot(y, 7)), y, reduction=self.reduction)
+
+
+class Centres(nn.Module):
+    """A distance to learned centres and a scale, reduced by hand."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.centres, self.scale, self.reduction = nn.Parameter(torch.randn(7, 5)), nn.Parameter(torch.rand(())), reduction
+
+    def forward(self, h: Tensor, y: Tensor) -> Tensor:
+        losses = (h - self.centres[y]).square().sum(1) * self.scale.exp()
+        return losses.mean() if self.reduction == "mean" else losses.sum()
+
+
+class Tokens(nn.Module):
+    """Logits of all positions, flattened, as heads of transformers take their loss."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.head, self.reduction = nn.Linear(5, 7), reduction
+
+    def forward(self, h: Tensor, y: Tensor) -> Tensor:
+        logits = self.head(h.unsqueeze(1) * torch.arange(1, 4).to(h).view(3, 1))
+        return F.cross_entropy(logits.flatten(0, 1), y.repeat_interleave(3), reduction=self.reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", [Arc, Centres, Tokens])
+@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning")
+def test_losses_over_parameters_of_their_own(kind: Any, reduction: str) -> None:
+    model, ours = both(WithLoss(kind(reduction)), loss_reduction=reduction)
+    for n in (4, 3, 6, 1):
+        reduced_right(model, ours, reduction, batch(n, 4), torch.randint(7, (n,)))
