@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
@@ -111,3 +112,14 @@ class Uses(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.use(self.w, self.fc(x))
+
+
+class Past(nn.Module):
+    """Uses a layer's weight past the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.linear(torch.tanh(self.fc(x)), self.fc.weight))

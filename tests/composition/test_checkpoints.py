@@ -1,7 +1,9 @@
 """Parts of a forward that torch.utils.checkpoint computes again, of both kinds."""
 
 import copy
+import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -174,6 +176,60 @@ def test_an_empty_batch_after_another_in_a_reentrant_checkpoint(inner: Callable[
         ours.zero_grad()
         ours(batch(n, 4)).sum().backward()
         assert all(p.grad_sample.shape == (n, *p.shape) for p in ours.parameters())
+
+
+class EachRow(nn.Module):
+    """Calls a layer for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.fc(self.norm(one[None])) for one in x])
+
+
+class Picking(nn.Module):
+    """A part for the rows whose first value is high."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Own()
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        rows = (flat[:, 0] > 0).nonzero().squeeze(1)
+        return flat.index_add(0, rows, self.inner(flat[rows])).view_as(x)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inner", [Own, EachRow, Picking])
+def test_what_a_checkpoint_in_another_gets_the_second_time(
+    inner: Callable[[], nn.Module], reentrant: bool, offloaded: bool
+) -> None:
+    """Other tensors than the first time: the outer one, or whoever packs what is saved, has made them anew."""
+    model, ours = both(Around(inner(), reentrant, nested=not offloaded))
+    for n in (3, 5, 3, 2):
+        x = batch(n, 4, 4)
+        ours.zero_grad()
+        with torch.autograd.graph.save_on_cpu() if offloaded else nullcontext():
+            squares(ours(x)).mean().backward()
+        for name, rows in by_backward(model, x).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+
+
+@pytest.mark.parametrize("inner", [Own, EachRow, Picking])
+def test_passes_of_two_batch_sizes_through_nested_checkpoints(inner: Callable[[], nn.Module]) -> None:
+    model, ours = both(Around(inner(), reentrant=True, nested=True))
+    for sizes in itertools.permutations((1, 2, 3)):
+        inputs = [batch(n, 4) for n in sizes]
+        ours.zero_grad()
+        losses = [squares(ours(x)).mean() for x in inputs]
+        for x, loss in reversed(list(zip(inputs, losses, strict=True))):
+            loss.backward()
+            for name, rows in by_backward(model, x).items():
+                torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
 
 
 @pytest.mark.parametrize("inner", [Own, lambda: nn.PReLU(), lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))])

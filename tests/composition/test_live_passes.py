@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import pslayers as ps
 from tests.oracle import loop, square, squares
 
-from .common import Checkpointed, Uses, Watched, batch, both, by_backward, right
+from .common import Checkpointed, Past, Uses, Watched, batch, both, by_backward, right
 
 
 class Sometimes(nn.Module):
@@ -182,17 +181,6 @@ def test_per_sample_grads_in_two_threads() -> None:
     for t in threads:
         t.join()
     assert not errors
-
-
-class Past(nn.Module):
-    """Uses a layer's weight past the layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.linear(torch.tanh(self.fc(x)), self.fc.weight))
 
 
 def test_rows_of_a_weight_that_is_used_twice_are_streamed_together() -> None:

@@ -1,5 +1,6 @@
 """Rows that a forward picks, moves and puts together again."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import pslayers as ps
 from tests.oracle import loop, square, squares
 
-from .common import Own, batch, both, by_backward, right, right_or_refused
+from .common import Own, Past, batch, both, by_backward, right, right_or_refused
 
 
 class Dropped(nn.Module):
@@ -179,3 +180,64 @@ def test_rows_that_are_sorted_are_in_order_by_chance(seed: int) -> None:
     model, ours = both(Sorted())
     for n in (2, 3, 2):
         right_or_refused(ours, model, torch.randint(7, (n, 1)))
+
+
+class Sums(nn.Module):
+    """Adds sums of its weights to what its layer returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.w = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.w.sum() + self.fc.weight.sum()
+
+
+class Gated(nn.Module):
+    """Rows of the batch go to one of two parts, by their first value."""
+
+    def __init__(self, batch_first: bool = True) -> None:
+        super().__init__()
+        self.first, self.one, self.other, self.border, self.batch_first = nn.Linear(4, 4), Past(), Sums(), 0.0, batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.batch_first else x.transpose(0, 1)
+        h = self.first(x).flatten(0, 1)
+        out, high = torch.zeros_like(h), h[:, 0] > self.border
+        out[high], out[~high] = self.one(h[high]), self.other(h[~high])
+        return out.unflatten(0, x.shape[:2])
+
+
+@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning")
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("border", [9.0, -9.0])
+def test_a_part_that_no_row_goes_to_has_a_gradient_of_zeros(border: float, batch_first: bool) -> None:
+    """As in plain torch: optimisers step with one, and skip None."""
+    model, ours = both(Gated(batch_first), batch_first=batch_first)
+    for model.border, n in ((border, 2), (0.0, 3), (border, 4)):  # type: ignore[assignment]
+        ours.border = model.border
+        x = batch(n, 3, 4) if batch_first else batch(3, n, 4)
+        model.zero_grad()
+        ours.zero_grad()
+        for net in (model, ours):
+            net(x).square().sum((0, 1, 2)).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(ours.get_parameter(name).grad, p.grad, msg=name)
+            assert ours.get_parameter(name).grad_sample.shape == (n, *p.shape)
+
+
+@pytest.mark.parametrize("n", [1, 0])
+@pytest.mark.parametrize("kind", [Gated, Past, Own])
+def test_a_first_call_for_one_sample_with_weights_given(kind: Callable[[], nn.Module], n: int) -> None:
+    model, ours = both(kind())
+    x = batch(n, 3, 4)
+    weights = ps.expand_params(ours, n)
+    found = torch.autograd.grad(torch.func.functional_call(ours, weights, (x,)).square().sum(), list(weights.values()))
+    expected = (
+        loop(model, lambda out, i: out[i].square().sum(), (x,))
+        if n
+        else {name: torch.zeros(0, *p.shape) for name, p in model.named_parameters()}
+    )
+    for (name, _), rows in zip(weights.items(), found, strict=True):
+        torch.testing.assert_close(rows, expected[name].to(rows), msg=name)  # type: ignore[union-attr]
+    right(ours, model, batch(3, 3, 4))
