@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("-e", ".[progress]", "pytest>=8", "hypothesis>=6.100")
+PACKAGES = ("-e", ".[progress]", "numpy", "pytest>=8", "hypothesis>=6.100")
 COMPOSITION = (
     *("compile", "memory", "passes", "live_passes", "first_calls", "checkpoints", "state", "inputs", "moved_rows"),
     "own_losses",
