@@ -11,6 +11,7 @@ from .context import Batch, in_place_of, local, places_of, transforming
 from .converted import Converted, Kind, random_state, set_random_state
 from .layers.base import PSLayer
 from .per_sample import NoRuleError
+from .picks import picking
 from .snapshot import Snapshot
 from .tracking import PICKED, SHARED, TABLE, Ambiguous, Tracker, parameters_used
 from .trees import ndims, tensors_in
@@ -94,7 +95,8 @@ class PSContainer(Converted):
             state.shared, state.whole = shared, whole or state.whole
             state.general = state.general or whole
             try:
-                return super()._ps_learn(run, args, kwargs, size, kind)
+                with picking(size, state.settings, args, kwargs):
+                    return super()._ps_learn(run, args, kwargs, size, kind)
             except Exception as error:  # a shape that no longer broadcasts, rows that are no one's, outputs that differ
                 first = first or error
                 before.restore()

@@ -15,10 +15,10 @@ from . import compiled, sharding, torch_api
 from .context import Batch, Settings, clear, local, transforming
 from .inventory import Inventory
 from .picks import picking, without_picks
-from .proof import Unprovable, Watched, disagreement, in_anothers_place, judged, past_expansions, quiet_hooks, rows_agree
+from .proof import Unprovable, Watched, disagreement, judged, past_expansions, quiet_hooks, rows_agree
 from .record import recorder_of
 from .single import run_alone, run_plain
-from .snapshot import Snapshot, gradients_unchanged
+from .snapshot import Snapshot, gradients_unchanged, trial
 from .tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
 from .trees import own_parameters, tensors_in
 
@@ -213,8 +213,7 @@ class Converted(_Mixin):
         if before is not None:
             before.restore()
         assert kind is not None
-        with picking(size, settings, args, kwargs):
-            return self._ps_learn(run, args, kwargs, size, kind)
+        return self._ps_learn(run, args, kwargs, size, kind)
 
     def _ps_kind(self, sizes: list[tuple[int, int]], size: int) -> Kind:
         """The kind of a call with inputs of these sizes."""
@@ -393,17 +392,7 @@ class Converted(_Mixin):
         if not given:  # per-sample weights have no plain counterpart
             with torch.no_grad(), without_picks():
                 plain = run_tracked(functools.partial(run, self), self, args, kwargs)[1]
-        local.batch = batch = Batch(size, self._ps_state().settings)
-        batch.root = self
-        batch.outputs, batch.proving = Watched(size), True
-        try:
-            with quiet_hooks(self):
-                output = run(self, *args, **kwargs)
-        except BaseException:
-            batch.outputs.close()
-            raise
-        finally:
-            local.batch = None
+        output, batch = self._ps_watched(run, args, kwargs, size)
         problem = None if given else disagreement(output, plain)
         tensors = list(tensors_in([output]))
         layouts = [self._ps_state().layouts.get((0, ("out", i), t.ndim)) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
@@ -412,8 +401,10 @@ class Converted(_Mixin):
         try:
             with gradients_unchanged(self):
                 agree = rows_agree(batch.outputs, own, batch)
-        except Unprovable:  # tracking has seen it, by changed samples
-            agree = not any(in_anothers_place(t, size) for t in tensors)
+        except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
+            with trial(self), torch_api.reentrant_checkpoints_otherwise():
+                again, batch = self._ps_watched(run, args, kwargs, size)
+                agree = rows_agree(batch.outputs, judged(again, batch, layouts), batch)
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
@@ -425,6 +416,20 @@ class Converted(_Mixin):
         if agree:
             self._ps_state().proved.add((*kind, bool(given)))
         return output
+
+    def _ps_watched(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Batch]:
+        """The output of a run that is to be proved, and its batch, which has watched what layers returned."""
+        local.batch = batch = Batch(size, self._ps_state().settings)
+        batch.root = self
+        batch.outputs, batch.proving = Watched(size), True
+        try:
+            with quiet_hooks(self):
+                return run(self, *args, **kwargs), batch
+        except BaseException:
+            batch.outputs.close()
+            raise
+        finally:
+            local.batch = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and `grad_sample` of every parameter below becomes None."""

@@ -524,7 +524,7 @@ def _run(
 
     both = (*plan.layouts.outputs, *plan.layouts.written)
     if plan.way == "vmap":
-        with torch_api.quiet_vmap():
+        with torch_api.quiet_vmap(), torch_api.reentrant_checkpoints_straight():  # which transforms do not go into
             outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
     else:
         own = [dict(zip(weights, each, strict=True)) for each in zip(*(w.unbind() for w in weights.values()), strict=True)]

@@ -146,5 +146,9 @@ class Batched:
         return torch.where(mine, row, t.index_select(0, self.source)).movedim(0, dim)
 
     def back(self, t: Tensor, dim: int = 0) -> Tensor:
-        """The rows alone, in the order that they had."""
-        return t.view_as(t) if self.alike else t.index_select(dim, self.places)
+        """The rows alone, in the order that they had; their dims lie in memory as those of `t`: dropout goes by that."""
+        if self.alike:
+            return t.view_as(t)
+        strides = t.stride()
+        order = sorted(range(t.ndim), key=lambda d: -strides[d])
+        return t.permute(order).index_select(order.index(dim), self.places).permute([order.index(d) for d in range(t.ndim)])

@@ -105,7 +105,7 @@ def standing_in(module: Any, standing: Standing) -> Iterator[None]:
     standing.path = module._ps_state().path
 
     def places() -> list[Place]:
-        return places_of(module, local.stand_ins.stand_ins(), tied=standing.whole)
+        return places_of(module, standing.stand_ins(), tied=standing.whole)
 
     try:
         with in_place_of(places(), places):

@@ -69,14 +69,6 @@ def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = 
     return found
 
 
-def in_anothers_place(t: Any, size: int) -> bool:
-    """Whether the rows of an output, one a sample, are known to be in another order than the batch's."""
-    owners = picked_by(t)
-    if owners is None or owners.ids is None or not len(t) == len(owners.ids.unique()) == size:
-        return False
-    return not torch.equal(owners.ids, torch.arange(size, device=owners.ids.device))
-
-
 _quiet = threading.local()  # while a proof goes backward through a graph, hooks of the user's are not called
 
 

@@ -304,7 +304,7 @@ _Noted = Callable[[Any], Callable[[Any], None]]
 
 
 class _Reentrant(threading.local):
-    straight = forward = False
+    straight = otherwise = forward = False
 
 
 _reentrant = _Reentrant()
@@ -323,6 +323,16 @@ def reentrant_checkpoints_straight() -> Iterator[None]:
         yield
     finally:
         _reentrant.straight = before
+
+
+@contextmanager
+def reentrant_checkpoints_otherwise() -> Iterator[None]:
+    """Inside the block a reentrant checkpoint is one of the other kind, whose graph torch.autograd.grad may go through."""
+    before, _reentrant.otherwise = _reentrant.otherwise, True
+    try:
+        yield
+    finally:
+        _reentrant.otherwise = before
 
 
 def _note_saved_inputs(noted: _Noted) -> None:
@@ -417,7 +427,11 @@ def on_checkpoint(
     apply = reentrant.apply
 
     def apply_or_not(cls: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args) if _reentrant.straight else apply(function, preserve, *args)
+        if _reentrant.straight:
+            return function(*args)
+        if _reentrant.otherwise:
+            return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+        return apply(function, preserve, *args)
 
     reentrant.apply = classmethod(apply_or_not)  # type: ignore[assignment, method-assign]
     reentrant.forward = staticmethod(forward_noted)  # type: ignore[method-assign]

@@ -324,7 +324,7 @@ def test_pattern(pattern: str) -> None:
 
 
 # all but one run as they are, on fast ops; those that must know whose rows are whose inside, and those that use weights of layers
-DIRECT = ("class-token", "rms-norm", "conv-norm", "relative-bias", "softmax-of-weights", "written-into-zeros", "experts")
+DIRECT = ("class-token", "rms-norm", "conv-norm", "relative-bias", "softmax-of-weights", "written-into-zeros")
 WHOLE = ("past-its-layer", "cache", "weight-norm", "orthogonal")
 
 

@@ -52,7 +52,7 @@ def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     found = F.embedding(flat, weight.reshape(size * entries, width)).reshape(*ids.shape, width)
     if padding_idx is None:
         return found
-    return torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
+    return torch.where((ids == padding_idx).contiguous().unsqueeze(-1), found.detach(), found)
 
 
 def table_grads(

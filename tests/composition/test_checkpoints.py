@@ -280,3 +280,63 @@ def test_samples_in_anothers_place_behind_a_checkpoint(mix: Callable[[Tensor], T
 
     with pytest.raises(ValueError, match="samples depend on rows that are not theirs"):
         ps.convert_model(Mixed().double())(batch(4, 3, 4))
+
+
+class Shared(nn.Module):
+    """A position that all samples share, added to several rows of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.table, self.act = nn.Linear(4, 4), nn.Embedding(9, 4), nn.PReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = checkpoint(torch.tanh, self.first(x.flatten(0, 1)[:, None]), use_reentrant=True)  # (2 B, 1, 4)
+        h = rows + self.table(torch.arange(1))
+        t, b = h.shape[1], h.shape[0]
+        h = self.act(h.transpose(0, 1).reshape(t * b, 4)).view(t, b, 4).transpose(0, 1)
+        return h.unflatten(0, (-1, 2)).mean((1, 2))
+
+
+def test_a_broadcast_that_fits_by_chance_behind_a_reentrant_checkpoint() -> None:
+    """What a layer gives for what all samples share may broadcast in another way than the plain one: that is proved, too."""
+    model, ours = both(Shared())
+    for n in (3, 2, 5):
+        x = batch(n, 2, 4)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        for name, rows in by_backward(model, x).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+
+
+class Twice(nn.Module):
+    """Parameters used by themselves, around a module that does so too, and holds a checkpoint."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.w, self.scale = inner, nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x * self.w) * self.scale
+
+
+class Scaled(nn.Module):
+    """A checkpoint that uses its module's own parameter."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.w, self.bias, self.reentrant = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4)), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda h: torch.tanh(h * self.w) + self.bias, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_each_module_around_a_checkpoint_has_its_own_parameters_again(reentrant: bool) -> None:
+    model, ours = both(Twice(Twice(Scaled(reentrant))))
+    for n in (3, 1, 4):
+        x = batch(n, 5, 4).requires_grad_()
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        for name, rows in by_backward(model, x).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+    assert {row.way for row in ps.report(ours).rows} == {"direct"}  # each by itself

@@ -1,5 +1,6 @@
 """Rows that a forward picks, moves and puts together again."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -224,6 +225,46 @@ def test_a_part_that_no_row_goes_to_has_a_gradient_of_zeros(border: float, batch
         for name, p in model.named_parameters():
             torch.testing.assert_close(ours.get_parameter(name).grad, p.grad, msg=name)
             assert ours.get_parameter(name).grad_sample.shape == (n, *p.shape)
+
+
+@pytest.mark.parametrize("border", [9.0, 0.0])
+def test_an_example_in_which_rows_stay_in_order_by_chance(border: float) -> None:
+    """An example is looked at as a first call is: whose the picked rows of later batches are is followed."""
+    model = Gated().double()
+    model.one, model.other, model.border = nn.Linear(4, 4).double(), nn.Linear(4, 4).double(), border
+    ours = ps.convert_model(copy.deepcopy(model), example=batch(3, 3, 4))
+    model.border = ours.border = 0.0
+    for n in (2, 3, 5):
+        right(ours, model, batch(n, 3, 4))
+    assert ps.report(ours).fast == 1 and not any(row.way for row in ps.report(ours).rows)
+
+
+class Order(nn.Module):
+    """A recurrent layer and dropout on rows that were moved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.net, self.drop, self.out = (
+            nn.Linear(4, 4),
+            nn.GRU(4, 4, batch_first=True),
+            nn.Dropout(0.5),
+            nn.Linear(4, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.drop(self.net(torch.cat([self.first(one[None]) for one in x]))[0]))
+
+
+def test_moved_rows_lie_in_memory_as_the_plain_models() -> None:
+    """Dropout fills its masks in the order of memory."""
+    model, ours = both(Order())
+    for n in (3, 2, 5):
+        x = batch(n, 6, 4)
+        outputs = []
+        for net in (model, ours):
+            torch.manual_seed(0)
+            outputs.append(net(x))
+        torch.testing.assert_close(*outputs)
 
 
 @pytest.mark.parametrize("n", [1, 0])

@@ -1,6 +1,7 @@
 """Models whose samples interact: refused by name, or reported by check_model where autograd does not see it."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,22 @@ class Across(Block):
             return self.net(h.transpose(1, 2)).transpose(1, 2)
         out = self.net(h)
         return out if isinstance(out, Tensor) else out[0]
+
+
+def gradients_cross(net: nn.Module, inputs: tuple[Any, ...], config: Config) -> bool:
+    """Whether a sample's loss has a gradient at another's part of what the leak is given: behind a saturated softmax none has."""
+    given: list[Tensor] = []
+    (leak,) = (m for m in net.modules() if isinstance(m, Leak | Across))
+    handle = leak.register_forward_pre_hook(lambda _, args: given.append(args[0].requires_grad_()))
+    torch.manual_seed(0)
+    losses = config.losses(net(*inputs))
+    handle.remove()
+    own, cross = 0.0, 0.0
+    for i, loss in enumerate(losses):
+        (grad,) = torch.autograd.grad(loss, given[:1], retain_graph=True, materialize_grads=True)
+        sizes = grad.abs().unflatten(0, (len(losses), -1)).flatten(1).amax(1).tolist()
+        own, cross = max(own, sizes.pop(i)), max(cross, *sizes)
+    return cross > 1e-9 * own
 
 
 def build(draw: Draw) -> tuple[Config, bool]:

@@ -103,9 +103,13 @@ class LayerSuite:
         """Dropout after a layer fills its masks in the order of memory, and `view` may be called on what it returns."""
         layer, inputs = self.build(case), self.inputs(case)
         ours = self.converted(layer)
+        forms = {"expanded": ps.expand_params(ours, self.batch), "different": self.different(layer, self.batch)}
         for given in (inputs, tuple(t.mT.contiguous().mT if isinstance(t, Tensor) and t.ndim > 1 else t for t in inputs)):
-            ours_out, out = ([t for t in tensors_in([m(*given)]) if isinstance(t, Tensor)] for m in (ours, layer))
-            assert [t.stride() for t in ours_out] == [t.stride() for t in out]
+            plain = [t.stride() for t in tensors_in([layer(*given)]) if isinstance(t, Tensor)]
+            outputs = {"recorded": ours(*given)}
+            outputs |= {form: torch.func.functional_call(ours, weights, given) for form, weights in forms.items()}
+            for form, output in outputs.items():
+                assert [t.stride() for t in tensors_in([output]) if isinstance(t, Tensor)] == plain, form
 
     def test_recording_off_is_the_original(self, case: Case) -> None:
         layer, inputs = self.build(case), self.inputs(case)
