@@ -166,7 +166,9 @@ class Picks(TorchFunctionMode):
         tensors = tensors_of((args, kwargs))
         if not local.general and (local.batch is not None or local.tracker is not None):
             found = [o for t in tensors if (o := self.picked(t)) is not None]
-            if found:
+            # a module that could not have them as a batch while it was tracked is run in a way that takes them as they are
+            as_they_are = any(PICKED in plan.layouts.inputs for plan in module._ps_state().plans.values())
+            if found and (local.tracker is not None or not as_they_are):
                 return self._by_batch(module, forward, args, kwargs, found)
         self.entering = module
         output = forward(*args, **kwargs)

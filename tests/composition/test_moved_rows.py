@@ -239,6 +239,25 @@ def test_an_example_in_which_rows_stay_in_order_by_chance(border: float) -> None
     assert ps.report(ours).fast == 1 and not any(row.way for row in ps.report(ours).rows)
 
 
+class Halves(nn.Module):
+    """Two batches in one call of a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part = nn.Linear(4, 4), Past()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        one, other = self.part(torch.cat([h, h.flip(1)])).chunk(2)
+        return one * other
+
+
+def test_two_batches_in_one_through_a_weight_used_past_its_layer() -> None:
+    model, ours = both(Halves())
+    for n in (3, 2, 5, 1):
+        right(ours, model, batch(n, 3, 4))
+
+
 class Order(nn.Module):
     """A recurrent layer and dropout on rows that were moved."""
 
