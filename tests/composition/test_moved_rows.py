@@ -244,7 +244,7 @@ class Halves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.part = nn.Linear(4, 4), Past()
+        self.first, self.part = nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=True), Past()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
