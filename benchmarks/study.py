@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     options.cells = options.cells if options.cells is not None else [] if options.model else ["all"]
     cases = registry.find(options.cells, options.model)
     kinds = engines.find(options.engines)
-    left_out = {k.name: f"{k.package} is not installed: pip install 'pslayers[peers]'" for k in kinds if not k.installed()}
+    left_out = {k.name: f"{k.package} is not installed: pip install '.[peers]'" for k in kinds if not k.installed()}
     kinds = [k for k in kinds if k.installed()]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
     torch.set_num_threads(options.threads or torch.get_num_threads())

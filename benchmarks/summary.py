@@ -1,11 +1,12 @@
-"""The README's table and pictures, from committed results.
+"""The tables and pictures of docs/benchmarks.md, from committed results.
 
-python -m benchmarks.summary                                        # the files of results/ into README.md
-python -m benchmarks.summary mine.json --readme none                # print the table, draw the pictures beside the first file
+python -m benchmarks.summary                                        # the files of results/ into docs/benchmarks.md
+python -m benchmarks.summary mine.json --page none                  # print the table, draw the pictures beside the first file
 """
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser("python -m benchmarks.summary", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("results", nargs="*", type=Path, default=sorted((HERE / "results").glob("study*.json")))
     p.add_argument(
-        "--readme", default=str(HERE.parent / "README.md"), help='file whose block between the marks is replaced, or "none"'
+        "--page",
+        default=str(HERE.parent / "docs" / "benchmarks.md"),
+        help='file whose block between the marks is replaced, or "none"',
     )
     p.add_argument("--compiled", type=Path, default=HERE / "results" / "compiled.json", help="results of the compiled engines")
     p.add_argument(
@@ -46,13 +49,13 @@ def main(argv: list[str] | None = None) -> int:
         text += "\n" + tables.compiled(json.loads(options.compiled.read_text())["cells"])
     if options.architectures.exists():
         text += "\n" + tables.architectures(json.loads(options.architectures.read_text())["cells"])
-    if options.readme == "none":
+    if options.page == "none":
         print(text)
     else:
-        readme = Path(options.readme)
-        links = [f"![{x.stem}]({x.resolve().relative_to(readme.resolve().parent).as_posix()})" for x in pictures if _of_readme(x)]
-        readme.write_text(replaced(readme.read_text(), "\n".join([text, *links])))
-    print("written:", *pictures, *([] if options.readme == "none" else [options.readme]))
+        page = Path(options.page)
+        links = [f"![{x.stem}]({_relative(x, page)})" for x in pictures if _of_page(x)]
+        page.write_text(replaced(page.read_text(), "\n".join([text, *links])))
+    print("written:", *pictures, *([] if options.page == "none" else [options.page]))
     return 0
 
 
@@ -75,8 +78,12 @@ def replaced(text: str, block: str) -> str:
     return f"{before}{BEGIN}\n{block.strip()}\n{END}{rest.partition(END)[2]}"
 
 
-def _of_readme(picture: Path) -> bool:
+def _of_page(picture: Path) -> bool:
     return picture.stem.endswith(("overview", "width", "length"))
+
+
+def _relative(picture: Path, page: Path) -> str:
+    return Path(os.path.relpath(picture.resolve(), page.resolve().parent)).as_posix()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables: for the terminal, the Markdown of all cells, the short one for the README."""
+"""Tables: for the terminal, the Markdown of all cells, the short one for the documentation."""
 
 import math
 from collections.abc import Iterable
@@ -86,7 +86,7 @@ def full(document: Document) -> str:
 
 
 def short(document: Document) -> str:
-    """For the README: the aims, and one row a model over its batch sizes and sizes."""
+    """For the documentation: the aims, and one row a model over its batch sizes and sizes."""
     parts = []
     for title, cells in sections(document["cells"]):
         cases: dict[str, list[Cell]] = {}
@@ -115,7 +115,7 @@ def short(document: Document) -> str:
 
 
 def compiled(cells: Iterable[Cell]) -> str:
-    """For the README: what torch.compile does to a step's time; nothing where it was not measured."""
+    """For the documentation: what torch.compile does to a step's time; nothing where it was not measured."""
     pairs = (("plain-compiled", "plain"), ("pslayers-compiled", "pslayers"), ("pslayers-compiled", "plain-compiled"))
     rows = [(label(c), *(number(ratio(c, *pair)) for pair in pairs)) for c in cells if "pslayers-compiled" in c["engines"]]
     head = ("torch.compile", "plain: compiled / eager", "ours: compiled / eager", "compiled: ours / plain")
@@ -123,7 +123,7 @@ def compiled(cells: Iterable[Cell]) -> str:
 
 
 def architectures(cells: Iterable[Cell]) -> str:
-    """For the README: a row for each public architecture."""
+    """For the documentation: a row for each public architecture."""
     head = ("architecture", "parameters", "best peer", "its time / ours", "our time / limit", "our time / plain")
     rows = [
         (

@@ -11,7 +11,7 @@ The training loop stays as it is. The data: scikit-learn's digits (1,797 real 8x
 
 Run it (half a minute on one core), and see ``--help`` for the options:
 
-    pip install 'pslayers[examples]'
+    pip install '.[private]'
     python examples/dp_sgd_digits.py
 
 It prints the accuracy on held-out scans with and without privacy, by the epsilon that was spent.
@@ -35,7 +35,7 @@ try:
     from sklearn.datasets import load_digits
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"This example needs {(error.name or str(error)).split('.')[0]}: pip install 'pslayers[examples]'.")
+    sys.exit(f"This example needs {(error.name or str(error)).split('.')[0]}: pip install '.[private]'.")
 
 import torch
 import torch.nn.functional as F

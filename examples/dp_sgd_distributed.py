@@ -14,7 +14,7 @@ Nobody but this loop sends gradients: DistributedDataParallel would send the sum
 
 Run it (seconds), and see ``--help`` for the options:
 
-    pip install 'pslayers[examples]'
+    pip install '.[private]'
     torchrun --nproc-per-node 2 examples/dp_sgd_distributed.py
     torchrun --nproc-per-node 3 examples/dp_sgd_distributed.py
     python examples/dp_sgd_distributed.py
@@ -34,7 +34,7 @@ try:
         from opacus.accountants import PRVAccountant
     from sklearn.datasets import load_digits
 except ImportError as error:
-    sys.exit(f"This example needs {(error.name or str(error)).split('.')[0]}: pip install 'pslayers[examples]'.")
+    sys.exit(f"This example needs {(error.name or str(error)).split('.')[0]}: pip install '.[private]'.")
 
 import torch
 import torch.nn.functional as F

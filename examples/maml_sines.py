@@ -11,7 +11,7 @@ the network, no vmap.
 
 Run it (half a minute on one core), and see ``--help`` for the options:
 
-    pip install 'pslayers[examples]'
+    pip install '.[examples]'
     python examples/maml_sines.py
 
 It prints, for a first batch, how far the two meta-gradients are apart and how long each takes; then it meta-trains, and prints the
@@ -39,7 +39,7 @@ try:
     from rich.table import Table
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"This example needs {(error.name or str(error)).split('.')[0]}: pip install 'pslayers[examples]'.")
+    sys.exit(f"This example needs {(error.name or str(error)).split('.')[0]}: pip install '.[examples]'.")
 
 import torch
 from torch import Tensor, nn

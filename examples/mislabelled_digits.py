@@ -16,7 +16,7 @@ knows the flips or sees the held-out scans; only the scoring at the end does. Th
 
 Run it (half a minute on one core), and see ``--help`` for the options:
 
-    pip install 'pslayers[examples]'
+    pip install '.[examples]'
     python examples/mislabelled_digits.py
 
 What was found with ``--seeds 10`` (10 % flipped; k: the number of flips; precision in the top k, mean and standard deviation):
@@ -48,7 +48,7 @@ try:
     from sklearn.metrics import roc_auc_score
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"This example needs {(error.name or str(error)).split('.')[0]}: pip install 'pslayers[examples]'.")
+    sys.exit(f"This example needs {(error.name or str(error)).split('.')[0]}: pip install '.[examples]'.")
 
 import torch
 import torch.nn.functional as F

@@ -16,7 +16,7 @@ that is ``ps.per_sample_grads(model, residual, points)``, and no word about seco
 
 Run it (half a minute on one core), and see ``--help`` for the options:
 
-    pip install 'pslayers[examples]'
+    pip install '.[examples]'
     python examples/poisson_pinn.py
 
 It prints the error of both against the exact solution, given the same time, and draws where they err.
@@ -43,7 +43,7 @@ try:
     from rich.table import Table
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f"This example needs {(error.name or str(error)).split('.')[0]}: pip install 'pslayers[examples]'.")
+    sys.exit(f"This example needs {(error.name or str(error)).split('.')[0]}: pip install '.[examples]'.")
 
 import torch
 from torch import Tensor, nn

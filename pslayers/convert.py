@@ -40,7 +40,7 @@ def convert_model(
     on_unsupported: str = "general",
     example: Any = None,
 ) -> M:
-    """Give every parameter of `model` a per-sample gradient, ``p.grad_sample`` (B, *p.shape), after each backward pass.
+    """Give every parameter of `model` a per-sample gradient, ``p.grad_sample`` of shape ``(B, *p.shape)``, after a backward pass.
 
     The conversion is in place, by swapping the class of each module: parameters, their names, hooks, optimizers and state_dict
     stay what they are, and ``.grad`` is what plain training gives. It is idempotent, and `restore_model` undoes it.
@@ -52,8 +52,8 @@ def convert_model(
             with a sum of per-sample losses.
         batch_first: whether the batch is in dim 0 of the first tensor that the model is called with, else in dim 1.
         on_unsupported: what to do about trainable parameters in a module without a replacement: "general" runs the module with
-            per-sample parameters, as it is, under vmap or in a loop over samples, whichever is proved right first (see
-            README), "error" lists them all, "skip" leaves them without per-sample gradients, "freeze" sets requires_grad to False.
+            per-sample parameters, as it is, under vmap or in a loop over samples, whichever is proved right first, "error" lists
+            them all, "skip" leaves them without per-sample gradients, "freeze" sets requires_grad to False.
         example: an example batch (a tensor, a tuple of positional or a dict of keyword arguments): the model runs on it a few
             times, to track which rows of each layer's input belong to which sample. Otherwise that is done at the first call
             whose shapes leave it open.

@@ -85,7 +85,7 @@ def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterat
 
     Args:
         model: a converted model.
-        take: ``take(name, rows)``, called once a parameter that the loss reaches; rows (B, *shape).
+        take: ``take(name, rows)``, called once a parameter that the loss reaches; rows ``(B, *shape)``.
 
     Raises:
         ValueError: the model is not converted.
@@ -121,7 +121,7 @@ def clear_grad_samples(model: nn.Module) -> None:
 
 
 def expand_params(model: nn.Module, batch_size: int) -> dict[str, Tensor]:
-    """The functional form: every trainable parameter expanded to the batch, {name: (batch_size, *shape)}, without memory.
+    """The functional form: every trainable parameter expanded to the batch, ``{name: (batch_size, *shape)}``, without memory.
 
     For ``torch.func.functional_call(model, params, (x,))``: the gradient of an entry is the per-sample gradient of whatever was
     differentiated (of a mean over B samples: 1/B of each sample's). The entries are views of the parameters and part of their
@@ -156,7 +156,7 @@ def per_sample_grads(
     create_graph: bool = False,
     progress: bool = False,
 ) -> dict[str, Tensor]:
-    """The gradient of each sample's loss, in one call: {name: (B, *shape)} for every trainable parameter.
+    """The gradient of each sample's loss, in one call: ``{name: (B, *shape)}`` for every trainable parameter.
 
     Nothing is left behind: ``.grad`` and ``.grad_sample`` stay as they are, and a model that is not converted is converted for
     the call alone. A parameter that the loss does not reach has rows of zeros (stride 0, no memory).

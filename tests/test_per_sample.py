@@ -206,7 +206,7 @@ def test_rows_that_lie_elsewhere_for_some_shapes_alone(move: Callable[..., Tenso
     """First where they lie as the batch's do, or seem to; then in batches of which they do not."""
     for first in ((4, 1), (8, 4), (2, 4), (3, 5)):
         if move is _rolled and first == (2, 4):
-            continue  # two samples stay where they are, and README says that what was proved for a kind of call is kept
+            continue  # two samples stay where they are, and docs/semantics.md says that what was proved for a kind of call is kept
         model = nn.Sequential(nn.Linear(4, 4), Leaf(lambda x, w: move(x, lambda t: op(t, w)), w=(4, 4)), nn.Linear(4, 2)).double()
         ours = ps.convert_model(copy.deepcopy(model))
         for n, time in (first, (4, 3), (3, 2), (2, 4), (4, 4), (8, 2)):

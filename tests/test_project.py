@@ -1,4 +1,4 @@
-"""The public names, the documents, the package itself."""
+"""The public names, the layers, the package itself."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ from pslayers import torch_api
 from pslayers.layers.base import REGISTRY
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+TABLE = (ROOT / "docs/layers.md").read_text()
 LAYERS = [name for name in ps.__all__ if name.startswith("PS") and name != "PSLayer"]
 
 
@@ -24,7 +24,6 @@ def test_public_names() -> None:
     for name in ps.__all__:
         value = getattr(ps, name)
         assert inspect.getdoc(value), f"{name} has no docstring"
-        assert f"{name}" in README, f"{name} is not in the README"
     public = {name for name in vars(ps) if not name.startswith("_") and not inspect.ismodule(getattr(ps, name))}
     assert public <= set(ps.__all__)
     for name in ps.functional.__all__:
@@ -40,7 +39,7 @@ def test_every_layer_is_registered_documented_and_tested(name: str) -> None:
     assert doc is not None
     for part in ("Shapes:", "Memory:", "Source:", ">>> "):
         assert part in doc, f"{name}'s docstring lacks {part!r}"
-    assert f"`{name}`" in README, f"{name} has no row in the README"
+    assert f"| `{name}` |" in TABLE, f"{name} has no row in docs/layers.md"
     tests = "".join(path.read_text() for path in (ROOT / "tests/layers").glob("test_*.py"))
     assert f"class Test{name}(LayerSuite)" in tests, f"{name} has no cases of the suite"
 
@@ -49,27 +48,6 @@ def test_registry_holds_no_layer_that_is_not_exported() -> None:
     modules = [m for name, m in sys.modules.items() if name.startswith("pslayers.layers.")]
     ours = {n for m in modules for n, value in vars(m).items() if value in REGISTRY.values()}  # doctests enter others
     assert ours == set(LAYERS)
-
-
-def test_readme_code_runs_as_it_stands() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) >= 4
-    scope: dict[str, object] = {}
-    try:
-        for block in blocks:
-            exec(compile(block, "README.md", "exec"), scope)
-    finally:
-        REGISTRY.pop(scope.get("Distances"), None)
-    assert scope["norms"].shape == (64,)  # type: ignore[attr-defined]
-    assert scope["right"] and "factors from 0.133 to 0.4" in str(scope["own"])
-
-
-def test_readme_commands_install_what_the_extras_hold() -> None:
-    commands = "\n".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
-    assert "-c constraints.txt '.[examples]'" in commands and "examples/mislabelled_digits.py" in commands
-    assert "-e '.[dev]'" in commands and ".venv/bin/pytest -n auto --dist loadfile" in commands
-    assert "\npytest -n auto --dist loadfile\n" in (ROOT / ".ci/run").read_text()
-    assert "torch==" in (ROOT / "constraints.txt").read_text()
 
 
 def test_import_is_quick_and_needs_only_torch_and_einops() -> None:
@@ -95,7 +73,7 @@ def test_changelog_and_version() -> None:
 
 def test_the_oldest_torch_is_said_everywhere() -> None:
     assert f"torch>={torch_api.FLOOR}\n" in (ROOT / "setup.cfg").read_text()
-    assert f"any torch from {torch_api.FLOOR} on" in README
+    assert f"any torch from {torch_api.FLOOR} on" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,15 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("-e", ".[progress]", "numpy", "pytest>=8", "hypothesis>=6.100")
-COMPOSITION = (
-    *("compile", "memory", "passes", "live_passes", "first_calls", "checkpoints", "state", "inputs", "moved_rows"),
-    "own_losses",
-)
+TRAINING = ("checkpoints", "first_calls", "inputs", "live_passes", "moved_rows", "own_losses", "state")  # models in training
 # what reaches into torch the most: the layers by kind, how memory is reused, transforms, checkpoints, the compiler
 TESTS = (
     *(f"tests/layers/test_{name}.py" for name in ("base", "linear", "embedding", "norm", "attention", "rnn")),
-    *(f"tests/test_{name}.py" for name in ("gradients", "expand", "fallback", "redirect", "picks", "per_sample", "project")),
-    *(f"tests/composition/test_{name}.py" for name in COMPOSITION),
+    *(
+        f"tests/test_{name}.py"
+        for name in ("gradients", "expand", "fallback", "redirect", "picks", "per_sample", "project", "docs")
+    ),
+    *(f"tests/composition/test_{name}.py" for name in ("compile", "memory", "passes", *TRAINING)),
 )
 
 

@@ -46,10 +46,10 @@ def conv2d(
 ) -> Tensor:
     """``y[n] = conv2d(x[n], weight[n]) + bias[n]``.
 
-    Shapes: x (N, C, *S) with N = k * B rows, k a sample; weight (B, O, C/G, *K); bias (B, O) or None; result (N, O, *L). A
-    weight (O, C/G, *K) or bias (O,) is one for all samples. Options as those of nn.Conv2d, `padding_mode` included. Where the
-    weights are only an expansion, forward and input gradient are those of the plain, fused op; memory of the weight's
-    gradient: B x P values, and a few MB on the side (one sample's patches, where that is more).
+    Shapes: x ``(N, C, *S)`` with N = k * B rows, k a sample; weight ``(B, O, C/G, *K)``; bias (B, O) or None; result
+    ``(N, O, *L)``. A weight ``(O, C/G, *K)`` or bias (O,) is one for all samples. Options as those of nn.Conv2d, `padding_mode`
+    included. Where the weights are only an expansion, forward and input gradient are those of the plain, fused op; memory of the
+    weight's gradient: B x P values, and a few MB on the side (one sample's patches, where that is more).
 
     Raises:
         ValueError: the shapes or options do not fit.

@@ -37,10 +37,10 @@ def conv_transpose2d(
 ) -> Tensor:
     """``y[n] = conv_transpose2d(x[n], weight[n]) + bias[n]``.
 
-    Shapes: x (N, C, *S) with N = k * B rows, k a sample; weight (B, C, O/G, *K); bias (B, O) or None; result (N, O, *L). A
-    weight (C, O/G, *K) or bias (O,) is one for all samples. Options, and their order, as in torch. Where the weights are only an
-    expansion, forward and input gradient are those of the plain, fused op; memory of the weight's gradient: B x P values, and a
-    few MB on the side (one sample's patches, where that is more).
+    Shapes: x ``(N, C, *S)`` with N = k * B rows, k a sample; weight ``(B, C, O/G, *K)``; bias (B, O) or None; result
+    ``(N, O, *L)``. A weight ``(C, O/G, *K)`` or bias (O,) is one for all samples. Options, and their order, as in torch. Where the
+    weights are only an expansion, forward and input gradient are those of the plain, fused op; memory of the weight's gradient:
+    B x P values, and a few MB on the side (one sample's patches, where that is more).
 
     Raises:
         ValueError: the shapes or options do not fit.

@@ -15,7 +15,8 @@ from .affine import Separate, Weight, affine, in_float32
 def layer_norm(x: Tensor, normalized_shape: Sequence[int], weight: Weight = None, bias: Weight = None, eps: float = 1e-5) -> Tensor:
     """``y[n] = (x[n] - mean) / sqrt(var + eps) * weight[n] + bias[n]``, over the last dims, of shape S = ``normalized_shape``.
 
-    Shapes: x (N, ..., *S) with N = k * B rows, k a sample; weight and bias (B, *S), or (*S) for all samples; result as x.
+    Shapes: x ``(N, ..., *S)`` with N = k * B rows, k a sample; weight and bias ``(B, *S)``, or ``(*S)`` for all samples; result as
+    x.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -28,8 +29,8 @@ def layer_norm(x: Tensor, normalized_shape: Sequence[int], weight: Weight = None
 def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Weight = None, eps: float | None = None) -> Tensor:
     """``y[n] = x[n] / sqrt(mean(x[n]**2) + eps) * weight[n]``, over the last dims, of shape S = ``normalized_shape``.
 
-    Shapes: x (N, ..., *S) with N = k * B rows, k a sample; weight (B, *S), or (*S) for all samples; result as x. An eps of None
-    is the machine epsilon of x's dtype.
+    Shapes: x ``(N, ..., *S)`` with N = k * B rows, k a sample; weight ``(B, *S)``, or ``(*S)`` for all samples; result as x. An eps
+    of None is the machine epsilon of x's dtype.
 
     Raises:
         ValueError: the shapes do not fit.

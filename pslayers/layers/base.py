@@ -417,7 +417,7 @@ class PSLayer(Converted):
         return Expansion(weight, recorder.rows(batch.size), call.scale, recorder)
 
     def expand(self, name: str) -> Tensor | None:
-        """The parameter `name`, expanded to this call's rows: (N, *S), where N is B, or k * B for k rows a sample.
+        """The parameter `name`, expanded to this call's rows: ``(N, *S)``, where N is B, or k * B for k rows a sample.
 
         None stays None (a layer without bias). Memory: the expansion is a view; its gradient takes N x P values.
         """

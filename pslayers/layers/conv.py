@@ -35,10 +35,11 @@ class PSConv1d(PSLayer, nn.Conv1d, replaces=nn.Conv1d, fused=True):
 class PSConv2d(PSLayer, nn.Conv2d, replaces=nn.Conv2d, fused=True):
     """nn.Conv2d with per-sample weights: ``y[n] = conv2d(x[n], weight[n]) + bias[n]``.
 
-    Shapes: x (B, C, H, W), result (B, O, *L); `grad_sample` (B, O, C/G, *K) and (B, O). Also k * B rows, and (1, C, H, W) or
-    (C, H, W), which all samples share: then the result has B rows. Every option of nn.Conv2d; with `groups`, no pairs of different
-    groups are computed. Memory: B x O x (C/G x K + 1) values, and a few MB while they are computed, or one sample's patches,
-    (C x K) x L values, where those take more. Source: direct derivation (each sample's input correlated with its output gradient).
+    Shapes: x (B, C, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, O, C/G, *K)`` and (B, O). Also k * B rows, and (1, C, H, W)
+    or (C, H, W), which all samples share: then the result has B rows. Every option of nn.Conv2d; with `groups`, no pairs of
+    different groups are computed. Memory: B x O x (C/G x K + 1) values, and a few MB while they are computed, or one sample's
+    patches, (C x K) x L values, where those take more. Source: direct derivation (each sample's input correlated with its output
+    gradient).
 
     Raises:
         ValueError: the input's shape does not fit.
@@ -66,8 +67,8 @@ class PSConv2d(PSLayer, nn.Conv2d, replaces=nn.Conv2d, fused=True):
 class PSConv3d(PSLayer, nn.Conv3d, replaces=nn.Conv3d, fused=True):
     """nn.Conv3d with per-sample weights: ``y[n] = conv3d(x[n], weight[n]) + bias[n]``; all else as in `PSConv2d`.
 
-    Shapes: x (B, C, D, H, W), result (B, O, *L); `grad_sample` (B, O, C/G, *K) and (B, O). Memory: B x O x (C/G x K + 1) values.
-    Source: direct derivation.
+    Shapes: x (B, C, D, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, O, C/G, *K)`` and (B, O). Memory: B x O x (C/G x K + 1)
+    values. Source: direct derivation.
 
     Example:
         >>> import torch, pslayers as ps
@@ -113,8 +114,8 @@ class PSConvTranspose1d(PSLayer, nn.ConvTranspose1d, replaces=nn.ConvTranspose1d
 class PSConvTranspose2d(PSLayer, nn.ConvTranspose2d, replaces=nn.ConvTranspose2d, fused=True):
     """nn.ConvTranspose2d with per-sample weights: ``y[n] = conv_transpose2d(x[n], weight[n]) + bias[n]``.
 
-    Shapes: x (B, C, H, W), result (B, O, *L); `grad_sample` (B, C, O/G, *K) and (B, O). Also k * B rows, and (1, C, H, W) or
-    (C, H, W), which all samples share: then the result has B rows. Every option of nn.ConvTranspose2d, `output_size` included.
+    Shapes: x (B, C, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, C, O/G, *K)`` and (B, O). Also k * B rows, and (1, C, H, W)
+    or (C, H, W), which all samples share: then the result has B rows. Every option of nn.ConvTranspose2d, `output_size` included.
     Memory: B x (C x O/G x K + O) values, and a few MB while they are computed, or one sample's patches, (O x K) x S values, where
     those take more. Source: direct derivation (the convolution's, input and output gradient exchanged).
 
@@ -142,8 +143,8 @@ class PSConvTranspose2d(PSLayer, nn.ConvTranspose2d, replaces=nn.ConvTranspose2d
 class PSConvTranspose3d(PSLayer, nn.ConvTranspose3d, replaces=nn.ConvTranspose3d, fused=True):
     """nn.ConvTranspose3d with per-sample weights: ``y[n] = conv_transpose3d(x[n], weight[n]) + bias[n]``; as `PSConvTranspose2d`.
 
-    Shapes: x (B, C, D, H, W), result (B, O, *L); `grad_sample` (B, C, O/G, *K) and (B, O). Memory: B x (C x O/G x K + O) values.
-    Source: direct derivation.
+    Shapes: x (B, C, D, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, C, O/G, *K)`` and (B, O). Memory: B x (C x O/G x K + O)
+    values. Source: direct derivation.
 
     Example:
         >>> import torch, pslayers as ps

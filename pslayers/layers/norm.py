@@ -9,8 +9,8 @@ from .base import PSLayer
 class PSLayerNorm(PSLayer, nn.LayerNorm, replaces=nn.LayerNorm, fused=True):
     """nn.LayerNorm with per-sample weights: ``y[n] = (x[n] - mean) / sqrt(var + eps) * weight[n] + bias[n]``.
 
-    Shapes: input (B, ..., *S), result the same, S = `normalized_shape`; `grad_sample` (B, *S). Also k * B rows, and (1, ..., *S)
-    or S, which all samples share. Memory: 2 x B x S values. Source: Ba et al. 2016 (arXiv:1607.06450).
+    Shapes: input ``(B, ..., *S)``, result the same, S = `normalized_shape`; `grad_sample` ``(B, *S)``. Also k * B rows, and
+    ``(1, ..., *S)`` or S, which all samples share. Memory: 2 x B x S values. Source: Ba et al. 2016 (arXiv:1607.06450).
 
     Example:
         >>> import torch, pslayers as ps
@@ -34,8 +34,8 @@ class PSLayerNorm(PSLayer, nn.LayerNorm, replaces=nn.LayerNorm, fused=True):
 class PSRMSNorm(PSLayer, nn.RMSNorm, replaces=nn.RMSNorm, fused=True):
     """nn.RMSNorm with per-sample weights: ``y[n] = x[n] / sqrt(mean(x[n]**2) + eps) * weight[n]``.
 
-    Shapes: x (B, ..., *S), result the same, S = `normalized_shape`; `grad_sample` (B, *S). Also k * B rows, and (1, ..., *S) or S,
-    which all samples share. Memory: B x S values. Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    Shapes: x ``(B, ..., *S)``, result the same, S = `normalized_shape`; `grad_sample` ``(B, *S)``. Also k * B rows, and
+    ``(1, ..., *S)`` or S, which all samples share. Memory: B x S values. Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
 
     Example:
         >>> import torch, pslayers as ps

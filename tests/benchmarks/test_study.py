@@ -170,12 +170,12 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     one = cell("one", 2.5)
     one["engines"] |= {f"{k}-compiled": {**one["engines"][k], "times": [3.0]} for k in ("plain", "pslayers")}
     (tmp_path / "compiled.json").write_text(json.dumps({"cells": [one]}))
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
     (tmp_path / "architectures.json").write_text(json.dumps({"cells": [cell("benchmarks.architectures:vit", 2.5)]}))
     others = [part for name in ("compiled", "architectures") for part in (f"--{name}", str(tmp_path / f"{name}.json"))]
-    assert summary.main([str(tmp_path / "a.json"), "--readme", str(readme), "--slow", *others]) == 0
-    text = readme.read_text()
+    assert summary.main([str(tmp_path / "a.json"), "--page", str(page), "--slow", *others]) == 0
+    text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| best peer's time / ours, worst cell | at least 1.0x | 1.25x (two, B=16) | met |" in text
     assert "| our time / limit, worst cell | at most 1.6x | 2.00x (two, B=16) | missed |" in text
@@ -186,9 +186,9 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "two, B=16: torch.func / ours 1.25x, ours / limit 2.00x" in capsys.readouterr().out
     full = tables.full(json.loads((tmp_path / "a.json").read_text()))
     assert "huge, B=16 was skipped: too large" in full and "backpack was left out" in full
-    readme.write_text("no place")
+    page.write_text("no place")
     with pytest.raises(ValueError, match="no place for the summary"):
-        summary.main([str(tmp_path / "a.json"), "--readme", str(readme)])
+        summary.main([str(tmp_path / "a.json"), "--page", str(page)])
 
 
 def test_aims_by_hand() -> None:
