@@ -315,5 +315,5 @@ def _bar(steps: range, progress: bool) -> Any:
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
-        raise ImportError("progress=True needs tqdm: pip install 'pslayers[progress]'.") from error
+        raise ImportError("progress=True needs tqdm: pip install tqdm.") from error
     return tqdm(steps, desc="per-sample gradients", unit="chunk")
