@@ -2,8 +2,7 @@
 
 import contextlib
 import importlib.util
-import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -202,22 +201,3 @@ class Compiled(PSLayers):
             return super().forward(inputs, target)
         with self.autocast():
             return self.loss(self.compiled(*inputs), target)
-
-
-def find(names: Iterable[str]) -> list[type[Engine]]:
-    """The engines with these names ("all", "peers"), and users' own at import paths (``module:Class``); plain and limit always."""
-    from . import peers  # noqa: F401 -- they register themselves
-
-    found: dict[str, type[Engine]] = {"plain": Plain, "limit": Limit}
-    for name in names:
-        if ":" in name:
-            kind = pkgutil.resolve_name(name)
-            found[kind.name] = kind
-            continue
-        chosen = {
-            k: e for k, e in ENGINES.items() if name == k or (name == "all" and not e.by_name_only) or (name == "peers" and e.peer)
-        }
-        if not chosen:
-            raise ValueError(f"There is no engine {name!r}; there are: all, peers, {', '.join(ENGINES)}.")
-        found |= chosen
-    return list(found.values())

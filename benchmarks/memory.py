@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from . import engines, registry
+from . import choice, engines
 
 _START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 _CONTEXT: Any = multiprocessing.get_context(_START)
@@ -108,7 +108,7 @@ def _run(job: Job) -> dict[str, Any]:
     device, dtype = torch.device(job.device), getattr(torch, job.dtype)
     autocast = dtype if dtype == torch.bfloat16 else None
     torch.manual_seed(0)
-    (case,) = registry.find([], [job.case]) if ":" in job.case else registry.find([job.case])
+    (case,) = choice.chosen_cells([], [job.case]) if ":" in job.case else choice.chosen_cells([job.case])
     problem = case.build(job.batch_size, job.size).to(device, torch.float32 if autocast else dtype)
     kind: type[engines.Engine] = pkgutil.resolve_name(job.engine)
 

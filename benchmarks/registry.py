@@ -1,7 +1,7 @@
 """What a cell of the study is, the registry of cells, and users' own by import path."""
 
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,23 +54,6 @@ def case(group: str, **options: Any) -> Callable[[Builder], Builder]:
         return build
 
     return register
-
-
-def find(names: Iterable[str], models: Iterable[str] = ()) -> list[Case]:
-    """The cases with these names or of these groups ("all": all but the sweeps), and those at import paths (``module:build``).
-
-    A user's ``build(batch_size)`` returns a `Problem`, or a tuple of the same four.
-    """
-    from . import cases  # noqa: F401 -- they register themselves
-
-    found: dict[str, Case] = {}
-    for name in names:
-        chosen = [c for c in CASES.values() if name in (c.name, c.group) or (name == "all" and c.group != "sweeps")]
-        if not chosen:
-            known = sorted({c.group for c in CASES.values()}) + sorted(CASES)
-            raise ValueError(f"There is no cell {name!r}; there are: all, {', '.join(known)}.")
-        found |= {c.name: c for c in chosen}
-    return [*found.values(), *map(from_path, models)]
 
 
 def from_path(path: str) -> Case:

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from . import agreement, engines, memory, plots, registry, report, tables, timing
+from . import agreement, choice, engines, memory, plots, registry, report, tables, timing
 from .environment import environment
 from .registry import Case
 
@@ -63,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run it."""
     options = parser().parse_args(argv)
     options.cells = options.cells if options.cells is not None else [] if options.model else ["all"]
-    cases = registry.find(options.cells, options.model)
-    kinds = engines.find(options.engines)
+    cases = choice.chosen_cells(options.cells, options.model)
+    kinds = choice.chosen_engines(options.engines)
     left_out = {k.name: f"{k.package} is not installed: pip install '.[peers]'" for k in kinds if not k.installed()}
     kinds = [k for k in kinds if k.installed()]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32

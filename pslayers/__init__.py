@@ -4,8 +4,8 @@ from . import torch_api  # noqa: F401  # isort: skip  # first: it says so where 
 
 from . import functional
 from .check import Check, check_layer, check_model
-from .context import batch_size
 from .convert import ConversionError, convert_model, restore_model
+from .core.context import batch_size
 from .gradients import accumulating, clear_grad_samples, expand_params, per_sample_grads, recording, streaming
 from .layers import (
     PSGRU,

@@ -12,10 +12,10 @@ from .checking.comparison import Comparison
 from .checking.losses import RealCall
 from .checking.samples import each_leaf, fresh
 from .checking.trials import Trials
-from .context import local
 from .convert import convert_model
-from .converted import Converted
-from .trees import tensors_in
+from .core.context import local
+from .core.trees import tensors_in
+from .modules.converted import Converted
 
 
 @dataclass

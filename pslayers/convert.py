@@ -11,16 +11,18 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from . import converted, sharding, torch_api
-from .container import PSContainer, container_class
-from .context import Settings, clear
-from .converted import Converted, State
-from .inventory import Inventory
-from .layers.base import REGISTRY, PSLayer
-from .record import forget
+from . import torch_api
+from .attribution.snapshot import trial
+from .core import sharding
+from .core.context import Settings, clear
+from .core.recorder import forget
+from .core.trees import callable_module, own_parameters
+from .modules import converted
+from .modules.base import REGISTRY, PSLayer
+from .modules.container import PSContainer, container_class
+from .modules.converted import Converted, State
+from .modules.inventory import Inventory
 from .reports import Row, original_class
-from .snapshot import trial
-from .trees import callable_module, own_parameters
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .context import Settings, clear, recorded_or_not
 from .convert import ConversionError, arguments, convert_model, converted_parameters, restore_model, settings_of
-from .converted import Converted
-from .sharding import is_shard
-from .trees import map_tensors, tensors_in
+from .core.context import Settings, clear, recorded_or_not
+from .core.sharding import is_shard
+from .core.trees import map_tensors, tensors_in
+from .modules.converted import Converted
 
 ACCUMULATION = ("replace", "append", "add")
 _CONVERTING = RLock()  # of threads that convert a model for one call alone

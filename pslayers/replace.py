@@ -5,8 +5,8 @@ from typing import TypeVar
 from torch import nn
 
 from . import torch_api
-from .converted import Converted
 from .layers.batch_norm import PSRunningNorm
+from .modules.converted import Converted
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .container import PSContainer
-from .converted import Converted
-from .fallback import parameters_of
-from .layers.base import PSLayer
-from .sharding import is_sharded
-from .trees import callable_module, own_parameters
+from .core.sharding import is_sharded
+from .core.trees import callable_module, own_parameters
+from .general import parameters_of
+from .modules.base import PSLayer
+from .modules.container import PSContainer
+from .modules.converted import Converted
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module]:

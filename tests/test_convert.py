@@ -244,7 +244,7 @@ def test_user_layer_is_one_class() -> None:
         with pytest.raises(TypeError, match="is no subclass of it"):
             type("Wrong", (ps.PSLayer, nn.Linear), {}, replaces=nn.Bilinear)
     finally:
-        from pslayers.layers.base import REGISTRY
+        from pslayers.modules.base import REGISTRY
 
         REGISTRY[nn.Bilinear] = ps.PSBilinear
 
@@ -276,7 +276,7 @@ def test_user_layer_with_children_keeps_their_gradients_right() -> None:
     try:
         assert_rows_right(nn.Sequential(Block(), Block()), torch.randn(5, 4, dtype=torch.float64))
     finally:
-        from pslayers.layers.base import REGISTRY
+        from pslayers.modules.base import REGISTRY
 
         del REGISTRY[Block]
 

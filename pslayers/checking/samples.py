@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from ..tracking import noise
-from ..trees import map_tensors
+from ..attribution.tracking import noise
+from ..core.trees import map_tensors
 
 
 def each_leaf(fn: Callable[[Any], Any], value: Any) -> Any:

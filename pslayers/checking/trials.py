@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_api
-from ..context import local
+from ..attribution.snapshot import trial
 from ..convert import ConversionError, converted_parameters, settings_of
-from ..converted import Converted
+from ..core.context import local
 from ..gradients import recording
-from ..snapshot import trial
+from ..modules.converted import Converted
 from .losses import LowestPrecision, RealCall, floating, overlap, project, samples_dims
 from .samples import Samples
 

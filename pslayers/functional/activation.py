@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..expand import Expansion
+from ..core.expansion import Expansion
 from .affine import Separate, affine
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..expand import Expansion, Op, composite_backward, per_sample, shared, wanted
+from ..core.expansion import Expansion, Op, composite_backward, per_sample, shared, wanted
 from .common import check_rows, of_dtype, owned
 
 Weight = Tensor | Expansion | None

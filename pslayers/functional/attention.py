@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from .. import torch_api
-from ..context import transforming
-from ..expand import Expansion, Op, composite_backward, per_sample, shared, wanted
+from ..core.context import transforming
+from ..core.expansion import Expansion, Op, composite_backward, per_sample, shared, wanted
 from .common import SUM_FROM_ROWS, by_sample, check_rows, of_dtype, owned
 from .linear import linear, product
 from .products import affine, outer, outer_each

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..expand import Expansion, Op, composite_backward, shared, wanted
+from ..core.expansion import Expansion, Op, composite_backward, shared, wanted
 from .common import check_rows, owned
 
 MODES = "sum", "mean", "max"  # by torch's numbers

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..expand import Expansion, Op, composite_backward, per_sample, shared, wanted
+from ..core.expansion import Expansion, Op, composite_backward, per_sample, shared, wanted
 from .common import bias_grads, by_sample, check_rows, owned
 from .linear import linear
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..expand import Expansion
+from ..core.expansion import Expansion
 
 # above this many rows a sample, summing the rows is cheaper than a second product over all rows
 SUM_FROM_ROWS = 16

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..expand import Expansion, Op, per_sample, shared, wanted
+from ..core.expansion import Expansion, Op, per_sample, shared, wanted
 from .common import bias_grads, check_rows, of_dtype, owned
 from .conv_rows import Geometry, as_groups, convolution, convolution_backward, differentiable_rows, write_rows
 

@@ -6,7 +6,7 @@ Shapes: B samples, N = k * B rows, C and O in and out channels, G groups, K kern
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..expand import Expansion
+from ..core.expansion import Expansion
 from .conv import Size, add_bias, apply, check_shapes, each
 from .conv_rows import Geometry
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..expand import Op, composite_backward
+from ..core.expansion import Op, composite_backward
 from .common import owned
 
 Result = Tensor | tuple[Tensor, ...]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..expand import Expansion, Op, shared, wanted
+from ..core.expansion import Expansion, Op, shared, wanted
 from .common import check_rows, of_dtype, owned
 
 

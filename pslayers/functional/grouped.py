@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..expand import Expansion, Op, composite_backward, shared, wanted
+from ..core.expansion import Expansion, Op, composite_backward, shared, wanted
 from .common import of_dtype, owned
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]

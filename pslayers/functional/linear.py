@@ -6,7 +6,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from ..expand import Expansion, Op, per_sample, shared, wanted
+from ..core.expansion import Expansion, Op, per_sample, shared, wanted
 from .common import SUM_FROM_ROWS, bias_grads, by_sample, check_rows, of_dtype, owned
 from .products import affine, outer, outer_each
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..expand import Expansion, per_sample, shared
+from ..core.expansion import Expansion, per_sample, shared
 from .cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell
 from .linear import linear
 from .rnn_layer import Layer, Plan, composite

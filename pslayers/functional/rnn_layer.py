@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..expand import Expansion, Op, composite_backward, wanted
+from ..core.expansion import Expansion, Op, composite_backward, wanted
 from .cells import Cell, Pass
 from .common import SUM_FROM_ROWS
 from .products import affine, outer, outer_each

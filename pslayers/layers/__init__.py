@@ -1,9 +1,9 @@
 """Replacement layers: torch's own, with per-sample weights."""
 
+from ..modules.base import PSLayer
 from .activation import PSPReLU
 from .adaptive import PSAdaptiveLogSoftmaxWithLoss
 from .attention import PSMultiheadAttention, PSNonDynamicallyQuantizableLinear
-from .base import PSLayer
 from .batch_norm import PSBatchNorm1d, PSBatchNorm2d, PSBatchNorm3d, PSSyncBatchNorm
 from .conv import PSConv1d, PSConv2d, PSConv3d, PSConvTranspose1d, PSConvTranspose2d, PSConvTranspose3d
 from .embedding import PSEmbedding, PSEmbeddingBag

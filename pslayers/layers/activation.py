@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from .. import functional as PF
-from .base import PSLayer
+from ..modules.base import PSLayer
 
 
 class PSPReLU(PSLayer, nn.PReLU, replaces=nn.PReLU, fused=True):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..context import transforming
+from ..core.context import transforming
+from ..modules.base import PSLayer
 from ..torch_api import AdaptiveOutput
-from .base import PSLayer
 
 
 class PSAdaptiveLogSoftmaxWithLoss(PSLayer, nn.AdaptiveLogSoftmaxWithLoss, replaces=nn.AdaptiveLogSoftmaxWithLoss, fused=True):

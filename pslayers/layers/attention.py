@@ -11,11 +11,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import functional as PF
 from .. import torch_api
-from ..context import clear, current_batch, local
-from ..converted import State
-from ..expand import Expansion
+from ..core.context import clear, current_batch, local
+from ..core.expansion import Expansion
 from ..functional.attention import of_rows
-from .base import Call, PSLayer
+from ..modules.base import Call, PSLayer
+from ..modules.converted import State
 from .linear import PSLinear
 
 Undo = Callable[[Tensor], Tensor] | None

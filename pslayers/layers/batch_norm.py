@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as PF
+from ..modules.base import PSLayer
 from ..torch_api import AnyBatchNorm
-from .base import PSLayer
 
 
 class PSRunningNorm(PSLayer, AnyBatchNorm, fused=True):

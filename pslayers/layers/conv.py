@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from .. import functional as PF
-from .base import PSLayer
+from ..modules.base import PSLayer
 
 
 class PSConv1d(PSLayer, nn.Conv1d, replaces=nn.Conv1d, fused=True):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as PF
-from ..expand import Expansion
-from ..tracking import BATCH_MAJOR, MIXED
-from .base import PSLayer
+from ..attribution.tracking import BATCH_MAJOR, MIXED
+from ..core.expansion import Expansion
+from ..modules.base import PSLayer
 
 
 class PSTable(PSLayer):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as PF
-from .base import PSLayer
+from ..modules.base import PSLayer
 
 
 class PSInstanceNorm1d(PSLayer, nn.InstanceNorm1d, replaces=nn.InstanceNorm1d, fused=True):

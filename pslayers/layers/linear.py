@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional as PF
-from .base import PSLayer
+from ..modules.base import PSLayer
 
 
 class PSLinear(PSLayer, nn.Linear, replaces=nn.Linear, fused=True):

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from .. import functional as PF
-from .base import PSLayer
+from ..modules.base import PSLayer
 
 
 class PSLayerNorm(PSLayer, nn.LayerNorm, replaces=nn.LayerNorm, fused=True):

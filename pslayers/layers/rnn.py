@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from ..context import current_batch
-from ..expand import Expansion
+from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED
+from ..core.context import current_batch
+from ..core.expansion import Expansion
 from ..functional import rnn as PF
-from ..tracking import BATCH_MAJOR, MIXED, SHARED
-from .base import PSLayer
+from ..modules.base import PSLayer
 
 Undo = Callable[[Tensor], Tensor] | None
 

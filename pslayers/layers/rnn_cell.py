@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..context import current_batch
+from ..core.context import current_batch
+from ..core.trees import map_tensors
 from ..functional import rnn as PF
-from ..trees import map_tensors
-from .base import PSLayer
+from ..modules.base import PSLayer
 
 
 class PSRecurrentCell(PSLayer, nn.RNNCellBase, fused=True):

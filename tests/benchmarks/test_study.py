@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import agreement, engines, memory, plots, registry, report, study, summary, tables, timing
+from benchmarks import agreement, choice, engines, memory, plots, registry, report, study, summary, tables, timing
 from benchmarks.agreement import Reference, exact_verdict, verdict
 
 from . import examples
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # peers warn as they like
 
 
 def problem(batch_size: int = 4, dtype: torch.dtype = torch.float32) -> registry.Problem:
-    (case,) = registry.find([], [f"{HERE}:build"])
+    (case,) = choice.chosen_cells([], [f"{HERE}:build"])
     torch.manual_seed(0)
     return case.build(batch_size, 0).to(torch.device("cpu"), dtype)
 
@@ -86,7 +86,7 @@ COMPILED = [engines.CompiledPlain, engines.Compiled]
 
 
 @pytest.mark.parametrize(
-    "kind", [*engines.find(["all"]), *(pytest.param(k, marks=pytest.mark.slow) for k in COMPILED)], ids=lambda k: k.name
+    "kind", [*choice.chosen_engines(["all"]), *(pytest.param(k, marks=pytest.mark.slow) for k in COMPILED)], ids=lambda k: k.name
 )
 def test_every_engine_agrees_step_after_step_and_frees_its_gradients(kind: type[engines.Engine]) -> None:
     if not kind.installed():
@@ -103,7 +103,7 @@ def test_every_engine_agrees_step_after_step_and_frees_its_gradients(kind: type[
         assert all(g is None for g in engine.rows().values())
 
 
-@pytest.mark.parametrize("case", registry.find(["all", "sweeps"]), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", choice.chosen_cells(["all", "sweeps"]), ids=lambda c: c.name)
 def test_every_cell_can_be_built(case: registry.Case) -> None:
     if case.name == "layer_conv":
         pytest.skip("its one forward pass takes a second")
@@ -130,15 +130,15 @@ def test_streamed_norms() -> None:
 
 def test_names_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match=r"no cell 'mpl'; there are: all, fast-dpsgd, layers, .*mlp"):
-        registry.find(["mpl"])
+        choice.chosen_cells(["mpl"])
     with pytest.raises(ValueError, match=r"no engine 'psalyers'; there are: all, peers, plain, limit, pslayers"):
-        engines.find(["psalyers"])
+        choice.chosen_engines(["psalyers"])
 
 
 def test_a_slow_peer_drops_out_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"plain": 1.0, "loop": 50.0, "torch.func": 5.0, "expanded": 70.0, "pslayers": 90.0}
     monkeypatch.setattr(timing, "timed", lambda engine, problem, steps: seconds[engine.name])
-    kinds = [k for k in engines.find(["all"]) if k.name in seconds]
+    kinds = [k for k in choice.chosen_engines(["all"]) if k.name in seconds]
     times = timing.interleaved(kinds, problem(), None, timing.Effort(7, 3, cell=1e9), lambda text: None)
     assert {name: len(t) for name, t in times.items()} == {"plain": 7, "pslayers": 7, "loop": 2, "torch.func": 7, "expanded": 1}
 

@@ -3,7 +3,7 @@
 from types import ModuleType
 
 import pslayers as ps
-from pslayers.layers.base import REGISTRY
+from pslayers.modules.base import REGISTRY
 
 from ..layers import (
     test_activation,

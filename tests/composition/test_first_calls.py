@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
-from pslayers import proof
+from pslayers.attribution import proof
 from tests.oracle import loop, square, squares
 
 from .common import Counts, Uses, batch, both, right

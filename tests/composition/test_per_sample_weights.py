@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import pslayers as ps
-from pslayers.layers.base import REGISTRY
+from pslayers.modules.base import REGISTRY
 
 from .. import zoo
 from ..layers.suite import Case, LayerSuite, floats

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.nn import functional as F
 
-from pslayers.context import Scale
-from pslayers.expand import Expansion
+from pslayers.core.context import Scale
+from pslayers.core.expansion import Expansion
 from pslayers.functional import conv, conv_rows
 from pslayers.functional.conv import conv1d, conv2d, conv3d
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import grad
 from torch.nn import functional as F
 
-from pslayers.expand import Expansion
+from pslayers.core.expansion import Expansion
 from pslayers.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 
 OURS = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import pslayers.functional as PF
-from pslayers.expand import Expansion
+from pslayers.core.expansion import Expansion
 
 OFFSETS = {"all": [2, 2, 5, 9], "first empty": [0, 4, 9, 9], "rows in no group": [1, 3, 3, 6], "none": [0, 0, 0, 0]}
 SAMPLES = torch.tensor([0, 2, 1, 1, 0, 2, 2, 2, 0])
@@ -30,7 +30,7 @@ def by_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", OFFSETS)
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_rows_equal_the_loop(name: str, scale: float) -> None:
-    from pslayers.context import Scale
+    from pslayers.core.context import Scale
 
     offsets, inside = torch.tensor(OFFSETS[name], dtype=torch.int32), OFFSETS[name][-1]
     x, weight = torch.randn(9, 3, dtype=torch.float64, requires_grad=True), torch.randn(4, 3, 2, dtype=torch.float64)

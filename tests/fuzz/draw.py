@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from pslayers.trees import tensors_in
+from pslayers.core.trees import tensors_in
 
 LAYOUTS = ("contiguous", "contiguous", "transposed", "sliced")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
-from pslayers.trees import tensors_in
+from pslayers.core.trees import tensors_in
 
 from .draw import Config, Draw
 

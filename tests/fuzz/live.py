@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
-from pslayers.trees import map_tensors, tensors_in
+from pslayers.core.trees import map_tensors, tensors_in
 
 from .draw import Config, Draw
 from .models import Checkpointed

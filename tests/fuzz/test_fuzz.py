@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
-from pslayers.record import Recorder
+from pslayers.core.recorder import Recorder
 
 from .fuzzer import KINDS, run
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
-from pslayers.trees import tensors_in
+from pslayers.core.trees import tensors_in
 
 
 @dataclass

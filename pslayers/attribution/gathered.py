@@ -1,0 +1,295 @@
+"""Rows that a model picks out of its batch by its data, as in ``h[mask]``: how many there are, and whose they are.
+
+While a `Picks` mode is active, the samples' inputs are tagged with the sample of each row, and torch's functions that do the same
+to every row, or pick some, hand the tag on. A layer, or a module without a replacement, is given picked rows as a batch: as many
+for each sample, filled up where one has fewer; what it returns is picked rows again. Nothing is guessed from how many rows there
+are: what comes of picked rows by any other function may be anybody's, and a module that is given that is run sample by sample.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+
+from .. import torch_api
+from ..core.context import Settings, changed, local, transforming
+from ..core.trees import map_tensors, tensors_in, tensors_of
+from ..parameters.per_sample import PerSample
+from .provenance import WEAK, Batched, Owners
+from .row_rules import RULES, lose, other
+from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Ambiguous, Layout, owners_of_packed
+
+
+class _Notes:
+    """Something known of tensors, for as long as they are there."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+
+    def get(self, t: Tensor) -> Any:
+        found = self.of.get(id(t))
+        return found[1] if found is not None and found[0]() is t else None
+
+    def __setitem__(self, t: Tensor, note: Any) -> None:
+        self.of[id(t)] = weakref.ref(t), note
+
+
+class Picks(TorchFunctionMode):
+    """Knows whose the rows are of what has been made from a batch's inputs since it was entered."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.tags = _Notes()
+        self.second = _Notes()  # whose the rows in dim 1 are
+        self.batches = _Notes()  # what modules were given for picked rows
+        self.entering: Any = None  # the module that `call` is about to run
+        self.level = torch_api.level()  # of transforms of torch.func around
+        self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if local.picks is not self or torch_api.level() != self.level or not (self._any(args) or self._any(kwargs.values())):
+            return result
+        name = getattr(func, "__name__", "")
+        if local.stand_ins is not None and isinstance(result, Tensor) and self.tags.get(result) is not None and name[-1:] != "_":
+            return result  # what has met a parameter of each sample's own knows its rows
+        if isinstance(result, (Tensor, tuple, list)) or name == "__setitem__":
+            if not args or not isinstance(args[0], (Tensor, tuple, list)):  # by their names, in any order
+                first = next((kwargs[n] for n in ("input", "self", "tensors", "condition") if n in kwargs), None)
+                args = (first, *args)
+            with torch_api.without_torch_function(), torch.no_grad():
+                try:
+                    RULES.get(name, other)(self, result, name, args, kwargs)
+                except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):  # arguments in a form that no rule knows
+                    lose(self, [result, args[0]], args, kwargs)
+        return result
+
+    def _any(self, values: Iterable[Any]) -> bool:
+        """Whether one of them, or in one of them, may be known; never wrong where none is."""
+        return any(
+            id(v) in self.tags.of if isinstance(v, Tensor) else isinstance(v, (tuple, list)) and self._any(v) for v in values
+        )
+
+    def owners(self, t: Any) -> Owners | None:
+        """Whose the rows of a tensor are, where that is followed; None for others."""
+        return self.tags.get(t) if isinstance(t, Tensor) else None
+
+    def picked(self, t: Any) -> Owners | None:
+        """The same, if they were picked."""
+        owners = self.owners(t)
+        return owners if owners is not None and owners.picked else None
+
+    def tag(self, t: Any, owners: Owners | None) -> None:
+        """Note whose the rows of a tensor are."""
+        if owners is not None and isinstance(t, Tensor) and t.ndim:
+            self.tags[t] = owners if owners.ids is None or len(t) == len(owners.ids) else owners.lost()
+
+    def tag_second(self, t: Any, owners: Owners | None) -> None:
+        """Note whose the rows in dim 1 are: of a recurrent layer's states, or behind a dim of one."""
+        if owners is not None and isinstance(t, Tensor) and t.ndim > 1:
+            one = owners.of_one() if len(t) == 1 else None
+            self.tag(t, owners.lost() if one is None else Owners(one, 1, one=one))
+            self.second[t] = owners
+
+    def notes_of(self, t: Tensor) -> tuple[Any, ...]:
+        """All that is known of a tensor."""
+        return tuple(notes.get(t) for notes in (self.tags, self.second, self.batches))
+
+    def note(self, t: Tensor, known: tuple[Any, ...]) -> None:
+        """Note all that is known of a tensor of which this one is a copy."""
+        for notes, note in zip((self.tags, self.second, self.batches), known, strict=True):
+            if note is not None:
+                notes[t] = note
+
+    def tag_batch(self, t: Any) -> None:
+        """Note that the rows of a tensor are the batch's, k a sample."""
+        if isinstance(t, Tensor) and t.ndim and len(t) % self.size == 0:
+            k = len(t) // self.size
+            self.tag(t, Owners(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False))
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is as long."""
+        for place, t in enumerate(tensors_in((args, kwargs))):
+            if isinstance(t, PackedSequence) and len(t.batch_sizes):
+                ids = owners_of_packed(t)
+                self.tag(t.data, Owners(ids, len(t.batch_sizes), rows=ids if t.sorted_indices is not None else None, by_data=False))
+            if not isinstance(t, Tensor) or not t.ndim:
+                continue
+            if (place == 0 and len(t) % self.size == 0) or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1]):
+                self.tag_batch(t)
+            elif place == 0 or self.size in t.shape:
+                self.tag(t, WEAK)
+
+    def copies(self, t: Tensor) -> tuple[bool, Callable[[], bool]]:
+        """Whether what all samples share has as many rows as the batch, and whether these are alike for every sample."""
+        rows = local.stand_ins is not None and local.stand_ins.rows(t)
+
+        def alike() -> bool:
+            with torch_api.without_torch_function():
+                each = t.unflatten(0, (self.size, -1))
+                return bool((each == each[:1]).all())
+
+        return rows, alike
+
+    def pick(self, owners: Owners | None) -> Owners | None:
+        """Note that the module that is running picks rows."""
+        if owners is not None and owners.picked and local.tracker is not None and local.tracker.inner:
+            local.tracker.pickers.add(local.tracker.inner[-1])
+        return owners
+
+    def by_batch(self, op: Callable[[Tensor], Tensor], t: Tensor, owners: Owners) -> Tensor:
+        """What an op on a batch, k rows a sample, gives for picked rows."""
+        batch = owners.batch(self.size)
+        with torch_api.without_torch_function():
+            return batch.back(op(batch.into(t)))
+
+    # ------------------------------------------------------------------ calls of modules
+    def enters(self, module: Any) -> bool:
+        """Whether this call of the module is the one that `call` makes."""
+        if self.entering is not module:
+            return False
+        self.entering = None
+        return True
+
+    def call(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a layer, or of a module without a replacement, that gets a batch in the place of picked rows."""
+        if torch_api.level() != self.level:
+            self.entering = module
+            return forward(*args, **kwargs)
+        tensors = tensors_of((args, kwargs))
+        if not local.general and (local.batch is not None or local.tracker is not None):
+            found = [o for t in tensors if (o := self.picked(t)) is not None]
+            # a module that could not have them as a batch while it was tracked is run in a way that takes them as they are
+            as_they_are = any(PICKED in plan.layouts.inputs for plan in module._ps_state().plans.values())
+            if found and (local.tracker is not None or not as_they_are):
+                return self._by_batch(module, forward, args, kwargs, found)
+        self.entering = module
+        output = forward(*args, **kwargs)
+        if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
+            returned = list(tensors_in([output]))
+            self.tag(returned[0] if returned else None, owners)
+            for t in returned[1:] if isinstance(module, nn.RNNBase) else ():
+                self.tag_second(t, owners)
+        elif isinstance(module, nn.RNNBase):
+            self._of_packed(args, kwargs, output)
+        return output
+
+    def _of_packed(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Tag what a recurrent layer returns for packed sequences: its states are in the order of the batch."""
+        given = next((t for t in tensors_in((args, kwargs)) if isinstance(t, PackedSequence)), None)
+        owners = None if given is None else self.owners(given.data)
+        first = None if given is None or owners is None else owners.first(int(given.batch_sizes[0]), self.size)
+        if given is None or first is None:
+            return
+        packed, *states = tensors_in([output])
+        self.tag(packed.data, owners)
+        for t in states:
+            self.tag_second(t, first if given.unsorted_indices is None else first.at(given.unsorted_indices))
+
+    def _by_batch(
+        self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[Owners]
+    ) -> Any:
+        settings, tracked, owners = module._ps_state().settings, local.tracker is not None, found[0]
+        trackable = local.batch is not None and local.batch.trackable
+        settings.picks = True
+        problem = None
+        if not all(o.ids is not None and o.same(owners) for o in found):
+            problem = "they were moved, or put beside others, by a function that may do anything to rows"
+        elif module.training and any(b is not None for b in module._buffers.values()):
+            problem = "it keeps statistics of what it is given"
+        if problem is None:
+            batch = owners.batch(self.size, self._extra(), tracked)
+            states = isinstance(module, nn.RNNBase)  # whose states hold the batch in dim 1
+            try:
+                args_of_all, kwargs_of_all = map_tensors(lambda t: self._into(batch, t, states), (args, kwargs))
+                self.entering = module
+                output = forward(*args_of_all, **kwargs_of_all)
+                return self._back(batch, output, owners, states)
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # it cannot have them as a batch
+                if not tracked and not trackable:
+                    raise
+                problem = f"it does not take them as a batch ({type(error).__name__}: {error})".splitlines()[0]
+        if tracked:
+            self.refused.add(id(module))
+            self.entering = module
+            return forward(*args, **kwargs)
+        if trackable:
+            raise Ambiguous
+        raise module._ps_not_told(problem)
+
+    def _into(self, batch: Batched, t: Tensor, states: bool) -> Tensor:
+        """A tensor that a call takes: rows beside those that are picked go with them."""
+        dim = 0 if t.ndim and len(t) == batch.k else 1 if states and t.ndim > 2 and t.shape[1] == batch.k else None
+        if dim is None or (self.picked(t) is None and not states and (t.ndim < 2 or of_parameter(t))):
+            return t
+        with torch_api.without_torch_function():
+            taken = batch.into(t, dim)
+        self.batches[taken] = True
+        return taken
+
+    def _back(self, batch: Batched, output: Any, owners: Owners, states: bool) -> Any:
+        first = next(tensors_in([output]), None)
+
+        def back(t: Tensor) -> Tensor:
+            dim = 1 if states and t is not first else 0
+            if t.ndim <= dim or t.shape[dim] != batch.rows:
+                return t
+            with torch_api.without_torch_function():
+                rows = batch.back(t, dim)
+            (self.tag_second if dim else self.tag)(rows, owners)
+            return rows
+
+        return map_tensors(back, output)
+
+    def _extra(self) -> int:
+        """How many rows more than the longest sample has: one in a call that is to prove that they do nothing."""
+        return int(local.tracker is not None or (local.batch is not None and local.batch.proving))
+
+
+def of_parameter(t: Tensor) -> bool:
+    """Whether a tensor is a parameter or a part of one, whatever its length."""
+    return isinstance(t._base if t._is_view() else t, (nn.Parameter, PerSample))
+
+
+def without_picks() -> AbstractContextManager[None]:
+    """Around what is run for one sample, which holds nobody else's rows, or as the original layers do."""
+    return changed(picks=None)
+
+
+@contextmanager
+def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]:
+    """Know whose the rows of tensors are in the forward of a module whose inputs hold the samples so."""
+    before, local.picks = local.picks, local.picks or Picks(size)
+    picks: Picks = local.picks
+    for t, layout in inputs:
+        if layout in (BATCH_MAJOR, ("dim", 0)):
+            picks.tag_batch(t)
+        elif layout not in (SHARED, TABLE, PICKED):
+            picks.tag(t, WEAK)
+    try:
+        with picks if before is None else nullcontext():
+            yield
+    finally:
+        local.picks = before
+
+
+@contextmanager
+def picking(size: int, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """A `Picks` mode around an outermost call."""
+    if not settings.batch_first or size < 2 or transforming():
+        yield
+        return
+    before, local.picks = local.picks, Picks(size)
+    try:
+        local.picks.enter(args, kwargs)
+        with local.picks:
+            yield
+    finally:
+        local.picks = before

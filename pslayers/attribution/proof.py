@@ -1,0 +1,239 @@
+"""Proof that rows are the samples': from the graph of a first call, and by comparing with what the plain model returns."""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from .. import torch_api
+from ..core.context import Batch, picked_by
+from ..core.trees import tensors_in, tensors_of
+from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
+
+_PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
+
+
+class Unprovable(Exception):  # noqa: N818
+    """The graph of a call cannot be walked: it holds a reentrant checkpoint, which torch.autograd.grad does not go through."""
+
+
+def separating_groups(size: int) -> list[list[int]]:
+    """Groups of samples such that, of any two samples, one group holds the first without the second: by each binary digit."""
+    bits = range(max(size - 1, 1).bit_length())
+    groups = [[i for i in range(size) if (i >> bit) & 1 == value] for bit in bits for value in (0, 1)]
+    return [group for group in groups if group]
+
+
+def disagreement(ours: Any, plain: Any) -> str | None:
+    """How an output differs from the plain one; None where it does not."""
+    pairs = [tensors_of(ours), tensors_of(plain)]
+    shapes = [[tuple(t.shape) for t in tensors] for tensors in pairs]
+    if shapes[0] != shapes[1]:
+        return f"tensors of shape {shapes[0]} instead of {shapes[1]}"
+    for a, b in zip(*pairs, strict=True):
+        if b.is_floating_point() and b.numel():
+            tolerance = {torch.float64: 1e-4, torch.float32: 1e-3}.get(b.dtype, 3e-2)  # models may compute in less than they return
+            finite = b.isfinite()
+            if not torch.equal(a.isfinite(), finite):
+                return "other values than the original layers"
+            a, b = (torch.where(finite, t.detach().double(), 0) for t in (a, b))
+            if (a - b).abs().max() > tolerance * (b.abs().max() + 1e-4):
+                return "other values than the original layers"
+    return None
+
+
+def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = None) -> list[tuple[Tensor, int, Tensor]]:
+    """The tensors of a model's output that hold the samples, the dim of their rows, and whose these are: as tracked, or by shape.
+
+    One in which samples interact in the original model (the similarities of all pairs) says nothing about whose rows are whose.
+    """
+    found: list[tuple[Tensor, int, Tensor]] = []
+    for place, t in enumerate(tensors_in([output])):
+        if not isinstance(t, Tensor) or not t.requires_grad or not t.ndim or not t.numel() or t.is_complex():
+            continue
+        picked = picked_by(t)
+        # one row of each sample in another's place is that one's to whoever takes the loss
+        if picked is not None and picked.ids is not None and not (len(t) == len(picked.ids.unique()) == batch.size):
+            found.append((t, 0, picked.ids))
+            continue
+        layout, dim = None if layouts is None else layouts[place], batch_dim(t, batch)
+        if layout is None and t.shape[dim] == batch.size:
+            layout = "dim", dim
+        elif layout is None and t.shape[0] % batch.size == 0 and batch.settings.batch_first:
+            layout = BATCH_MAJOR
+        if layout not in (None, SHARED, TABLE, MIXED):
+            found.append((t, layout[1], samples_of_rows(layout, t, batch.size)))
+    return found
+
+
+_quiet = threading.local()  # while a proof goes backward through a graph, hooks of the user's are not called
+
+
+@contextmanager
+def quiet_pass() -> Iterator[None]:
+    """Around passes that only prove something: hooks that the user put on modules and tensors are not called."""
+    before, _quiet.now = getattr(_quiet, "now", False), True
+    try:
+        yield
+    finally:
+        _quiet.now = before
+
+
+class _QuietTensorHooks(TorchFunctionMode):
+    """Hooks that a forward puts on its tensors are silent in passes that only prove."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.register_hook:
+            args = (args[0], _unless_quiet(args[1])) if len(args) > 1 else args
+            kwargs = {name: _unless_quiet(hook) for name, hook in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def quiet_hooks(model: nn.Module) -> Iterator[None]:
+    """Have the backward hooks that modules and forwards put into the graph of this call be silent in passes that only prove."""
+    held = [m.__dict__[name] for m in model.modules() for name in ("_backward_hooks", "_backward_pre_hooks") if m.__dict__[name]]
+    before = [(hooks, dict(hooks)) for hooks in held]
+    for hooks, each in before:
+        hooks.update({key: _unless_quiet(hook) for key, hook in each.items()})
+    try:
+        with _QuietTensorHooks():
+            yield
+    finally:
+        for hooks, each in before:
+            hooks.update({key: each[key] for key in hooks if key in each})
+
+
+def _unless_quiet(hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(hook)
+    def called(*args: Any) -> Any:
+        return None if getattr(_quiet, "now", False) else hook(*args)
+
+    return called
+
+
+class Watched:
+    """What the layers of a call return, watched for the gradients that flow by; its values are not kept."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.edges: list[torch.autograd.graph.GradientEdge] = []
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.samples: Tensor | None = None  # whose outputs are being back-propagated
+        self.agree: bool | None = True
+        self.met: set[int] = set()  # which of the edges gradients flowed by
+
+    def add(self, owned: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
+        """Tensors, the dim of their rows, and whose these are; None: k a sample, in order."""
+        for t, dim, owners in owned:
+            if t.requires_grad and t.numel():
+                self.edges.append(torch.autograd.graph.get_gradient_edge(t))
+                look = functools.partial(self._look, len(self.edges) - 1, dim=dim, owners=owners)
+                with torch_api.without_torch_function():  # no hook of the user's
+                    self.hooks.append(t.register_hook(look))
+
+    def _look(self, edge: int, grad: Tensor | None, dim: int, owners: Tensor | None) -> None:
+        if grad is None or self.samples is None:  # of one of several outputs; or the user's own pass
+            return
+        self.met.add(edge)
+        grad = grad.detach().movedim(dim, 0)
+        if owners is None:
+            owners = torch.arange(self.size, device=grad.device).repeat_interleave(grad.shape[0] // self.size)
+        of_others = grad[~torch.isin(owners, self.samples)]
+        touched, unknown = of_others != 0, of_others.isnan()
+        if bool((touched & ~unknown).any()):
+            self.agree = False
+        elif self.agree and bool(unknown.any()):
+            self.agree = None
+
+    def missed(self, output: Any) -> bool:
+        """Whether something that an output depends on was met by no pass: it goes but into numbers of the whole batch (a loss)."""
+        missed = {edge.node for i, edge in enumerate(self.edges) if i not in self.met}
+        return bool(missed & _nodes(output)) if missed else False
+
+    def close(self) -> None:
+        """Look no more: hooks that hold what they look at would keep the graph."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+    def last(self) -> list["torch.autograd.graph.GradientEdge"]:
+        """Those from which the graph leads to no other of them: a pass that is asked for these meets all that it can reach."""
+        edges = [edge for edge in self.edges if torch_api.lives(edge.node)]
+        nodes, last = {edge.node for edge in edges}, []
+        for edge in edges:
+            todo, seen = [edge.node], {edge.node}
+            while todo:
+                before = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+                if before & nodes:
+                    break
+                seen |= before
+                todo += before
+            else:
+                last.append(edge)
+        return last
+
+
+def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, int, Tensor]], batch: Batch) -> bool | None:
+    """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs alone.
+
+    None where they seem to, but a NaN leaves it open: no gradient at all times NaN is NaN.
+
+    A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a table as long as the
+    batch). Costs 2 log2(B) passes of the graph without weight gradients, and their memory: gradients are looked at as they flow by.
+    """
+    try:
+        if not outputs or not layers.edges:
+            return True  # nothing to be told here
+        device, last = outputs[0][0].device, layers.last()
+        for samples in separating_groups(batch.size):
+            layers.samples = torch.tensor(samples, device=device)
+            theirs = [torch.isin(owners, layers.samples.to(t.device)) for t, _, owners in outputs]
+            own = [t.index_select(dim, rows.nonzero()[:, 0]) for (t, dim, _), rows in zip(outputs, theirs, strict=True)]
+            loss = sum((t.sum() + (t * t).sum() for t in own), torch.zeros((), device=device))
+            with quiet_pass():
+                torch.autograd.grad(loss, last, retain_graph=True, allow_unused=True)
+            if layers.agree is False:
+                break
+        return layers.agree
+    except RuntimeError as error:
+        if "use_reentrant=True" in str(error):
+            raise Unprovable from error
+        raise
+    finally:
+        layers.close()
+
+
+def _nodes(output: Any) -> set[Any]:
+    """All nodes of the graph of an output."""
+    todo = [t.grad_fn for t in tensors_in([output]) if isinstance(t, Tensor) and t.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        new = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+        seen |= new
+        todo += new
+    return seen
+
+
+def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
+    """Whether one of these parameters is reached, in the graph of an output, by anything but the library's own ops."""
+    watched = {id(p) for p in params if p.requires_grad}
+    todo = [t.grad_fn for t in tensors_in([output]) if isinstance(t, Tensor) and t.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        ours = getattr(type(node), "_forward_cls", type(None)).__module__.startswith(_PACKAGE)
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            if not ours and id(getattr(following, "variable", None)) in watched:
+                return True
+            if following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return False

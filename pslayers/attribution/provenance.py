@@ -1,0 +1,154 @@
+"""Whose the rows of a tensor are, and picked rows as a batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import torch_api
+
+
+class Owners:
+    """Whose the rows of a tensor are.
+
+    Args:
+        ids: (k,), the sample of each row; None where an op is not known to leave rows where they are.
+        limit: the most rows that one sample can have, whatever the data.
+        picked: they are not (all of) the batch's, each sample's together and as many; or are only by chance.
+        one: (1,), the sample whose all of them are, if that is known, even where there are none.
+        rows: (k,), which rows of the batch's they are, where numbers of rows picked them.
+        by_data: which they are may be another in every batch; else they were only moved, or repeated.
+    """
+
+    def __init__(
+        self,
+        ids: Tensor | None,
+        limit: int,
+        picked: bool = True,
+        one: Tensor | None = None,
+        rows: Tensor | None = None,
+        by_data: bool = True,
+    ) -> None:
+        self.ids, self.limit, self.picked, self.one, self.rows, self.by_data = ids, limit, picked, one, rows, by_data
+        self.batches: dict[tuple[int, int, bool], Batched] = {}
+
+    def batch(self, size: int, extra: int = 0, tracked: bool = False) -> "Batched":
+        """The rows as a batch of so many samples, with `extra` rows for each; while samples are tracked, as many as can be."""
+        key = size, extra, tracked
+        if key not in self.batches:
+            assert self.ids is not None
+            with torch_api.without_torch_function():
+                self.batches[key] = Batched(self.ids, size, extra, self.limit if tracked else None)
+        return self.batches[key]
+
+    def at(self, rows: Any, times: int = 1) -> "Owners":
+        """Those of some of the rows (a slice, or their numbers), of which there are at most `times` as many."""
+        if isinstance(rows, slice) and rows == slice(None):
+            return self
+        if self.ids is None:
+            return UNKNOWN
+        numbers = None
+        if isinstance(rows, Tensor) and (self.rows is not None or not self.picked):
+            numbers = rows if self.rows is None else self.rows[rows]
+            if self.rows is not None and put_back(self.rows, numbers, sure=not self.by_data):
+                return Owners(self.ids[rows], self.limit * times, picked=False)
+        return Owners(self.ids[rows], self.limit * times, one=self.one, rows=numbers)
+
+    def same(self, other: "Owners") -> bool:
+        """Whether both tell the same of every row."""
+        return self is other or (self.ids is not None and other.ids is not None and torch.equal(self.ids, other.ids))
+
+    def of_one(self) -> Tensor | None:
+        """(1,), the sample whose all the rows are, if they are one's."""
+        if self.one is not None or self.ids is None or not len(self.ids):
+            return self.one
+        return self.ids[:1] if bool((self.ids == self.ids[0]).all()) else None
+
+    def of_row(self, row: int, values: int) -> "Owners":
+        """Those of the values of a row, as rows."""
+        if self.ids is None:
+            return self
+        one = self.ids[row].reshape(1)
+        return Owners(one.expand(values), self.limit * values, one=one)
+
+    def viewed(self, rows: int) -> "Owners":
+        """Those of a view with so many rows: each is a part of a row here, or several whole ones of one sample."""
+        if self.ids is None or len(self.ids) == rows:
+            return self
+        if len(self.ids) and rows % len(self.ids) == 0:
+            times = rows // len(self.ids)
+            return Owners(self.ids.repeat_interleave(times), self.limit * times, self.picked, by_data=self.by_data)
+        if rows and len(self.ids) % rows == 0:
+            parts = self.ids.view(rows, -1)
+            if bool((parts == parts[:, :1]).all()):
+                return Owners(parts[:, 0], self.limit, self.picked, by_data=self.by_data)
+        return self.lost()
+
+    def first(self, count: int, size: int) -> "Owners | None":
+        """Of packed sequences, those of the first steps: of all samples, or it is not known."""
+        if self.ids is None or len(self.ids) < count:
+            return None
+        ids = self.ids[:count]
+        if not torch.equal(ids.sort()[0], torch.arange(size, device=ids.device)):
+            return None
+        return Owners(ids, 1, picked=self.rows is not None, rows=ids if self.rows is not None else None, by_data=False)
+
+    def lost(self) -> "Owners":
+        """Of what comes of these rows by a function that may do anything to them."""
+        return UNKNOWN if self.picked and self.by_data else WEAK
+
+
+def put_back(before: Tensor, rows: Tensor, sure: bool = False) -> bool:
+    """Whether rows of a batch that were in another order are in their own again, each once or as often as every other.
+
+    Of few rows that may be chance: another batch's would not be; unless it is `sure` that rows were moved, whatever the order.
+    """
+    k = len(rows) // (int(rows.max()) + 1) if len(rows) > (0 if sure else 3) else 0
+    if not k or len(rows) != len(before) or (torch.equal(before, rows) and not sure):
+        return False
+    return torch.equal(rows, torch.arange(len(rows) // k, device=rows.device).repeat_interleave(k))
+
+
+UNKNOWN, WEAK = Owners(None, 0), Owners(None, 0, picked=False)  # of rows that were picked; of what comes of the batch in any way
+
+
+class Batched:
+    """Picked rows (k, ...) as a batch (B * n, ...), each sample's together, and back."""
+
+    def __init__(self, ids: Tensor, size: int, extra: int, limit: int | None) -> None:
+        k, counts = len(ids), ids.bincount(minlength=size)
+        self.k, self.n = k, max(int(counts.max()), limit or 1) + extra
+        self.rows, order = size * self.n, ids.argsort(stable=True)
+        ordered, starts = ids[order], counts.cumsum(0) - counts
+        self.places = torch.empty_like(ids)
+        self.places[order] = torch.arange(k, device=ids.device) - starts[ordered] + ordered * self.n
+        self.alike = k == self.rows and torch.equal(self.places, torch.arange(k, device=ids.device))
+        # a sample with fewer rows has its first one again, which gets no gradient there; one without any has the first of all
+        first = order[starts.clamp(max=k - 1)] if k else ids
+        self.source = first.repeat_interleave(self.n).index_copy(0, self.places, torch.arange(k, device=ids.device)) if k else None
+        # while samples are tracked that must not be another sample's
+        self.none = (counts == 0).repeat_interleave(self.n) if limit is not None and bool((counts == 0).any()) else None
+
+    def into(self, t: Tensor, dim: int = 0) -> Tensor:
+        """(..., k, ...) as (..., B * n, ...), the rows being in `dim`."""
+        if self.alike:
+            return t.view_as(t)
+        if self.source is not None and self.none is None:
+            return t.index_select(dim, self.source)
+        t = t.movedim(dim, 0)
+        dtype = t.dtype if t.is_floating_point() or t.is_complex() else torch.float32
+        row = torch.linspace(0.1, 0.9, t.shape[1:].numel(), device=t.device, dtype=dtype).view(t.shape[1:])
+        row = row if dtype == t.dtype else torch.zeros_like(row, dtype=t.dtype)
+        if self.source is None or self.none is None:
+            row = row + t.sum() if dtype == t.dtype else row  # nothing, but its gradient is to be that of no rows
+            return row.expand(self.rows, *row.shape).movedim(0, dim)
+        mine = self.none.view(-1, *[1] * row.ndim)
+        return torch.where(mine, row, t.index_select(0, self.source)).movedim(0, dim)
+
+    def back(self, t: Tensor, dim: int = 0) -> Tensor:
+        """The rows alone, in the order that they had; their dims lie in memory as those of `t`: dropout goes by that."""
+        if self.alike:
+            return t.view_as(t)
+        strides = t.stride()
+        order = sorted(range(t.ndim), key=lambda d: -strides[d])
+        return t.permute(order).index_select(order.index(dim), self.places).permute([order.index(d) for d in range(t.ndim)])

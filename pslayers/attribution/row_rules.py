@@ -1,0 +1,468 @@
+"""What torch's functions do to rows that `picks` follows: rule(picks, result, name, args, kwargs) tags what a function returned.
+
+A rule says whose the rows of the result are, by those of the arguments: a function that has none may do anything to rows.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..core.trees import tensors_in
+from ..parameters.per_sample import lies_in
+from .provenance import UNKNOWN, WEAK, Owners
+
+if TYPE_CHECKING:
+    from .gathered import Picks
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+def _given(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) -> Any:
+    for alias in (name, "axis") if name == "dim" else (name,):
+        if alias in kwargs:
+            return kwargs[alias]
+    return args[at] if len(args) > at else default
+
+
+def _followed(picks: "Picks", args: Any, kwargs: Kwargs) -> tuple[list[tuple[Owners, Tensor]], Owners]:
+    """The arguments whose rows are followed, and what is then known of a result of which nothing is."""
+    found = [(o, t) for t in tensors_in((args, kwargs)) if isinstance(t, Tensor) and (o := picks.owners(t)) is not None]
+    return found, UNKNOWN if any(o.picked and o.by_data for o, _ in found) else WEAK
+
+
+def lose(picks: "Picks", results: Any, args: Args, kwargs: Kwargs) -> None:
+    """What comes of rows by a function that may do anything to them."""
+    found, lost = _followed(picks, args, kwargs)
+    for t in tensors_in(results) if found else ():
+        picks.tag(t, lost)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.ndim > 0
+
+
+def _numbers(index: Tensor) -> Tensor:
+    """The number of a row for each row of an index that says the same of all its values; else the index."""
+    rows = index.flatten(1) if index.ndim > 1 else index[:, None]
+    return rows[:, 0] if bool((rows == rows[:, :1]).all()) else index
+
+
+def _index(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    x, index = args[0], args[1]
+    parts = index if isinstance(index, tuple) and index else (index,)
+    of = picks.owners(x)
+    if parts[0] is Ellipsis:
+        other(picks, result, name, args, kwargs)
+    elif parts[0] is None:
+        picks.tag_second(result, picks.pick(of if len(parts) == 1 else _indexed(picks, x, parts[1:])))
+    elif isinstance(parts[0], int) and picks.second.get(x) is not None:
+        picks.tag(result, picks.second.get(x))
+    elif isinstance(parts[0], int):  # all of it is that sample's
+        picks.tag(result, None if of is None or not result.ndim else picks.pick(of.of_row(parts[0], len(result))))
+    else:
+        picks.tag(result, picks.pick(_indexed(picks, x, parts)))
+
+
+def _indexed(picks: "Picks", x: Tensor, parts: tuple[Any, ...]) -> Owners | None:
+    """Whose the rows are that an index picks: those of the rows it is for, else its own."""
+    first, of = parts[0], picks.owners(x)
+    if of is not None and of.ids is None and not of.picked and _by_data(picks, parts):
+        return UNKNOWN
+    if isinstance(first, slice):
+        return of.at(first) if of is not None and of.ids is not None else of
+    if _is_mask(first):
+        return _masked(of, picks.owners(first), first)
+    others = [o for i in parts if (o := picks.owners(i)) is not None]
+    if of is None:
+        return picks.owners(first) or (others[0].lost() if others else None)
+    if of.ids is None:
+        return UNKNOWN if any(o.picked for o in others) else of
+    rows = torch.as_tensor(first, device=x.device)
+    rows = rows if len(rows) else rows.long()
+    # together with indices of more dims it does not tell of rows
+    return of.at(rows) if rows.ndim == 1 and all(not isinstance(i, Tensor) or i.ndim < 2 for i in parts) else of.lost()
+
+
+def _by_data(picks: "Picks", parts: tuple[Any, ...]) -> bool:
+    """Whether which rows an index takes, and in which order, follows from the data alone: no constant is among its tensors."""
+    tensors = [i for i in parts if isinstance(i, Tensor) and i.ndim and not _is_mask(i)]
+    return bool(tensors) and all(picks.owners(i) is not None for i in tensors)
+
+
+def _masked(of: Owners | None, by: Owners | None, mask: Tensor) -> Owners | None:
+    """Whose the rows are that a mask, itself of rows `by`, picks out of rows `of`."""
+    if of is not None and of.ids is None:
+        return of if by is None else UNKNOWN  # what all samples share picks as many of each
+    told = of or by
+    if told is None or told.ids is None:
+        return None if told is None else UNKNOWN
+    return told.at(mask.nonzero()[:, 0], max(mask.numel() // max(len(mask), 1), 1))
+
+
+def _set(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    y, index, value = args
+    picks.tag(y, _written(picks, y, index[0] if isinstance(index, tuple) and index else index, value))
+
+
+def _written(picks: "Picks", y: Tensor, index: Any, value: Any) -> Owners | None:
+    """Whose the rows of `y` are with `value` written to some of them."""
+    of, new = picks.owners(y), picks.owners(value)
+    if new is None:
+        return of
+    if (isinstance(index, slice) and index == slice(None)) or index is Ellipsis:
+        whole = of if of is not None and of.ids is not None else new if new.ids is not None and len(y) == len(new.ids) else None
+        return whole if whole is not None and (new.same(whole) or not new.picked) else (of or new).lost()
+    if isinstance(index, Tensor) and index.ndim:
+        mask = _is_mask(index)
+        told = (
+            of if of is not None and of.ids is not None else picks.owners(index) if mask and (of is None or not of.picked) else None
+        )
+        rows = index.nonzero()[:, 0] if mask else index
+        if told is None and of is None and new.ids is not None and rows.ndim == 1 and len(y) % picks.size == 0 < len(y):
+            batch = Owners(
+                torch.arange(picks.size, device=rows.device).repeat_interleave(len(y) // picks.size), len(y), picked=False
+            )
+            told = batch if batch.at(rows).same(new) else None  # made anew, and every row put where its sample's are
+        if told is not None and told.ids is not None and rows.ndim == 1 and told.at(rows).same(new):
+            return told
+        return UNKNOWN if (of is not None and of.picked) or (new.picked and new.by_data) else WEAK
+    return UNKNOWN if new.picked or (of is not None and of.picked) else WEAK
+
+
+def _put(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """index_add(x, dim, index, source), scatter and the like."""
+    index, source = _given(args, kwargs, 2, "index"), _given(args, kwargs, 3, "src", kwargs.get("source"))
+    if _given(args, kwargs, 1, "dim") not in (0, -args[0].ndim):
+        _rowwise(picks, result, name, (args[0], source), {})
+        return
+    picks.tag(result, _written(picks, args[0], _numbers(index), source))
+
+
+def _index_put(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    indices = _given(args, kwargs, 1, "indices")
+    picks.tag(result, _written(picks, args[0], indices[0], _given(args, kwargs, 2, "values")))
+
+
+def _masked_scatter(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    of, by = picks.owners(args[0]), picks.owners(_given(args, kwargs, 1, "mask"))
+    picks.tag(result, of if of is not None and of.ids is not None else by if of is None and by is not None else WEAK)
+
+
+def _index_select(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    index = _given(args, kwargs, 2, "index")
+    of = picks.owners(args[0])
+    if _given(args, kwargs, 1, "dim") in (0, -args[0].ndim):
+        picks.tag(result, picks.pick(_indexed(picks, args[0], (index,))))
+    elif of is not None and of.ids is None and picks.owners(index) is not None:
+        picks.tag(result, UNKNOWN)  # the batch may be in that dim
+    else:
+        _of_first(picks, result, name, args, kwargs)
+
+
+def _gather(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    x = args[0]
+    if _given(args, kwargs, 1, "dim") not in (0, -x.ndim):
+        _of_first(picks, result, name, args, kwargs)
+    elif picks.owners(x) is not None and (numbers := _numbers(_given(args, kwargs, 2, "index"))).ndim == 1:
+        picks.tag(result, picks.pick(_indexed(picks, x, (numbers,))))
+    elif picks.owners(x) is not None and picks.owners(_given(args, kwargs, 2, "index")) is not None:
+        picks.tag(result, UNKNOWN)
+    else:
+        other(picks, result, name, args, kwargs)
+
+
+def _nonzero(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    of = picks.owners(args[0])
+    owners = picks.pick(of if of is None else _masked(None, of, args[0] != 0) if args[0].ndim else UNKNOWN)
+    for t in result if isinstance(result, tuple) else [result]:
+        picks.tag(t, owners)
+
+
+def _where(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    (_rowwise if isinstance(result, Tensor) else _nonzero)(picks, result, name, args, kwargs)
+
+
+def _masked_select(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    x, mask = args[0], _given(args, kwargs, 1, "mask")
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    of, by = (o if t.ndim == len(shape) and len(t) == shape[0] else o and o.lost() for t in (x, mask) for o in [picks.owners(t)])
+    picks.tag(result, picks.pick(_masked(of, by, mask.expand(shape))))
+
+
+def _cat(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    found = [picks.owners(t) for t in args[0]]
+    if _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
+        _rowwise(picks, result, name, args, kwargs)
+    elif any(o is None or o.ids is None for o in found):
+        other(picks, result, name, args, kwargs)
+    else:
+        by_data = any(o.picked and o.by_data for o in found)  # type: ignore[union-attr]
+        ids = torch.cat([o.ids for o in found])  # type: ignore[union-attr, misc]
+        picks.tag(result, Owners(ids, sum(o.limit for o in found), by_data=by_data))  # type: ignore[union-attr, misc]
+
+
+def _stack(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    found = [picks.owners(t) for t in args[0]]
+    if name == "stack" and _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
+        known = [o for o in found if o is not None]
+        picks.tag(result, known[0] if all(o.same(known[0]) for o in known) else UNKNOWN)
+        return
+    ones = [None if o is None else o.of_one() for o in found]
+    if any(one is None for one in ones) or (name == "pad_sequence" and not _given(args, kwargs, 1, "batch_first", False)):
+        other(picks, result, name, args, kwargs)
+    else:
+        owners = Owners(torch.cat(ones), len(ones))  # type: ignore[arg-type]
+        whole = owners.ids is not None and torch.equal(owners.ids, torch.arange(picks.size, device=owners.ids.device))
+        picks.tag(result, Owners(owners.ids, 1, picked=False) if whole else owners)
+
+
+def _unbind(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    if _given(args, kwargs, 1, "dim", 0) % args[0].ndim:
+        _of_first(picks, result, name, args, kwargs)
+    elif (of := picks.owners(args[0])) is not None:
+        for row, t in enumerate(result):
+            picks.tag(t, picks.pick(of.of_row(row, len(t))) if t.ndim else None)
+
+
+def _view(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    of = (picks.second.get(args[0]) if len(args[0]) == 1 else None) or picks.owners(args[0])
+    if of is not None and result.ndim:
+        picks.tag(result, of.viewed(len(result)))
+
+
+def _rowwise(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays whose it is.
+
+    So it does beside numbers of which it is not known whose they are (the places of experts): no gradient goes to integers.
+    """
+    found, lost = _followed(picks, args, kwargs)
+    if any(o.ids is not None and s.is_floating_point() for o, s in found):
+        found = [(o, s) for o, s in found if o.ids is not None or s.is_floating_point()]
+    for t in tensors_in([result]) if found else ():
+        known = [o for o, s in found if o.ids is not None and isinstance(t, Tensor) and s.ndim == t.ndim and len(s) == len(t)]
+        unsure = [o for o, s in found if (o.ids is None and o.picked) or (o.ids is not None and o not in known)]
+        picks.tag(t, known[0] if known and not unsure and all(o.same(known[0]) for o in known) else lost)
+
+
+def _of_first(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """The first argument's rows, each by itself; or with the rows of a second one, where these go one by one with them."""
+    of = picks.owners(args[0])
+    if of is None or args[0].ndim <= (name in _OF_ROWS):
+        other(picks, result, name, args, kwargs)
+        return
+    if name in _PRODUCTS and isinstance(args[1], Tensor) and picks.owners(args[1]) is not None:
+        (_rowwise if result.ndim > 2 else other)(picks, result, name, args, kwargs)
+        return
+    for t in tensors_in([result]):
+        picks.tag(t, of)
+
+
+def _along(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    at, default = _ALONG[name]
+    dims = _given(args, kwargs, at, "dims" if "dims" in kwargs else "dim", default)
+    if isinstance(dims, Tensor):  # max(x, y)
+        _rowwise(picks, result, name, args, kwargs)
+        return
+    dims, n = (int(dims),) if not isinstance(dims, (tuple, list)) and dims is not None else dims or (0,), max(args[0].ndim, 1)
+    if all(d % n for d in dims):
+        _of_first(picks, result, name, args, kwargs)
+    elif (of := picks.owners(args[0])) is not None and of.ids is not None and name in _PARTS:
+        start = int(_given(args, kwargs, 2, "start")) % max(len(args[0]), 1) if name == "narrow" else 0
+        for t in tensors_in([result]):
+            picks.tag(t, picks.pick(of.at(slice(start, start := start + len(t)))) if isinstance(t, Tensor) else None)
+    elif of is not None and of.ids is not None and name in ("sort", "topk", "argsort") and args[0].ndim == 1:
+        for t in tensors_in([result]):  # each number is some row's
+            picks.tag(t, picks.pick(of.at(result if name == "argsort" else result[1])))
+    elif of is not None and of.ids is None and name in ("sort", "topk", "argsort"):
+        for t in tensors_in([result]):  # in an order that the data give
+            picks.tag(t, UNKNOWN)
+    elif of is not None and (one := of.of_one()) is not None and name in _REDUCING:
+        for t in tensors_in([result]):  # of rows that are all one sample's
+            picks.tag(t, Owners(one.expand(len(t)), of.limit * len(t), one=one) if isinstance(t, Tensor) and t.ndim else None)
+    else:
+        other(picks, result, name, args, kwargs)
+
+
+def _unsqueeze(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    if _given(args, kwargs, 1, "dim") in (0, -result.ndim):
+        picks.tag_second(result, picks.owners(args[0]))
+    else:
+        picks.tag(result, picks.owners(args[0]))
+
+
+def _repeat(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    alike = result.ndim == args[0].ndim and len(result) == len(args[0])
+    (_of_first if alike else other)(picks, result, name, args, kwargs)
+
+
+def _packed(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Sequences, the longest first, packed: a row for each step of each."""
+    data, counts = result
+    of = (picks.owners if _given(args, kwargs, 2, "batch_first", False) else picks.second.get)(args[0])
+    if of is None or of.ids is None or len(of.ids) != int(counts[0]):
+        other(picks, result, name, args, kwargs)
+        return
+    rows = torch.cat([of.ids[:count] for count in counts.tolist()])
+    picks.tag(data, Owners(rows, len(counts), rows=rows if of.picked else None, by_data=False))
+
+
+def _padded(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Back to a sequence in each row."""
+    of, counts = picks.owners(args[0]), args[1]
+    first = None if of is None else of.first(int(counts[0]), picks.size)
+    if first is None:
+        other(picks, result, name, args, kwargs)
+    else:
+        (picks.tag if _given(args, kwargs, 2, "batch_first", False) else picks.tag_second)(result[0], first)
+
+
+def _moved(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Rows that are moved, left out or repeated, whatever they hold: so are the numbers of their samples."""
+    of, x = picks.owners(args[0]), args[0]
+    if of is None or of.ids is None:
+        other(picks, result, name, args, kwargs)
+        return
+    function = getattr(Tensor, name)  # which takes dims in more forms than torch.flip
+    ids = function(of.ids.view(-1, *(1,) * (x.ndim - 1)).expand_as(x), *args[1:], **kwargs)
+    rows = ids.flatten(1) if ids.ndim > 1 else ids[:, None]
+    if result.ndim == x.ndim and bool((rows == rows[:, :1]).all()):
+        by_data = of.picked and of.by_data
+        moved = Owners(rows[:, 0], of.limit * max(len(ids) // max(len(x), 1), 1), by_data=by_data)
+        picks.tag(result, of if of.same(moved) else picks.pick(moved) if by_data else moved)
+    else:
+        other(picks, result, name, args, kwargs)
+
+
+def _einsum(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Rows of the first letter of what is followed, which the result begins with, too."""
+    equation, operands = args[0], args[1:] if isinstance(args[1], Tensor) else args[1]
+    terms, _, made = str(equation).replace(" ", "").partition("->")
+    named = list(zip(terms.split(","), operands, strict=True))
+    rows = {term[:1] for term, t in named if picks.owners(t) is not None}
+    alone = all(letter not in (term if picks.owners(t) is None else term[1:]) for letter in rows for term, t in named)
+    owners = [o for _, t in named if (o := picks.owners(t)) is not None]
+    if rows == {made[:1]} and made[:1].isalpha() and alone and all(o.ids is not None and o.same(owners[0]) for o in owners):
+        picks.tag(result, owners[0])
+    else:
+        other(picks, result, name, args, kwargs)
+
+
+def _pad(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    (_of_first if len(_given(args, kwargs, 1, "pad")) < 2 * result.ndim else other)(picks, result, name, args, kwargs)
+
+
+def _attention(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    (_rowwise if result.ndim > 2 else other)(picks, result, name, args[:3], {})
+
+
+def _recurrent(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    if len(args) == 9 and args[8] is True:  # batch_first, not packed
+        picks.tag(result[0], picks.owners(args[0]))
+        for t in result[1:]:
+            picks.tag_second(t, picks.owners(args[0]))
+    else:
+        other(picks, result, name, args, kwargs)
+
+
+def _made(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Made like a tensor, of nobody's values: it may as well hold the same samples' rows."""
+    of = picks.owners(args[0])
+    alike = of is not None and of.ids is not None and not of.picked and result.ndim > 0 and len(result) == len(of.ids)
+    picks.tag(result, of if alike else None)
+
+
+def other(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Views of what each row holds; anything else that comes of rows may be anybody's."""
+    found, lost = _followed(picks, args, kwargs)
+    for t in tensors_in([result]) if found else ():
+        if isinstance(t, Tensor) and t.ndim and all(t is not s for _, s in found):
+            kept = [o for o, s in found if o.ids is not None and s.ndim and len(t) == len(s) and (len(t) == 1 or lies_in(t, s))]
+            picks.tag(t, kept[0] if kept and len(found) == 1 else lost)
+
+
+_ROWWISE = (
+    *("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "maximum", "minimum", "lerp"),
+    *("addcmul", "addcdiv", "atan2", "multiply", "subtract", "divide", "exp", "exp2", "log", "log2", "log10", "log1p", "expm1"),
+    *("sqrt", "rsqrt", "square", "reciprocal", "abs", "neg", "negative", "sign", "erf", "erfc", "sin", "cos", "tan", "tanh"),
+    *("asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfinv", "logit", "sinc", "xlogy", "hypot", "sgn"),
+    *("sigmoid", "relu", "relu6", "gelu", "silu", "elu", "celu", "selu", "leaky_relu", "prelu", "rrelu", "softplus", "softsign"),
+    *("hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "threshold", "mish", "logsigmoid"),
+    *("clamp", "clamp_min", "clamp_max", "clip", "masked_fill", "nan_to_num", "round", "floor", "ceil", "trunc", "one_hot", "frac"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "isnan", "isinf", "isfinite"),
+    *("bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "float", "double", "half", "bfloat16", "to", "type_as", "type"),
+    *("long", "int", "bool", "contiguous", "clone", "detach", "requires_grad_", "cuda", "cpu", "bernoulli", "zero_", "fill_"),
+    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "copy"),
+    *("real", "imag", "conj", "view_as_real", "view_as_complex"),
+)
+_OPERATORS = (
+    *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "floordiv", "mod"),
+    *("pow", "rpow", "neg", "abs", "invert", "and", "or", "xor", "rand", "ror", "rxor", "eq", "ne", "lt", "le", "gt", "ge"),
+)
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "__matmul__", "bmm"})
+_OF_ROWS = frozenset({"linear", "matmul", "mm", "__matmul__", "layer_norm", "rms_norm"})  # of a vector they are not
+_OF_FIRST = (
+    *(
+        "bmm",
+        "grouped_mm",
+        "_grouped_mm",
+        "grouped_mm_fallback",
+        "group_norm",
+        "instance_norm",
+        "embedding",
+        "interpolate",
+        *_OF_ROWS,
+    ),
+    *(f"{kind}{d}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool") for d in (1, 2, 3)),
+    *(f"adaptive_avg_pool{d}d" for d in (1, 2, 3)),
+)
+# along a dim, or some: the number of that argument, and what it is by default (None: all)
+_REDUCING = ("sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "max", "min", "median", "std", "var", "all", "any")
+_ALONG: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys((*_REDUCING, "logsumexp", "var_mean", "std_mean", "nansum", "nanmean", "cumsum", "cumprod"), (1, None)),
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "select", "narrow"), (1, None)),
+    **dict.fromkeys(("glu", "sort", "argsort"), (1, -1)),
+    **dict.fromkeys(("chunk", "split", "tensor_split"), (2, 0)),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), (2, None)),
+    "topk": (2, -1),
+    "diff": (2, -1),
+    "normalize": (2, 1),
+    "gumbel_softmax": (4, -1),
+}
+_PARTS = ("chunk", "split", "tensor_split", "narrow")
+_PUT = ("index_copy", "index_add", "scatter", "scatter_add", "scatter_reduce", "index_reduce")
+_MADE = (
+    *(f"{what}_like" for what in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
+    *("new_zeros", "new_ones", "new_empty", "new_full"),
+)
+RULES: dict[str, Callable[..., None]] = {
+    **dict.fromkeys((*_ROWWISE, *(f"{name}_" for name in _ROWWISE), *(f"__{name}__" for name in _OPERATORS)), _rowwise),
+    **dict.fromkeys(_OF_FIRST, _of_first),
+    **dict.fromkeys(_ALONG, _along),
+    **dict.fromkeys((*_PUT, *(f"{name}_" for name in _PUT)), _put),
+    **dict.fromkeys(("index_put", "index_put_"), _index_put),
+    **dict.fromkeys(("masked_scatter", "masked_scatter_"), _masked_scatter),
+    **dict.fromkeys(_MADE, _made),
+    **dict.fromkeys(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze"), _view),
+    **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
+    **dict.fromkeys(("stack", "pad_sequence"), _stack),
+    **dict.fromkeys(("nonzero", "argwhere"), _nonzero),
+    "expand": _repeat,
+    **dict.fromkeys(("flip", "roll", "repeat_interleave", "repeat", "tile"), _moved),
+    "einsum": _einsum,
+    **dict.fromkeys(("gather", "take_along_dim"), _gather),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    "_pack_padded_sequence": _packed,
+    "_pad_packed_sequence": _padded,
+    "where": _where,
+    "masked_select": _masked_select,
+    "index_select": _index_select,
+    "scaled_dot_product_attention": _attention,
+    "unbind": _unbind,
+    "unsqueeze": _unsqueeze,
+    "pad": _pad,
+    "__getitem__": _index,
+    "__setitem__": _set,
+}

@@ -1,0 +1,449 @@
+"""Which rows of a layer's input belong to which sample, where shapes alone cannot tell.
+
+Time may be as long as the batch, rows may be flattened batch-major or time-major, a table may have as many rows as the batch has
+samples. Then the model is run a few times more, by its original layers and without gradients: as it was called, and with some
+samples changed. The rows that change are those samples'. What is learned about a call of a layer is kept for later batches.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+
+from .. import torch_api
+from ..core.context import Batch, local, picked_by, transforming
+from ..core.trees import map_tensors, own_parameters, tensors_in, written_to
+from .snapshot import trial
+
+# how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's together or each time
+# step's together; as rows that masks have picked, see `picks`; not at all, being the same for all, in one row or without a batch
+# dim (a table); or in no such way
+Layout = tuple[str, int]
+# a tensor that a call takes or returns: the module's id, the number of the call, its place ("in", 0), its dims
+Key = tuple[int, int, tuple[str, int], int]
+BATCH_MAJOR, TIME_MAJOR, PICKED, SHARED, TABLE, MIXED = (
+    (kind, 0) for kind in ("batch-major", "time-major", "picked", "shared", "table", "mixed")
+)
+FIRST = ("in", 0)
+_PREFERENCE = [*(("dim", d) for d in range(16)), BATCH_MAJOR, TIME_MAJOR]
+
+
+class Ambiguous(BaseException):
+    """Raised by a layer whose input cannot be attributed by its shape; the outermost module tracks the batch and calls again."""
+
+
+def _kept(t: Tensor) -> Tensor:
+    """A copy without the graph, that needs a gradient where the tensor does (transforms of torch.func do not let it)."""
+    kept = t.detach().clone()
+    return kept.requires_grad_() if t.requires_grad and not transforming() else kept
+
+
+class Tracker:
+    """Collects what the calls of layers and containers take and return, while the model runs by its original layers."""
+
+    def __init__(self) -> None:
+        self.seen: dict[Key, Tensor] = {}
+        self.calls: dict[int, int] = {}
+        self.pickers: set[int] = set()  # modules whose forward picks rows by a mask
+        self.level = torch_api.level()  # of transforms of torch.func around the run
+        self.transformers: set[int] = set()  # modules whose forward calls others inside a further one
+        self.inner: list[int] = []  # the modules that are being called, the innermost last
+        self.callers: dict[tuple[int, int], int | None] = {}  # (module, number of its call): the container that called it
+        # the calls of containers, whole: what they take, return, and write into what they take
+        self.made: list[tuple[nn.Module, int, tuple[Any, ...], dict[str, Any], Any, list[Tensor]]] = []
+
+    def transformed(self) -> bool:
+        """Whether a transform of torch.func that the forward makes is running; then the module that makes it is noted."""
+        if torch_api.level() <= self.level:
+            return False
+        if self.inner:
+            self.transformers.add(self.inner[-1])
+        return True
+
+    def see(self, module: nn.Module, x: Tensor) -> None:
+        """Note the input of the layer that is being called."""
+        self.seen[id(module), self.calls[id(module)], FIRST, x.ndim] = x.detach().clone()
+
+    @contextmanager
+    def inside(self, module: nn.Module) -> Iterator[int]:
+        """Around a call of `module`; gives the number of the call."""
+        call = self.calls[id(module)] = self.calls.get(id(module), -1) + 1
+        self.callers[id(module), call] = self.inner[-1] if self.inner else None
+        self.inner.append(id(module))
+        try:
+            yield call
+        finally:
+            self.inner.pop()
+
+    def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call of the container `module`, and note all of its inputs and outputs."""
+        if self.transformed():
+            return forward(module, *args, **kwargs)
+        # what it takes may be changed in place later on
+        kept_args, kept_kwargs = map_tensors(_kept, (args, kwargs))
+        given = {id(t) for t in tensors_in((args, kwargs))}
+        with self.inside(module) as call:
+            output = forward(module, *args, **kwargs)
+        kept = map_tensors(lambda t: t.detach().clone(), output)
+        written = [t.detach().clone() for t in written_to((args, kwargs), given)]
+        for slot, value in (("in", (kept_args, kept_kwargs)), ("out", kept), ("written", written)):
+            self.seen.update(_keyed(module, call, slot, value))
+        self.made.append((module, call, kept_args, kept_kwargs, kept, written))
+        return output
+
+
+class _Comparison(Tracker):
+    """Collects where another run differs from the first one, and keeps no more of it: a run may fill most of the memory."""
+
+    def __init__(self, first: dict[Key, Tensor]) -> None:
+        super().__init__()
+        self.first, self.differs = first, dict[Key, Tensor | None]()  # None: cannot be compared (rows that are picked by data)
+
+    def see(self, module: nn.Module, x: Tensor) -> None:
+        self._compare([((id(module), self.calls[id(module)], FIRST, x.ndim), x)])
+
+    def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.transformed():
+            return forward(module, *args, **kwargs)
+        given = {id(t) for t in tensors_in((args, kwargs))}
+        with self.inside(module) as call:
+            self._compare(_keyed(module, call, "in", (args, kwargs)))
+            output = forward(module, *args, **kwargs)
+        self._compare(_keyed(module, call, "out", output))
+        self._compare(_keyed(module, call, "written", written_to((args, kwargs), given)))
+        return output
+
+    def _compare(self, keyed: Iterable[tuple[Key, Tensor]]) -> None:
+        for key, t in keyed:
+            if (x := self.first.get(key)) is not None:
+                owners = picked_by(x), picked_by(t)
+                if all(o is not None and o.ids is not None for o in owners):
+                    self.differs[key] = _changes_by_sample(x, owners[0].ids, t, owners[1].ids)
+                else:
+                    self.differs[key] = _changes(x, t) if x.shape == t.shape else None
+
+
+def _keyed(module: nn.Module, call: int, slot: str, value: Any) -> Iterator[tuple[Key, Tensor]]:
+    """The tensors of a value that a call takes, returns or writes to, by their keys."""
+    for place, t in enumerate(tensors_in(value)):
+        if isinstance(t, Tensor):
+            yield (id(module), call, (slot, place), t.ndim), t
+
+
+def track(
+    run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
+) -> tuple[dict[Key, Layout], Tracker]:
+    """{a tensor of a call: layout} for every one that changing samples tells about, and the run as called.
+
+    Parameters have some noise meanwhile: what a zero-initialised layer gives would depend on nothing.
+    """
+    inputs, everyone = dict[int, int](), range(batch.size)  # the dims of the inputs that hold the batch
+    layouts: dict[Key, Layout] = {}
+    mixed = set[Key]()
+    with torch.no_grad(), torch_api.reparametrized(model, _noisy(model)), _WithoutDropout():
+        tracker, _ = run_tracked(run, model, args, kwargs)
+        plain, blind = tracker.seen, False
+        for place, dims in _batched(args, kwargs, batch).items():
+            # the first input that reaches a call decides: a mask may be as large as the batch by chance
+            for dim in dims:
+                found: dict[Key, set[Layout]] = {}
+                others = set[Key]()
+                for samples in _groups(batch.size):
+                    changed = _rerun(run, model, args, kwargs, {place: dim}, samples, batch, plain)
+                    blind = blind or changed is None
+                    for key, x in plain.items():
+                        where = (changed or {}).get(key)
+                        if where is not None and (owners := picked_by(x)) is not None and owners.ids is not None:
+                            if bool(where[~torch.isin(owners.ids, torch.tensor(samples, device=x.device))].any()):
+                                others.add(key)
+                            continue
+                        if where is not None and where.any():
+                            fits = {lay for lay in _candidates(x, batch.size) if _explains(lay, where, samples, batch.size)}
+                            found[key] = found[key] & fits if key in found else fits
+                # another input that changes but other samples' outputs has its samples elsewhere, or is what all share
+                returned = [(layouts.get(k), fits) for k, fits in found.items() if k[0] == id(model) and k[2][0] == "out"]
+                theirs = [fits for known, fits in returned if known in fits or (known is None and fits)]
+                if not theirs and any(known not in (None, MIXED) for known, _ in returned):
+                    continue
+                inputs[place] = dim
+                mixed |= others
+                for key, fits in found.items():
+                    layouts.setdefault(key, min(fits, key=_PREFERENCE.index) if fits else MIXED)
+                break
+        for samples in _groups(batch.size) if len(inputs) > 1 else ():
+            together = _rerun(run, model, args, kwargs, inputs, samples, batch, plain) or {}
+            _note_interactions(layouts, together, samples, batch.size)
+        changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
+        refused = set() if local.picks is None else local.picks.refused
+        for key, x in plain.items():
+            if (owners := picked_by(x)) is not None and owners.ids is not None:
+                layouts[key] = MIXED if key in mixed else PICKED
+            elif changed is not None and (where := changed.get(key)) is None:
+                layouts[key] = MIXED  # how many rows there are depends on the data
+            elif key[0] in refused and key[2][0] == "in":
+                layouts[key] = MIXED
+            elif key not in layouts and changed is not None and not blind and not (where is not None and where.any()):
+                layouts[key] = _of_constant(x, batch.size)
+    return layouts, tracker
+
+
+def _note_interactions(layouts: dict[Key, Layout], changed: dict[Key, Tensor | None], samples: Sequence[int], size: int) -> None:
+    """Outputs in which one sample's part of one input meets another's of another input (all pairs) are in no one's rows."""
+    for key, where in changed.items():
+        tracked = key[2][0] == "out" and where is not None and layouts.get(key, MIXED) != MIXED
+        if tracked and where is not None and not _explains(layouts[key], where, samples, size):
+            layouts[key] = MIXED
+
+
+def _rerun(
+    run: Callable[..., Any],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dims: dict[int, int],
+    samples: Sequence[int],
+    batch: Batch,
+    plain: dict[Key, Tensor],
+) -> dict[Key, Tensor | None] | None:
+    """Where what is seen differs from `plain` when these samples are changed in these inputs; None where they cannot be.
+
+    Changed integers may be no ids, no lengths, no mask of as many ones: what the model says to that is no error of the user's.
+    """
+    changed, comparison = _changed(args, kwargs, dims, samples, batch), _Comparison(plain)
+    try:
+        if changed is not None:
+            run_tracked(run, model, *changed, comparison)
+        return None if changed is None else comparison.differs
+    except Exception:
+        return None
+
+
+def _of_constant(x: Tensor, size: int) -> Layout:
+    """The layout of what no input reaches: copies for the samples are alike, the entries of a table are not."""
+    for layout in _candidates(x, size):
+        kind, dim = layout
+        rows = x.movedim(dim, 0) if kind == "dim" else x.unflatten(0, (size, -1) if layout == BATCH_MAJOR else (-1, size))
+        rows = rows.transpose(0, 1) if layout == TIME_MAJOR else rows
+        if not bool(_changes(rows, rows[:1].expand_as(rows)).any()):
+            return layout
+    return SHARED if x.ndim and x.shape[0] == 1 else TABLE
+
+
+def _noisy(model: Any) -> dict[str, Tensor]:
+    """The floating parameters with some noise, one for all samples where they were given per sample."""
+    noisy, given = {}, model._ps_given()
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.is_floating_point():
+                name = f"{path}.{name}" if path else name
+                value = p.detach()[0] if name in given and len(p) else p.detach()
+                some = torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel())).to(value)
+                noisy[name] = value = value + some * (0.1 * value.abs().mean() + 0.01)
+                if isinstance(p, nn.Parameter):  # by which a forward may know them
+                    noisy[name] = nn.Parameter(value, p.requires_grad)
+    return noisy
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Nothing is dropped: where masks pick other rows of some samples, all that follow would see other random numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        if "dropout" in name or name == "multi_head_attention_forward":
+            if "training" in kwargs:
+                kwargs["training"] = False
+            elif len(args) == 3:  # torch.dropout(x, p, train) and its like
+                args = (*args[:2], False)
+        return func(*args, **kwargs)
+
+
+class _Uses(TorchFunctionMode):
+    """Notes which parameters are used in a differentiable way by a module whose own they are not."""
+
+    def __init__(self, tracker: Tracker, modules: dict[int, nn.Module]) -> None:
+        super().__init__()
+        self.tracker, self.modules, self.found = tracker, modules, dict[int, set[int]]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [t for t in tensors_in((args, kwargs)) if isinstance(t, nn.Parameter) and t.requires_grad]
+        if given and any(isinstance(t, Tensor) and t.requires_grad for t in tensors_in([result])):
+            inner = self.tracker.inner[-1] if self.tracker.inner else None
+            if inner is not None:
+                own = {id(p) for _, p in own_parameters(self.modules[inner])}
+                past = {id(p) for p in given} - own
+                if past:
+                    self.found.setdefault(inner, set()).update(past)
+        return result
+
+
+def parameters_used(
+    run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[int, set[int]], Tracker]:
+    """{id of a module: ids of the parameters that it uses though they are another's}, and the run, with gradients, that tells."""
+    tracker = Tracker()
+    uses = _Uses(tracker, {id(m): m for m in model.modules()})
+    with torch.enable_grad(), uses:
+        run_tracked(run, model, args, kwargs, tracker)
+    return uses.found, tracker
+
+
+def run_tracked(
+    run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker | None = None
+) -> tuple[Tracker, Any]:
+    """Run by the original layers, noting what calls take and return; every run sees the random numbers of the real one."""
+    args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a model may change its inputs in place
+    local.tracker = tracker = tracker or Tracker()
+    try:
+        with trial(model), torch_api.reentrant_checkpoints_straight():
+            return tracker, run(*args, **kwargs)
+    finally:
+        local.tracker = None
+
+
+def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dict[int, list[int]]:
+    """The inputs that may hold a row, or k rows, for each sample: by their places, in which dims; states hold them in dim 1."""
+    places: dict[int, list[int]] = {}
+    count, packed = itertools.count(), _packed(args, kwargs)
+
+    def look(t: Tensor) -> Tensor:
+        place, dim = next(count), batch_dim(t, batch)
+        if id(t) in packed:
+            places[place] = [0]
+        elif t.ndim and t.dtype != torch.bool and t.shape[dim] and t.shape[dim] % batch.size == 0:
+            places[place] = [dim, *([1] if places and dim == 0 and t.ndim > 2 and t.shape[1] == batch.size else [])]
+        return t
+
+    map_tensors(look, (args, kwargs))
+    return places
+
+
+def batch_dim(t: Tensor, batch: Batch) -> int:
+    """The dim of an input or output that holds the batch."""
+    return 0 if batch.settings.batch_first or t.ndim < 2 else 1
+
+
+def _changed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[int, int], samples: Sequence[int], batch: Batch
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The inputs with those of some samples changed, to values that are as valid: ids become another sample's."""
+    count, packed = itertools.count(), _packed(args, kwargs)
+
+    def change(t: Tensor) -> Tensor:
+        if (dim := dims.get(next(count))) is None:
+            return t
+        if (owners := packed.get(id(t))) is not None:
+            mine = torch.isin(owners, torch.tensor(samples, device=t.device)).view(-1, *[1] * (t.ndim - 1))
+            return torch.where(mine, t * (1 + noise(t)) + noise(t) / 4 if t.is_floating_point() else t.roll(1, 0), t)
+        k, new = t.shape[dim] // batch.size, t.clone()
+        for sample in samples:
+            own = t.narrow(dim, sample * k, k)
+            others = (t.narrow(dim, (sample + i) % batch.size * k, k) for i in range(1, batch.size))
+            if t.is_floating_point() or t.is_complex():
+                some = noise(own)  # one factor and shift for all of a sample would be gone once it is standardised
+                value = own * (1 + some) + some / 4
+            else:
+                nearby = torch.where(own > 0, own - 1, own + 1)  # all samples have the same ids
+                turned = own.roll(1, -1)  # as many of each, which a mask may have to have
+                value = next((other for other in (*others, turned) if not torch.equal(other, own)), nearby)
+            new.narrow(dim, sample * k, k).copy_(value)
+        return new
+
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(change, (args, kwargs))
+    return changed if dims else None
+
+
+def _packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
+    """The samples of the rows of packed sequences, by the ids of their data."""
+    return {id(t.data): owners_of_packed(t) for t in tensors_in((args, kwargs)) if isinstance(t, PackedSequence)}
+
+
+def owners_of_packed(packed: PackedSequence) -> Tensor:
+    """The sample of each row."""
+    first = packed.sorted_indices
+    first = torch.arange(int(packed.batch_sizes[0]), device=packed.data.device) if first is None else first
+    return torch.cat([first[:count] for count in packed.batch_sizes.tolist()])
+
+
+def noise(t: Tensor) -> Tensor:
+    """Numbers from 0 to 1 in the shape of `t`, the same every time."""
+    return torch.rand(t.shape, generator=torch.Generator().manual_seed(t.numel())).to(t)
+
+
+def _unwatched(fn: Callable[..., Tensor | bool]) -> Callable[..., Any]:
+    """`fn` with torch's functions as they are: no mode looks at them."""
+
+    @functools.wraps(fn)
+    def unwatched(*args: Any) -> Any:
+        with torch_api.without_torch_function():
+            return fn(*args)
+
+    return unwatched
+
+
+@_unwatched
+def _changes(x: Tensor, y: Tensor) -> Tensor:
+    """Where two tensors differ by more than rounding."""
+    if not x.is_floating_point() or not x.numel():
+        return x != y
+    # sums in another order round in another way, parts may compute in float32: that is no change
+    # (in narrow formats rounding is coarse, but of the same numbers the same each time)
+    small = min(max(torch.finfo(x.dtype).eps ** 0.75, 1e-8), 1e-5) * x.abs().nan_to_num(0, 0, 0).max()
+    return ((x - y).abs() > small) | (x.isfinite() != y.isfinite())
+
+
+@_unwatched
+def _changes_by_sample(x: Tensor, ids: Tensor, y: Tensor, other_ids: Tensor) -> Tensor:
+    """Where rows that were picked differ, which may be in another order: each sample's with its own."""
+    where = torch.ones_like(x, dtype=torch.bool)
+    for sample in ids.unique():
+        rows, others = (ids == sample).nonzero()[:, 0], (other_ids == sample).nonzero()[:, 0]
+        if len(rows) == len(others) and x.shape[1:] == y.shape[1:]:
+            where[rows] = _changes(x[rows], y[others])
+    return where
+
+
+def _candidates(x: Tensor, size: int) -> list[Layout]:
+    layouts: list[Layout] = [("dim", d) for d in range(x.ndim) if x.shape[d] == size]
+    if x.ndim and x.shape[0] % size == 0 and x.shape[0] != size:
+        layouts += [BATCH_MAJOR, TIME_MAJOR]
+    return layouts
+
+
+def samples_of_rows(layout: Layout, t: Tensor, size: int) -> Tensor:
+    """The sample of each row along the layout's dim: in order, or, time-major, in turn."""
+    samples, k = torch.arange(size, device=t.device), t.shape[layout[1]] // size
+    return samples.repeat(k) if layout == TIME_MAJOR else samples.repeat_interleave(k)
+
+
+@_unwatched
+def _explains(layout: Layout, where: Tensor, samples: Sequence[int], size: int) -> bool:
+    """Whether everything that changed lies in what the layout says is these samples'."""
+    kind, dim = layout
+    rows = where.movedim(dim, 0) if kind == "dim" else where
+    owners = samples_of_rows(layout, where, size)
+    return not bool(rows[~torch.isin(owners, torch.tensor(samples, device=where.device))].any())
+
+
+def _groups(size: int) -> list[list[int]]:
+    """Groups of samples that hold every one, and tell neighbours and ends apart: the first, the last, every other one or pair."""
+    groups = [[0], [size - 1], *(list(range(start, size, 2)) for start in (0, 1)), [i for i in range(size) if i & 2]]
+    return [group for i, group in enumerate(groups) if group and group not in groups[:i]]
+
+
+def fits_layout(layout: Layout, x: Tensor, size: int) -> bool:
+    """Whether what was learned from another batch can be true of this input."""
+    kind, dim = layout
+    if kind == "dim":
+        return x.ndim > dim and x.shape[dim] == size
+    if layout == SHARED:
+        return x.shape[0] == 1
+    return layout in (TABLE, MIXED) or x.shape[0] % size == 0

@@ -1,0 +1,244 @@
+"""torch.compile: what a converted model computes while it is traced.
+
+A traced call holds plain ops alone, which the compiler can fuse, and, on the way back, ops of our own ("pslayers::..."), which
+the compiler leaves as they are: run like any eager code, they put the rows on the parameters, by the same recorders and into the
+same reused memory as without a compiler. They return the summed gradient, without which they would be dead code.
+
+What eager calls find out by running (whose rows are whose, weights used past their layers) cannot be found out while tracing:
+a converted model must have been proved before, by an eager call or an example batch. Where it was not it runs as it is, which
+``fullgraph=True`` refuses, by name.
+"""
+
+import operator
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import torch_api
+from ..attribution.snapshot import trial
+from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
+from ..core.context import UNSCALED, Batch, Settings, local
+from ..core.trees import ndims
+from .layers import FAST
+from .registry import modules
+from .weights import records
+
+
+class Traced(Batch):
+    """The batch of the outermost call that is traced; its size may be symbolic, and its loss's factor is put on at run time."""
+
+    def __init__(self, size: int, settings: Settings, trackable: bool) -> None:
+        self.size, self.settings, self.trackable = size, settings, trackable
+        self.calls, self.outputs, self.root, self.given, self.scale = {}, None, None, None, UNSCALED
+
+
+class _Call:
+    """The call of a layer that is traced."""
+
+    def __init__(self, layer: Any, rows: int) -> None:
+        self.layer, self.rows, self.scale = layer, rows, UNSCALED
+        self.expanded: set[str] = set()
+
+
+def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A module with layers below it."""
+    state = module._ps
+    if state.general and (records(state.settings) or module._ps_given(own=not state.whole)):
+        raise RuntimeError(
+            f"`{state.path}` ({type(module).__name__}) has no replacement and runs with per-sample parameters, which cannot be "
+            f"compiled: leave this module out (torch.compiler.disable), or write a layer for it (ps.PSLayer)."
+        )
+    if _inside(module):
+        return original(module, *args, **kwargs)
+    if records(state.settings) and state.settings.picks:
+        return _picking(module, args, kwargs)
+    if records(state.settings) and not _is_proved(module, args, kwargs):
+        return _proving(module, args, kwargs)
+    return _outermost(module, True, original, args, kwargs)
+
+
+def _is_proved(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether such a call was proved; or is now, by inputs of these shapes: one that is traced depends on nothing else."""
+    number, training, dims = module._ps.number, module.training, ndims((args, kwargs))
+    if _known(number, training, dims):
+        return True
+    form = _form((args, kwargs))
+    return (form is not None and _prove(number, form)) or _proved(module, dims)
+
+
+def _form(value: Any) -> Any:
+    """What a call is given, tensors by shapes and dtypes: constants, for which sizes are fixed here; None where that cannot be."""
+    if isinstance(value, Tensor):
+        return Tensor, tuple([operator.index(n) for n in value.shape]), value.dtype, value.device, value.requires_grad
+    if type(value) in (tuple, list):
+        forms = [_form(v) for v in value]
+        return None if None in forms else (type(value), tuple(forms))
+    if type(value) is dict:
+        forms = [_form(v) for v in value.values()]
+        return None if None in forms else (dict, tuple(value), tuple(forms))
+    return ("as it is", value) if value is None or isinstance(value, (bool, int, float, str)) else None
+
+
+def _made(form: Any) -> Any:
+    """What a form says, of some numbers."""
+    kind, *rest = form
+    if kind is Tensor:
+        shape, dtype, device, needs_grad = rest
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, device=device).to(dtype).requires_grad_(needs_grad)
+        return torch.randint(2, shape, device=device).to(dtype)
+    if kind == "as it is":
+        return rest[0]
+    if kind is dict:
+        return dict(zip(rest[0], map(_made, rest[1]), strict=True))
+    return kind(map(_made, rest[0]))
+
+
+def _known(number: int, training: bool, dims: tuple[int, ...]) -> bool:
+    """Whether a kind of call was proved; as before, where the compiler begins anew with what it was at."""
+    module: Any = modules[number]
+    return _proved(module, dims) and module._ps.proved_in != torch_api.compile_id()
+
+
+def _prove(number: int, form: Any) -> bool:
+    """Prove a kind of call by a recorded one of such a form; whether that could be done."""
+    module: Any = modules[number]
+    try:
+        with torch_api.not_compiling(), trial(module), torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")  # of what is run sample by sample, and cannot be compiled
+            args, kwargs = _made(form)
+            module.forward(*args, **kwargs)
+    except Exception:
+        return False
+    module._ps.proved_in = torch_api.compile_id()
+    return _proved(module, ndims((args, kwargs)))
+
+
+torch_api.mark_constant(_known)
+
+
+torch_api.mark_constant(_prove)
+
+
+def _proved(module: Any, dims: tuple[int, ...]) -> bool:
+    """Whether a call with inputs of such dims was proved, whatever their sizes were."""
+    for training, inputs, given in module._ps.proved:  # torch.compile traces no generator here
+        if training == module.training and not given and tuple([n for n, _ in inputs]) == dims:
+            return True
+    return False
+
+
+def _as_it_is(reason: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+    """A call without torch.compile."""
+
+    def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return torch.compiler.disable(module.forward)(*args, **kwargs)
+
+    torch_api.mark_disabled(call, f"pslayers: {reason}")
+    return call
+
+
+_proving = _as_it_is(
+    "a converted model has not been proved right for this kind of call (training or not, dims of the inputs), which cannot be done "
+    "while it is compiled: call it once without torch.compile, with more than one sample and gradients enabled, or give an "
+    "example batch, convert_model(model, example=x)"
+)
+
+
+_picking = _as_it_is(
+    "a converted model gives layers rows that a mask has picked (as in h[mask]), of which each sample has a number that is not "
+    "known while it is compiled"
+)
+
+
+def call_layer(layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A layer."""
+    if local.call is not None and local.call.layer is layer:  # a subclass that calls super().forward
+        return ps_forward(layer, *args, **kwargs)
+    if layer.replaces is not None and not layer._ps_needed():
+        return layer.replaces.forward(layer, *args, **kwargs)
+    if not _inside(layer):
+        return _outermost(layer, False, _run_layer, (ps_forward, args, kwargs), {})
+    return _run_layer(layer, ps_forward, args, kwargs)
+
+
+def _run_layer(layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs, rows, undo = layer.arrange(args, kwargs, local.batch.size)  # type: ignore[union-attr]
+    before, local.call = local.call, _Call(layer, rows)
+    try:
+        fast = FAST.get(layer.replaces)
+        output = NotImplemented if fast is None or _given(layer) else fast(layer, *args, **kwargs)
+        if output is NotImplemented:
+            output = ps_forward(layer, *args, **kwargs)
+    finally:
+        local.call = before
+    if undo is None:
+        return output
+    return undo(output) if isinstance(output, Tensor) else type(output)(undo(t) for t in output)
+
+
+def _given(layer: Any) -> bool:
+    """Whether per-sample weights were given in place of parameters."""
+    own = layer._ps.ndims
+    return any(p is not None and p.ndim != own.get(name, p.ndim) for name, p in layer._parameters.items())
+
+
+def _inside(module: Any) -> bool:
+    """Whether an outermost call is being traced."""
+    if local.batch is None and local.tracker is None and not local.general:
+        return False
+    if not isinstance(local.batch, Traced):
+        raise RuntimeError(
+            f"`{module._ps.path}` ({type(module).__name__}) is compiled by itself inside of a converted model: compile the whole "
+            f"model, or convert this part alone."
+        )
+    return True
+
+
+def _outermost(module: Any, trackable: bool, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An outermost call, its batch size known to every layer below."""
+    taken = (args, kwargs) if trackable else args[1:]
+    size = local.explicit if local.explicit is not None else module._ps_batch_size(*taken)
+    if size is None:
+        return run(module, *args, **kwargs)
+    local.batch = Traced(size, module._ps.settings, trackable)
+    try:
+        return run(module, *args, **kwargs)
+    finally:
+        local.batch = None
+
+
+def layout(layer: Any, x: Tensor, size: int) -> Layout:
+    """How `x` holds the samples: as eager calls have found, else by its shape where that is enough."""
+    state, batch = layer._ps, local.batch
+    free = 1 if layer.event_dims is None else x.ndim - layer.event_dims
+    if free <= 0 or x.ndim == 0:
+        return TABLE
+    n = x.shape[0]
+    if size <= 1:
+        return BATCH_MAJOR if size or not n else SHARED if n == 1 else TABLE
+    alike: list[Layout] = []  # which call this is, is not known here: all must be alike
+    for (_, place, ndim), found in state.layouts.items():
+        if place == FIRST and ndim == x.ndim and found not in alike:
+            alike.append(found)
+    if alike:
+        if len(alike) == 1 and fits_layout(alike[0], x, size):
+            return layer._attributable(alike[0], x, free, size)  # type: ignore[no-any-return]
+        return layer._attributable(MIXED, x, free, size)  # type: ignore[no-any-return]
+    first = 0 if state.settings.batch_first or free < 2 else 1
+    among_events = x.ndim == free and free == 1 and not x.is_floating_point()  # ids of samples, or of positions?
+    alone = not among_events
+    for d in range(free):
+        if d != first and x.shape[d] == size:
+            alone = False
+    if x.shape[first] == size and (alone or not batch.trackable):  # type: ignore[union-attr]
+        return "dim", first
+    if not batch.trackable:  # type: ignore[union-attr]
+        if n == 1:
+            return SHARED
+        if n % size == 0 and state.settings.batch_first:
+            return BATCH_MAJOR
+    return layer._attributable(MIXED, x, free, size)  # type: ignore[no-any-return]

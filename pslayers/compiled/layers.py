@@ -1,0 +1,182 @@
+"""Layers whose rows have kernels of their own in compiled code."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from .. import torch_api
+from ..core.context import local
+from ..core.expansion import Expansion
+from ..functional.common import bias_grads
+from ..functional.conv import _padded, each
+from ..functional.conv import _weight_grads as _conv_grads
+from ..functional.conv_rows import Geometry, convolution
+from ..functional.embedding import table_grads
+from ..functional.linear import _weight_grads as _linear_grads
+from .registry import use_number
+from .weights import expansion_of, is_recorded
+
+
+def _tap(layer: Any, kind: str, y: Tensor, x: Tensor, how: list[int]) -> Tensor:
+    """`y`, computed from `x` by the shared weights without gradients; on the way back weight and bias get theirs."""
+    weight, bias = layer.weight, getattr(layer, "bias", None)
+    wants = ("w" if is_recorded(layer, "weight") else "") + ("b" if bias is not None and is_recorded(layer, "bias") else "")
+    if not wants:
+        return y
+    size = local.batch.size  # type: ignore[union-attr]
+    tapped: Tensor = _Tap.apply(y, x, weight, bias, layer._ps.token, size, kind, wants, how, use_number())
+    return tapped
+
+
+class _Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token: Tensor,
+        size: int,
+        kind: str,
+        wants: str,
+        how: list[int],
+        use: int,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, token)
+        ctx.size, ctx.kind, ctx.wants, ctx.how, ctx.use = size, kind, wants, how, use
+        return torch_api.unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x, weight, token = ctx.saved_tensors
+        (gy,), wants = grads, ctx.wants
+        g_weight, g_bias = torch.ops.pslayers.weight_grads(gy, x, weight, token, ctx.size, ctx.kind, wants, ctx.how, ctx.use)
+        none = (None,) * 6
+        return gy, None, g_weight if "w" in wants else None, g_bias if "b" in wants else None, *none
+
+
+@torch.library.custom_op("pslayers::weight_grads", mutates_args=())
+def _weight_grads(
+    gy: Tensor, x: Tensor, weight: Tensor, token: Tensor, size: int, kind: str, wants: str, how: list[int], use: int
+) -> tuple[Tensor, Tensor]:
+    sums = [weight.new_empty(0), weight.new_empty(0)]
+    with torch.no_grad():
+        for i, (letter, name, rule) in enumerate((("w", "weight", _KINDS[kind]), ("b", "bias", _bias_grads))):
+            if letter in wants:
+                total, _ = rule(gy, x, expansion_of(token, name, size), how)
+                assert total is not None
+                sums[i] = total
+    return sums[0], sums[1]
+
+
+@_weight_grads.register_fake
+def _(
+    gy: Tensor, x: Tensor, weight: Tensor, token: Tensor, size: int, kind: str, wants: str, how: list[int], use: int
+) -> tuple[Tensor, Tensor]:
+    out = gy.shape[1] if kind == "conv" else gy.shape[-1]
+    return (
+        weight.new_empty(weight.shape if "w" in wants else (0,)),
+        weight.new_empty((out,) if "b" in wants else (0,)),
+    )
+
+
+Grads = tuple[Tensor | None, Tensor | None]  # of (weight, rows), as an expansion sends them
+
+
+def _bias_grads(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
+    if how:  # a convolution's: positions after channels
+        gy = gy.sum(tuple(range(2, gy.ndim)))
+    return bias_grads(gy, e, True, True)
+
+
+def _linear_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
+    return _linear_grads(x, gy, e.rows, e, True, True)
+
+
+def _conv_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
+    n = len(how) // 3
+    geometry = Geometry(tuple(how[:n]), tuple(how[n : 2 * n]), tuple(how[2 * n : 3 * n]), how[-1])
+    return _conv_grads(x, gy, e, geometry, True, True)
+
+
+def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
+    return e.send(*table_grads(gy.to(e.weight.dtype), x, e, how[0] if how else None, True, True)[:2])
+
+
+def _bags_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
+    ids, samples = x
+    assert e.rows is not None
+    size, entries, width = e.rows.shape
+    gy, index = gy.to(e.weight.dtype), samples * entries + ids
+    rows = e.zeros()
+    rows.view(size * entries, width).index_add_(0, index, gy * e.scale.rows)
+    return e.send(e.weight.new_zeros(entries, width).index_add_(0, ids, gy), rows)
+
+
+_KINDS = {"linear": _linear_rule, "conv": _conv_rule, "embedding": _embedding_rule, "bags": _bags_rule}
+
+
+def _linear(layer: Any, input: Tensor) -> Tensor:
+    bias = None if layer.bias is None else layer.bias.detach()
+    return _tap(layer, "linear", F.linear(input, layer.weight.detach(), bias), input, [])
+
+
+def _conv(layer: Any, input: Tensor) -> Tensor:
+    weight, bias, n = layer.weight.detach(), None if layer.bias is None else layer.bias.detach(), len(layer.kernel_size)
+    stride, dilation, kernel = each(layer.stride, n), each(layer.dilation, n), tuple(layer.kernel_size)
+    x, geometry = _padded(f"conv{n}d", input, kernel, stride, layer.padding, dilation, layer.groups, layer.padding_mode)
+    how = [*geometry.stride, *geometry.padding, *geometry.dilation, geometry.groups]
+    return _tap(layer, "conv", convolution(x, weight, bias, geometry), x, how)
+
+
+def _embedding(layer: Any, input: Tensor) -> Tensor:
+    _renormalise(layer, input)
+    padding = layer.padding_idx
+    y = F.embedding(input, layer.weight.detach(), padding)
+    return _tap(layer, "embedding", y, input, [] if padding is None else [padding])
+
+
+def _renormalise(layer: Any, ids: Tensor) -> None:
+    if layer.max_norm is not None:
+        with torch.no_grad():
+            torch.embedding_renorm_(layer.weight.detach(), ids.contiguous(), layer.max_norm, layer.norm_type)
+
+
+def _bag(layer: Any, ids: Tensor, offsets: Tensor | None = None, factors: Tensor | None = None) -> Tensor:
+    """Bags by their entries: (N, L), or (M,) with offsets."""
+    _renormalise(layer, ids)
+    if offsets is None:
+        count, bag = ids.shape[0], torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand_as(ids).reshape(-1)
+    else:
+        starts = offsets[:-1] if layer.include_last_offset else offsets
+        count, places = starts.shape[0], torch.arange(ids.shape[0], device=ids.device)
+        bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
+    ids = ids.reshape(-1).to(bag.dtype)
+    size = local.batch.size  # type: ignore[union-attr]
+    samples = bag // max(count // size, 1) if size else bag  # no size in `how`: up to 2.11, torch.compile mistakes one for another
+    found = _tap(layer, "bags", F.embedding(ids, layer.weight.detach()), torch.stack([ids, samples]), [])  # (M, D)
+    keep = torch.ones_like(ids, dtype=torch.bool) if layer.padding_idx is None else ids != layer.padding_idx
+    sizes = torch.zeros_like(ids[:1]).expand(count).index_add(0, bag, keep.to(ids.dtype)).unsqueeze(1)  # (N, 1)
+    if layer.mode == "max":
+        least = found.detach().new_full((count, found.shape[1]), -torch.inf)
+        found = found.masked_fill(~keep.unsqueeze(1), -torch.inf)
+        return least.scatter_reduce(0, bag.unsqueeze(1).expand_as(found), found, "amax").masked_fill(sizes == 0, 0)
+    found = found * keep.unsqueeze(1) if factors is None else found * (keep * factors.reshape(-1)).unsqueeze(1)
+    total = found.new_zeros(count, found.shape[1]).index_add(0, bag, found)
+    return total if layer.mode == "sum" else total / sizes.clamp(min=1)
+
+
+FAST: dict[Any, Callable[..., Any]] = {
+    nn.Linear: _linear,
+    NonDynamicallyQuantizableLinear: _linear,
+    nn.Conv1d: _conv,
+    nn.Conv2d: _conv,
+    nn.Conv3d: _conv,
+    nn.Embedding: _embedding,
+    nn.EmbeddingBag: _bag,
+}

@@ -1,0 +1,354 @@
+"""What a call is run as: the settings of its model, its batch, and what stands in the place of parameters meanwhile.
+
+All of it is known to one thread (`local`). A checkpoint computes a part of a call again, in the backward pass: `situation` is what
+it was run as at first, and the second run is given that again.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import torch_api
+from .trees import tensors_of
+from .turns import Turns
+
+
+class NoRuleError(NotImplementedError):
+    """A forward does what cannot be done with parameters of each sample's own."""
+
+
+class Scale:
+    """The factors of one call's gradients, read when they flow back.
+
+    A row of a mean loss is ``total`` = B times what autograd sees. ``inside`` is the factor that has already been put on the
+    gradients that flow through the call: then the weight gradients come out multiplied, without a pass over them. The graph of a
+    call holds its scale, and nothing else does when the call is over.
+    """
+
+    __slots__ = ("__weakref__", "inside", "total")
+
+    def __init__(self, total: float = 1.0, inside: float = 1.0) -> None:
+        self.total, self.inside = total, inside
+
+    @property
+    def rows(self) -> float:
+        """The factor that the gradient of rows is still owed."""
+        return self.total / self.inside
+
+    @property
+    def weight(self) -> float:
+        """The factor that undoes, on the summed gradient, what was put on inside."""
+        return 1 / self.inside
+
+
+UNSCALED = Scale()
+
+
+@dataclass(eq=False)
+class Settings:
+    """What one converted model agrees on; every module of the model holds the same object."""
+
+    loss_reduction: str = "mean"
+    batch_first: bool = True
+    accumulation: str = "replace"
+    partial: bool = False  # some trainable parameters are left without rows, as was asked for
+    stream: Callable[[str, Tensor], object] | None = field(default=None, repr=False)  # takes rows, instead of keeping
+    workspace: torch.UntypedStorage | None = field(default=None, repr=False)  # memory of streamed rows, in turn
+    asked: bool = field(default=False, repr=False)  # rows go to the call that asks for them
+    picks: bool = field(default=False, repr=False)  # modules are called with rows that masks have picked
+    pass_id: int = -1
+    rows: int = field(default=-1, repr=False)  # samples in the pass that is running
+    appended: int = field(default=0, repr=False)  # samples of the passes before it whose rows are kept
+    recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, repr=False)
+    graphs: list[tuple["weakref.ref[Scale]", int]] = field(default_factory=list, repr=False)  # of calls, and their batch sizes
+    bare_pass: int = -1
+    bare: list[Any] = field(default_factory=list, repr=False)  # recorders of what arrived in that pass past expansions
+    turns: Turns = field(default_factory=Turns, repr=False)  # of threads that call the model
+    on_unsupported: str = "general"  # what convert_model was told about modules without a replacement
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy agrees on the same things, and has recorded nothing yet
+        kept = ("loss_reduction", "batch_first", "accumulation", "partial", "picks", "on_unsupported")
+        return {name: self.__dict__[name] for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def recording(self) -> bool:
+        """Whether this thread records rows of the model."""
+        for settings in local.unrecorded:  # noqa: SIM110  # torch.compile traces no generator here
+            if settings is self:
+                return False
+        return True
+
+    def called(self, batch: "Batch") -> None:
+        """Note an outermost call, whose graph may compute a part of it again."""
+        if len(self.graphs) > 8:
+            self.graphs = [(ref, size) for ref, size in self.graphs if ref() is not None]
+        self.graphs.append((weakref.ref(batch.scale), batch.size))
+
+    def sizes(self) -> set[int]:
+        """The batch sizes of the calls whose graphs are there."""
+        return {size for ref, size in self.graphs if ref() is not None}
+
+    def begin_pass(self, pass_id: int) -> None:
+        """At the first row of a backward pass, forget what the earlier one left (a pass may not reach every parameter)."""
+        self.pass_id, self.rows = pass_id, -1
+        if self.accumulation == "replace":
+            self.clear()
+
+    def line_up(self, size: int) -> None:
+        """Append zeros to all rows that are kept: the samples of a pass that gives rows, but perhaps not of every parameter."""
+        held = [p for ref in self.recorded.values() if (p := ref()) is not None and getattr(p, "grad_sample", None) is not None]
+        if not held:
+            self.recorded = {}
+        self.appended = max((len(p.grad_sample) for p in held), default=0)  # type: ignore[attr-defined]
+        for p in held:
+            rows = p.grad_sample  # type: ignore[attr-defined]
+            p.grad_sample = torch.cat([rows, rows.new_zeros(size, *rows.shape[1:])])  # type: ignore[attr-defined]
+
+    def arrived(self, recorder: Any) -> None:
+        """Note a gradient that no expansion has passed on: an error after the pass, if that has given rows to other parameters."""
+        pass_id = torch_api.current_pass()
+        if self.bare_pass != pass_id:
+            self.bare_pass, self.bare = pass_id, []
+            torch_api.after_pass(self._check_bare)
+        self.bare.append(recorder)
+
+    def _check_bare(self) -> None:
+        found, self.bare = self.bare, []
+        names = [f"`{r.name}`" for r in found if r.pass_id != self.pass_id]
+        if names and self.pass_id == self.bare_pass and not self.partial:
+            some = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
+            raise RuntimeError(
+                f"{some} received a gradient, and no row of it, in a backward pass that gave rows to other parameters: a part of "
+                f"the forward was not recorded (under ps.recording(model, False), or past the model's own modules), or the loss "
+                f"uses the parameter itself. Compute that part of the loss in a backward pass of its own, without recording."
+            )
+
+    def clear(self) -> None:
+        """Set `grad_sample` of every parameter that holds one to None."""
+        for ref in self.recorded.values():
+            if (param := ref()) is not None:
+                clear(param)
+        self.recorded, self.appended = {}, 0
+
+
+def clear(param: Tensor) -> None:
+    """The parameter has no per-sample gradient, like a `.grad` of None."""
+    param.grad_sample = None  # type: ignore[attr-defined]
+
+
+class Batch:
+    """The batch of one outermost call: every layer below expands to its size.
+
+    ``trackable`` says whether the outermost module can run again to find out which rows are whose.
+    """
+
+    __slots__ = ("calls", "given", "level", "outputs", "proving", "root", "scale", "settings", "size", "trackable")
+
+    def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
+        self.size, self.settings, self.trackable = size, settings, trackable
+        self.level = torch_api.level()  # of transforms of torch.func around the call
+        self.root: Any = None  # the outermost module
+        self.given: Sequence[Place] | None = None  # see `given_places`
+        self.calls: dict[int, int] = {}  # how often each module has been called so far
+        self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
+        self.proving = False  # the same, and true of a part that is computed again
+        self.scale = Scale(float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0)
+
+    def again(self, calls: dict[int, int]) -> "Batch":
+        """The same batch for a part of the call that is computed again, so many calls of each module having come before."""
+        batch = Batch(self.size, self.settings)
+        batch.calls, batch.scale, batch.proving, batch.given = dict(calls), self.scale, self.proving, self.given
+        return batch
+
+    def given_places(self) -> "Sequence[Place]":
+        """Per-sample weights that were given in the place of parameters, and their places: looked for once a call."""
+        if self.given is None:
+            slots = () if self.root is None else self.root._ps_inventory().given_slots()
+            self.given = [(slot.held, slot.name, slot.held[slot.name]) for slot in slots]
+        return self.given
+
+    def count(self, module: object) -> int:
+        """The number of the call of `module` that begins."""
+        number = self.calls[id(module)] = self.calls.get(id(module), -1) + 1
+        return number
+
+
+Place = tuple[dict[str, Any], str, Any]  # a module's parameters, the name of one, and what stands in its place
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:  # attributes of the instance: torch.compile traces no others
+        self.batch: Batch | None = None
+        self.explicit: int | None = None
+        self.tracker: Any = None  # collects what calls take and return while the batch is tracked
+        self.call: Any = None  # the call of a layer that is running
+        self.picks: Any = None  # knows whose the rows are that masks pick
+        self.general = False  # inside a module whose parameters are per sample already, under vmap or in a loop
+        self.unrecorded: tuple[Settings, ...] = ()  # of the models of which nothing is recorded
+        self.places: tuple[Callable[[], Sequence[Place]], ...] = ()  # what stands in the place of parameters
+        self.stand_ins: Any = None  # of the forward that runs with some, see `per_sample`
+        self.again = False  # a checkpoint computes a part of a call again
+
+
+local = _Local()
+
+
+@contextmanager
+def changed(**values: Any) -> Iterator[None]:
+    """This thread's state, changed inside the block."""
+    before = {name: getattr(local, name) for name in values}
+    for name, value in values.items():
+        setattr(local, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(local, name, value)
+
+
+@contextmanager
+def batch_size(size: int) -> Iterator[None]:
+    """Say explicitly how many samples a batch holds, where the inputs do not (no tensor among them, batch in an odd dim).
+
+    Applies to every outermost call of a converted module inside the ``with`` block, in this thread.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> layer = ps.PSLinear(3, 2)
+        >>> with ps.batch_size(4):                     # 8 rows: two a sample
+        ...     layer(torch.randn(8, 3)).sum().backward()
+        >>> layer.weight.grad_sample.shape
+        torch.Size([4, 2, 3])
+
+    Raises:
+        ValueError: ``size`` is not an integer of at least 0.
+    """
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise ValueError(f"`size` must be an integer of at least 0, the number of samples; got {size!r}.")
+    with changed(explicit=size):
+        yield
+
+
+def by_original_layers(applies: bool = True) -> AbstractContextManager[None]:
+    """Inside the block converted modules run their original forwards, with whatever parameters they hold (unless not `applies`)."""
+    return changed(general=applies)
+
+
+def recorded_or_not(settings: Sequence[Settings], recorded: bool) -> AbstractContextManager[None]:
+    """Inside the block this thread records rows of these models, or none."""
+    others = tuple(s for s in local.unrecorded if all(s is not known for known in settings))
+    return changed(unrecorded=others if recorded else (*others, *settings))
+
+
+def current_batch() -> Batch | None:
+    """The batch of the outermost call that is running in this thread, or None outside of one."""
+    return local.batch
+
+
+def picked_by(t: Any) -> Any:
+    """Whose the rows of a tensor are (`owners.Owners`), if they were picked; None where that is not followed."""
+    return None if local.picks is None else local.picks.picked(t)
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running."""
+    return not torch.compiler.is_compiling() and torch_api.transforms_run()
+
+
+# ---------------------------------------------------------------------------------------------- in the place of parameters
+@contextmanager
+def in_place_of(places: Sequence[Place], anew: Callable[[], Sequence[Place]] | None = None) -> Iterator[None]:
+    """Tensors in the place of parameters inside the block, and in whatever a checkpoint computes of it again.
+
+    `anew` makes them for that, where those of the first run cannot be used once more.
+    """
+    before = [held[name] for held, name, _ in places]
+    outer, local.places = local.places, (*local.places, anew or (lambda: places))
+    try:
+        for held, name, tensor in places:
+            held[name] = tensor
+        yield
+    finally:
+        local.places = outer
+        for (held, name, _), param in zip(places, before, strict=True):
+            held[name] = param
+
+
+def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) -> list[Place]:
+    """Where a module holds the parameters that are given tensors by their names; `tied`: also under other names, anywhere below."""
+    found: list[Place] = []
+    for name, tensor in tensors.items():
+        path, _, last = name.rpartition(".")
+        found.append((module.get_submodule(path)._parameters, last, tensor))
+    if tied:
+        known = {id(held[name]): tensor for held, name, tensor in found if held[name] is not None}
+        named = {(id(held), name) for held, name, _ in found}
+        for below in module.modules():
+            for name, param in below._parameters.items():
+                if param is not None and id(param) in known and (id(below._parameters), name) not in named:
+                    found.append((below._parameters, name, known[id(param)]))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- computed once more
+def situation() -> Callable[[], AbstractContextManager[None]]:
+    """What this thread runs its calls as now: a function that gives a context in which a part of them can be run again."""
+    batch, state = (
+        local.batch,
+        {**vars(local), "batch": None, "places": (), "stand_ins": None, "call": None, "tracker": None, "again": True},
+    )
+    given, places = () if batch is None else batch.given_places(), local.places
+    if given:  # torch.func.functional_call puts the parameters back before the backward pass
+        places = (lambda: given, *places)
+    first = None if batch is None else batch.again(batch.calls)
+    stand_ins = None if local.stand_ins is None else local.stand_ins.mark()
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        before = dict(vars(local))
+        vars(local).update(state)
+        local.batch = None if first is None else first.again(first.calls)
+        local.stand_ins = None if stand_ins is None else stand_ins()
+        try:
+            with ExitStack() as stack:
+                for anew in places:
+                    with torch.enable_grad():  # also where the backward pass is not differentiated
+                        made = anew()
+                    stack.enter_context(in_place_of(made, anew))
+                if local.picks is not None:
+                    stack.enter_context(local.picks)
+                yield
+        except NoRuleError as error:
+            path = "A part of the model" if stand_ins is None else f"`{local.stand_ins.path}`"
+            raise RuntimeError(
+                f"{path} does something else when a checkpoint computes it again than it did at first ({error}): call it without "
+                f"the checkpoint, or write a layer for it (ps.PSLayer)."
+            ) from error
+        finally:
+            vars(local).update(before)
+
+    return again
+
+
+def inputs_noted(values: Any) -> Callable[[Any], None]:
+    """What is known of the inputs of a part that may be computed again: a function that notes it of what it gets in their place."""
+    picks = local.picks
+    notes = () if picks is None else [picks.notes_of(t) for t in tensors_of(values)]
+
+    def tell(values: Any) -> None:
+        for t, note in zip(tensors_of(values), notes, strict=False):
+            picks.note(t, note)
+
+    return tell
+
+
+torch_api.on_checkpoint(situation, inputs_noted)

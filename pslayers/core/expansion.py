@@ -1,0 +1,271 @@
+"""The expanded weight: one shared parameter seen as B per-sample weights, and where the gradient of each goes.
+
+Shapes: B samples, S the parameter's own shape, N = k * B rows (k rows a sample, B-major), P the number of values in S.
+
+A recorded parameter has two edges in the autograd graph: the parameter itself, whose gradient is the plain, summed one, and a
+*rows* leaf, a stride-0 expansion ``(B, *S)`` on the same memory, whose gradient is the per-sample one. An op with per-sample
+weights fills both. Keeping them apart means that no pass over the B x P memory is owed to summing or to the factor of a mean,
+and that whatever asks for one of the two (``torch.autograd.grad``) neither pays for nor disturbs the other.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import torch_api
+from .context import UNSCALED, Scale, transforming
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+
+def _anywhere(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pass that goes one by one through several gradients at once, and computes outside of autocast."""
+
+    @functools.wraps(backward)
+    def passed(ctx: Any, *grads: Tensor) -> Any:
+        if any(map(torch_api.is_several, grads)):
+            return torch_api.one_by_one(functools.partial(passed, ctx), grads)
+        if not torch_api.any_autocast():
+            return backward(ctx, *grads)
+        with torch_api.without_autocast():
+            return backward(ctx, *grads)
+
+    return passed
+
+
+class Op(torch.autograd.Function):
+    """An autograd.Function whose call costs less: no transform of torch.func goes into it, so nothing is looked at for one.
+
+    Its backward pass computes in the precision that the forward pass has left, inside of a user's autocast too, and goes through
+    several gradients at once (`is_grads_batched=True`).
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.backward = staticmethod(_anywhere(cls.__dict__["backward"].__func__))  # type: ignore[assignment]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As torch's."""
+        if torch_api.functions_transformed():
+            return super().apply(*args)  # torch's error
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+
+
+class _Cross(Op):
+    """A value on its way into a call or out of it, times a factor; gradients inside the call carry ``scale.inside``.
+
+    What goes in with factor f comes back, as a gradient, out with f / inside; what goes out with f comes back in with f * inside.
+    The way back is itself such a crossing, which makes it right for gradients of gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Scale, into: bool, factor: float) -> Tensor:
+        ctx.scale, ctx.into, ctx.factor = scale, into, factor
+        return x.view_as(x) if factor == 1 else x * factor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        inside: float = ctx.scale.inside
+        back = ctx.factor / inside if ctx.into else ctx.factor * inside
+        return cross(grads[0], ctx.scale, not ctx.into, back), None, None, None
+
+
+def cross(x: Tensor, scale: Scale, into: bool, factor: float = 1.0) -> Tensor:
+    """`x` times `factor`, into a call with this scale or out of it."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Cross.apply(x, scale, into, factor)
+    return x if factor == 1 else x * factor
+
+
+class Expansion:
+    """One weight behind B per-sample weights.
+
+    Args:
+        weight: the shared weight, shape S. Its gradient is the sum over samples, times ``scale.weight``.
+        rows: the per-sample handle, shape (B, *S), stride 0 over the batch; None where nobody asks for rows. Its gradient is
+            the per-sample gradient, times ``scale.rows``.
+    """
+
+    __slots__ = ("joined", "recorder", "rows", "scale", "weight")
+
+    def __init__(self, weight: Tensor, rows: Tensor | None, scale: Scale = UNSCALED, recorder: "Recorder | None" = None) -> None:
+        self.weight, self.rows, self.scale, self.recorder = weight, rows, scale, recorder
+        self.joined = False  # an ordinary tensor stands for it, which several ops may take
+
+    def rebind(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
+        """The same expansion over the tensors that a backward with a graph has unpacked: a further use of the weight."""
+        if self.recorder is not None:
+            self.recorder.uses += 1
+        return Expansion(weight, rows, self.scale, self.recorder)
+
+    def tensor(self, n: int) -> Tensor:
+        """An ordinary tensor (N, *S) that any differentiable op may use."""
+        if self.rows is None:
+            return self.weight.expand(n, *self.weight.shape)
+        self.joined = True
+        joined: Tensor = _Join.apply(self.weight, self.rows, n, self)
+        joined._ps_expansion = self  # type: ignore[attr-defined]
+        return joined
+
+    def buffer(self) -> Tensor:
+        """Memory for the per-sample gradient (B, *S), uninitialised: the last one's again where nobody else holds it."""
+        assert self.rows is not None
+        if self.recorder is not None:
+            return self.recorder.buffer(self.rows)
+        return torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
+
+    def zeros(self) -> Tensor:
+        """The same, of zeros."""
+        assert self.rows is not None
+        if self.recorder is not None:
+            return self.recorder.zeros(self.rows)
+        return torch.zeros(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
+
+    def out(self, weight_grad: Tensor | None, rows_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of (weight, rows) as they leave the call, from those that autograd sees inside it."""
+        if weight_grad is not None:
+            weight_grad = cross(weight_grad, self.scale, False, self.scale.weight)
+        if rows_grad is not None:
+            rows_grad = cross(rows_grad, self.scale, False, self.scale.rows)
+        return self.deliver(weight_grad, rows_grad)
+
+    def send(
+        self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As `out`, without a graph, from the plain sum and rows that are scaled already: writing them did it."""
+        if weight_grad is not None and self.scale.weight != 1:
+            weight_grad = weight_grad * self.scale.weight
+        return self.deliver(weight_grad, rows_grad, written)
+
+    def deliver(
+        self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of (weight, rows), scaled, for autograd to pass on; all rows but those `written` (of D values) are zero.
+
+        The summed one is noted, for the check that nothing else reaches the parameter. The rows of a parameter's only use go to it
+        at once, as do those that ``loss.backward(inputs=...)`` lets not go anywhere else; those of several uses, and those with a
+        graph, meet in the rows leaf.
+        """
+        recorder = self.recorder
+        if recorder is None:
+            return weight_grad, rows_grad
+        if weight_grad is not None:
+            recorder.note(weight_grad)
+        if rows_grad is not None and not recorder.settings.asked:
+            parts = self.joined and recorder.settings.stream is not None  # which are streamed together
+            if not torch.is_grad_enabled() and ((recorder.uses <= 1 and not parts) or not recorder.whole_pass()):
+                recorder.take(rows_grad)
+                if written is not None and recorder.uses <= 1 and recorder.memory is not None:
+                    recorder.written = written, recorder.memory._version
+                return weight_grad, None
+            recorder.listen()
+        return weight_grad, rows_grad
+
+
+class _Join(Op):
+    """(weight, rows) as one expanded tensor whose gradient is split again: the sum to `weight`, the rows to `rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, n: int, expansion: Expansion) -> Tensor:
+        ctx.expansion, ctx.rows_shape = expansion, rows.shape
+        return weight.expand(n, *weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), shape = grads, ctx.rows_shape
+        need_weight, need_rows, *_ = wanted(ctx, ctx.expansion)
+        if len(grad) != shape[0]:  # k rows a sample
+            grad = grad.reshape(shape[0], -1, *shape[1:]).sum(1)
+        return *ctx.expansion.out(grad.sum(0) if need_weight else None, grad if need_rows else None), None, None
+
+
+def of_one(weight: Tensor) -> Tensor:
+    """A weight that was given for the one sample, (1, *S), or for none, as what the original layers take."""
+    return weight[0] if len(weight) else weight.new_zeros(weight.shape[1:]) + weight.sum(0)
+
+
+def shared(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
+    """The one weight behind `weight`, or None where the samples truly have different weights.
+
+    `ndim` is the weight's own number of dims: a tensor of that many is shared as it is; one more, and it is per sample.
+    """
+    if isinstance(weight, Expansion):
+        return weight
+    if torch.compiler.is_compiling():  # plain ops alone, which the compiler can fuse
+        return None
+    if weight.ndim == ndim:
+        return Expansion(weight, None)
+    if transforming():  # torch.func goes into plain ops only
+        return None
+    tag: Expansion | None = getattr(weight, "_ps_expansion", None)
+    if tag is not None:
+        return tag
+    if len(weight) and (weight.stride(0) == 0 or len(weight) == 1):
+        return Expansion(weight.detach()[0], weight if weight.requires_grad else None)
+    return None
+
+
+def per_sample(weight: "Tensor | Expansion", ndim: int, size: int) -> Tensor:
+    """`weight` as a tensor of per-sample weights (B, *S), whatever it came as."""
+    if isinstance(weight, Expansion):
+        return weight.tensor(size)
+    return weight.expand(size, *weight.shape) if weight.ndim == ndim else weight
+
+
+def wanted(ctx: Any, *expansions: Expansion | None) -> Sequence[bool]:
+    """Which gradients this backward, of an op with these expansions, is really asked for.
+
+    `ctx.needs_input_grad` only says which inputs require grad; ``torch.autograd.grad(loss, x)`` would then pay for all rows.
+    """
+    for e in expansions:
+        if e is not None and e.recorder is not None:
+            if e.recorder.whole_pass():
+                return ctx.needs_input_grad  # type: ignore[no-any-return]
+            break
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # one for each input that requires grad
+    found: list[bool] = []
+    weight_goes = False  # of the input before: a weight's rows come after it
+    for need in ctx.needs_input_grad:
+        node = next(nodes) if need else None
+        # nobody names the leaf of rows in ``loss.backward(inputs=...)``: they are made where the parameter gets its gradient
+        found.append(need and (will_execute(node, True) or (weight_goes and leads_to_rows(node))))
+        weight_goes = need and will_execute(node, False)
+    return found
+
+
+def leads_to_rows(node: Any) -> bool:
+    """Whether what goes to this node is put down as rows: it is that of a rows leaf."""
+    return hasattr(getattr(node, "variable", None), "_ps_rows")
+
+
+def will_execute(node: Any, asked: bool) -> bool:
+    """Whether the pass that is running goes to this node; `asked` for a leaf that torch.autograd.grad has been asked for."""
+    try:
+        return torch_api.will_execute(node)
+    except RuntimeError:  # such a leaf: torch does not say
+        return asked
+
+
+def composite_backward(
+    fn: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """A backward with a graph: differentiate a composite form of the op, so that the result can be differentiated again."""
+    with torch.enable_grad():
+        # aliases: where one input was made from another, as by tied weights, each counts its own part only
+        inputs = [None if t is None else t.view_as(t) for t in inputs]
+        outputs = fn(*inputs)
+    pairs = [
+        (out, grad)
+        for out, grad in zip((outputs,) if isinstance(outputs, Tensor) else outputs, grads, strict=True)
+        if grad is not None and out.requires_grad
+    ]
+    into = [t for t in inputs if t is not None and t.requires_grad]
+    if not pairs or not into:
+        return [None for _ in inputs]
+    found = iter(torch.autograd.grad([o for o, _ in pairs], into, [g for _, g in pairs], create_graph=True, allow_unused=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]

@@ -1,0 +1,148 @@
+"""Calls of modules without a replacement, by their plans."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attribution.gathered import without_picks
+from ..attribution.proof import disagreement
+from ..attribution.provenance import WEAK
+from ..attribution.snapshot import trial
+from ..attribution.tracking import (
+    BATCH_MAJOR,
+    MIXED,
+    PICKED,
+    SHARED,
+    TABLE,
+    TIME_MAJOR,
+    Layout,
+    samples_of_rows,
+)
+from ..core.context import Scale, by_original_layers, in_place_of, local, places_of
+from ..core.expansion import Expansion, of_one
+from ..core.recorder import recorder_of
+from ..core.trees import map_tensors, own_parameters, tensors_in, tensors_of, written_to
+from ..parameters.per_sample import NoRuleError
+from .plan import Call, Forward, Plan, copied, memory_order, sample_ids
+from .ways import run_by
+
+
+def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
+    """A call of a module by its plan."""
+    batch, call = local.batch, (args, kwargs)
+    assert batch is not None
+    weights = _weights(module, module._ps_given() if plan.whole else given, own=not plan.whole, plan=plan)
+    if weights.keys() - plan.names:  # not trained when this was proved
+        raise NoRuleError("a parameter is trained that was not")
+    taken = {id(t) for t in tensors_in(call)}
+    compared = plan.way != "direct" and not given and (MIXED in plan.layouts.outputs or module._ps_state().settings.picks)
+    plain = _plainly(module, forward, call) if compared else None
+    output = run_by(module, forward, plan, call, weights, batch.size)
+    if module.training:
+        output = _laid_out(output, plan, taken)
+    if plain is not None:
+        _check_plain(module, output, *plain, plan.layouts.outputs)
+    if local.picks is not None and not plan.follows:
+        for t, layout in zip(tensors_in([output]), plan.layouts.outputs, strict=True):
+            if layout in (BATCH_MAJOR, ("dim", 0)):
+                local.picks.tag_batch(t)
+            elif layout != PICKED:
+                local.picks.tag(t, WEAK)
+    if plan.counts:
+        first = {n: w[0] for n, w in weights.items() if n in given} if given else {}
+        by_them = in_place_of(places_of(module, first, tied=True))
+        with torch.no_grad(), torch.random.fork_rng(), by_original_layers(), without_picks(), by_them:
+            forward(module, *copied(call)[0], **copied(call)[1])
+    if batch.outputs is not None:
+        if plan.way == "direct":  # the caller may index what now has a row for each sample
+            batch.outputs.add([(w, 0, None) for w in weights.values()])
+            _note(batch, tensors_in([output]), plan.layouts.outputs)
+        else:  # inside, the way itself keeps samples apart
+            _note(batch, [*tensors_in([output]), *written_to(call, taken)], (*plan.layouts.outputs, *plan.layouts.written))
+    return output
+
+
+def _laid_out(output: Any, plan: Plan, taken: set[int]) -> Any:
+    """An output that lies in memory as the plain module's does: dropout fills its masks in that order."""
+    pairs = zip(tensors_of(output), plan.orders, strict=False)
+    orders = {id(t): order for t, order in pairs if order is not None and id(t) not in taken and order != memory_order(t)}
+
+    def lay(t: Tensor) -> Tensor:
+        if (order := orders.get(id(t))) is None:
+            return t
+        return t.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)])
+
+    return map_tensors(lay, output) if orders else output
+
+
+def _note(batch: Any, tensors: Iterable[Any], layouts: Iterable[Layout]) -> None:
+    """Have what was made of the samples watched, while whose its rows are is to be proved."""
+    pairs = zip(tensors, layouts, strict=True)
+    batch.outputs.add([_owned(t, layout, batch.size) for t, layout in pairs if layout != MIXED and isinstance(t, Tensor)])
+
+
+def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | None]:
+    """A tensor that was put together from the samples', the dim of its rows, and whose they are; None: k a sample, in order."""
+    if layout == PICKED:
+        return t, 0, sample_ids(t)
+    return t, layout[1], samples_of_rows(layout, t, size) if layout == TIME_MAJOR else None
+
+
+def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
+    """A call for one sample with weights of its own, or for none: everything is that sample's."""
+    batch, whole = local.batch, module._ps_state().whole
+    assert batch is not None
+    weights = _weights(module, given, own=not whole)
+    alone = {n: of_one(w) for n, w in weights.items()}
+    with by_original_layers(whole), in_place_of(places_of(module, alone, tied=True)):
+        return forward(module, *args, **kwargs)
+
+
+def _weights(module: Any, given: set[str], own: bool, plan: Plan | None = None) -> dict[str, Tensor]:
+    """Per-sample weights (B, *S): those that were given, and recorded expansions of trainable parameters, but those that are idle.
+
+    These have no rows: an error by name, should they get a gradient.
+    """
+    batch, state = local.batch, module._ps_state()
+    assert batch is not None
+    idle, others = (frozenset[str](), frozenset[str]()) if plan is None else (plan.idle, plan.others)
+    weights: dict[str, Tensor] = {}
+    for name, param in own_parameters(module) if own else module.named_parameters():
+        if name in others:
+            continue
+        if name in given:
+            module._ps_check_given(name, param, batch.size)
+            weights[name] = param
+        elif param.requires_grad and isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
+            holder = module.get_submodule(name.rpartition(".")[0])
+            recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
+            recorder.unexpanded = name in idle
+            if name not in idle:
+                rows = recorder.rows(batch.size)
+                weights[name] = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
+    return weights
+
+
+def _plainly(module: Any, forward: Forward, call: Call) -> tuple[Any, bool]:
+    """What a call returns by the original layers, and whether it draws random numbers."""
+    random, (args, kwargs) = torch.get_rng_state(), copied(call)
+    with torch.no_grad(), trial(module), by_original_layers():
+        output = forward(module, *args, **kwargs)
+        return output, not torch.equal(random, torch.get_rng_state())
+
+
+def _check_plain(module: Any, output: Any, plain: Any, drawn: bool, layouts: Sequence[Layout]) -> None:
+    """An error where samples by themselves do not return what they do together: what masks pick may be put in any order."""
+    ours, theirs = tensors_of(output), tensors_of(plain)
+    size = local.batch.size if local.batch is not None else 1
+    pairs = zip(theirs, layouts, strict=True)
+    theirs = [t.expand(size, *t.shape[layout == SHARED :]) if layout in (SHARED, TABLE) else t for t, layout in pairs]
+    if [t.shape for t in ours] != [t.shape for t in theirs] or (not drawn and disagreement(ours, theirs) is not None):
+        raise ValueError(
+            f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample, and its samples, each by itself, do "
+            f"not return what they do together: they interact, rows that were picked by data (as in h[mask]) are moved in a way "
+            f"that is not followed, or a loss in it is no {module._ps_state().settings.loss_reduction} over samples. Write a layer "
+            f"for it (ps.PSLayer)."
+        )

@@ -1,0 +1,107 @@
+"""How a call of a module without a replacement is run: the plan, and the layouts of what it takes and returns."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..attribution.tracking import (
+    MIXED,
+    Layout,
+    fits_layout,
+)
+from ..core.context import local
+from ..core.trees import map_tensors, own_parameters, tensors_in
+from ..parameters.per_sample import NoRuleError, PerSample
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+Forward = Callable[..., Any]
+
+
+class Layouts(NamedTuple):
+    """How the tensors of a call hold the samples: of what it takes, returns, and writes into what it takes (a cache)."""
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    written: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a module's call is run.
+
+    `names`: the parameters of which each sample has its own; `whole`: of all modules below. For "direct", `follows`: rows of other
+    tensors are followed, and `choices`: see `Standing`. For "vmap", `fresh`: tensors that the forward makes anew are made for each
+    sample, to be written into. `idle`: parameters that reach but outputs in which samples interact. `others`: those that are left
+    to a layer below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps, which vmap and
+    the loop do not. `orders`: in which order the dims of what the plain module returns lie in memory.
+    """
+
+    way: str
+    layouts: Layouts
+    names: frozenset[str]
+    whole: bool
+    follows: bool = False
+    choices: tuple[bool, ...] | None = None
+    fresh: bool = False
+    idle: frozenset[str] = frozenset()
+    others: frozenset[str] = frozenset()
+    fast: frozenset[str] = frozenset()
+    counts: bool = False
+    orders: tuple[tuple[int, ...] | None, ...] = ()
+
+
+class NoWayError(Exception):
+    """No way of running the module was proved right."""
+
+
+def parameters_of(module: nn.Module, own: bool) -> dict[str, nn.Parameter]:
+    """The trainable parameters of the module alone, or of all that is below it too."""
+    found = own_parameters(module) if own else module.named_parameters()
+    return {name: p for name, p in found if p.requires_grad}
+
+
+def fits(plan: Plan, call: Call, size: int) -> bool:
+    """Whether a plan that was made for other sizes can be right for these inputs."""
+    return all(
+        isinstance(t, Tensor) and fits_layout(layout, t, size)
+        for t, layout in zip(tensors_in(call), plan.layouts.inputs, strict=True)
+    )
+
+
+def places(state: Any, call: int, slot: str, values: Any) -> tuple[Layout, ...]:
+    """The layout of every tensor that a call takes ("in"), returns ("out") or writes ("written"), as tracked."""
+    return tuple(_places(state, call, slot, values))
+
+
+def _places(state: Any, call: int, slot: str, values: Any) -> Iterator[Layout]:
+    for place, t in enumerate(tensors_in(values)):
+        found = state.layouts.get((call, (slot, place), t.ndim)) if isinstance(t, Tensor) else MIXED
+        yield MIXED if found is None else found
+
+
+def copied(call: Call) -> Call:
+    """A call with tensors of its own, which a forward may write to."""
+    copies: Call = map_tensors(lambda t: t.clone(), call)
+    return copies
+
+
+def memory_order(t: Tensor) -> tuple[int, ...] | None:
+    """In which order its dims lie in memory; None where it does not fill what it lies in."""
+    if isinstance(t, PerSample):
+        return None
+    strides = t.stride()
+    order = tuple(sorted(range(t.ndim), key=lambda d: -strides[d]))
+    return order if t.permute(order).is_contiguous() else None
+
+
+def sample_ids(t: Tensor) -> Tensor:
+    """Whose the rows of a tensor are that is known to hold picked ones."""
+    owners = None if local.picks is None else local.picks.owners(t)
+    if owners is None or owners.ids is None:
+        raise NoRuleError("it does not return rows that a mask has picked")
+    ids: Tensor = owners.ids
+    return ids

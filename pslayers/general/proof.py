@@ -1,0 +1,270 @@
+"""The choice of a way: the fastest that is proved right on the very inputs of a call."""
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import torch_api
+from ..attribution.proof import quiet_hooks, quiet_pass, separating_groups
+from ..attribution.snapshot import Snapshot, trial
+from ..attribution.tracking import (
+    MIXED,
+    PICKED,
+    SHARED,
+    TABLE,
+    Layout,
+    noise,
+    samples_of_rows,
+)
+from ..core.context import by_original_layers, in_place_of, places_of
+from ..core.trees import map_tensors, own_parameters, tensors_in, tensors_of, written_to
+from ..parameters.per_sample import Standing
+from .plan import Call, Forward, Layouts, NoWayError, Plan, copied, memory_order, parameters_of, sample_ids
+from .ways import run_by
+
+
+def choose(
+    module: Any, forward: Forward, call: Call, layouts: Layouts, size: int, whole: bool, picks: bool, differ: bool = False
+) -> Plan:
+    """The fastest way that is proved right for this call; `whole` rules out those that leave what lies below to itself.
+
+    `picks`: it picks rows by data, which may be in the batch's order by chance. `differ`: also for weights that truly differ from
+    sample to sample.
+    """
+    if given := module._ps_given():  # proved with those of the first sample
+        first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
+        with in_place_of(places_of(module, first, tied=True)):
+            return choose(module, forward, call, layouts, size, whole, picks, differ=True)
+    names = frozenset(parameters_of(module, own=not whole))
+    try:
+        proof = _Proof(module, forward, call, layouts, names, size, whole, differ)
+    except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller
+        raise NoWayError(f"it cannot be called by itself again ({type(error).__name__}: {error})") from error
+    others = frozenset[str]() if whole else proof.of_layers()
+    for idle in (frozenset[str](), *proof.idle()):
+        for follows in (True,) if whole or picks else (False, True):
+            plan = Plan("direct", layouts, names - idle - others, whole, follows, idle=idle, others=others)
+            if proved := proof.of(plan):
+                return proved
+    if {MIXED, PICKED} & {*layouts.inputs, *layouts.written} or PICKED in layouts.outputs:
+        raise NoWayError(f"its inputs or outputs cannot be attributed to samples; {proof.problem}")
+    names = frozenset(parameters_of(module, own=False))
+    proof = proof if whole else _Proof(module, forward, call, layouts, names, size, True, differ)
+    for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
+        if proved := proof.of(Plan(way, layouts, names, True, fresh=fresh, counts=proof.counts)):
+            if way == "loop":
+                warnings.warn(f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.", stacklevel=2)
+            return proved
+    inputs = tuple(_of_mask(t, layout, size) for t, layout in zip(tensors_in(call), layouts.inputs, strict=True))
+    if inputs != layouts.inputs:
+        return choose(module, forward, call, layouts._replace(inputs=inputs), size, whole, picks, differ)
+    raise NoWayError(proof.problem)
+
+
+def _of_mask(t: Any, layout: Layout, size: int) -> Layout:
+    """Masks are not changed to see where they lead, so they seem to be shared: with as many rows, they may be the samples'."""
+    batch = isinstance(t, Tensor) and t.dtype == torch.bool and t.ndim > 0 and len(t) == size
+    return ("dim", 0) if batch and layout == TABLE else layout
+
+
+class _Proof:
+    """Runs a way with per-sample parameters, and compares outputs and gradients with those of the plain module.
+
+    Parameters have some noise meanwhile: nothing depends on what a zero-initialised layer gives.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        call: Call,
+        layouts: Layouts,
+        names: frozenset[str],
+        size: int,
+        whole: bool,
+        differ: bool,
+    ) -> None:
+        self.module, self.forward, self.call, self.size = module, forward, call, size
+        self.whole, self.differ = whole, differ
+        self.layouts, self.problem = (*layouts.outputs, *layouts.written), ""
+        self.inputs = layouts.inputs
+        found = parameters_of(module, own=False)
+        self.values = {n: p.detach() + 0.1 * (p.detach().abs().mean() + 0.1) * (noise(p) - 0.4) for n, p in found.items()}
+        self.values |= {n: p.detach() for n, p in own_parameters(module) if n in names and n not in self.values}
+        self.names = sorted(names)
+        self.factors = 0.5 + noise(torch.empty(size, dtype=torch.float64))  # one for each sample
+        self.rounding = _rounding(call, self.values.values())
+        before, plain = Snapshot(module), {n: self.values[n].clone().requires_grad_() for n in self.names}
+        with self._run_by_itself(plain):
+            args, kwargs = copied(call)
+            given = {id(t) for t in tensors_in((args, kwargs))}
+            output = forward(module, *args, **kwargs)
+            self.plain, self.orders = self._outputs(output, (args, kwargs), given), tuple(map(memory_order, tensors_of(output)))
+            self.counts = before.differs()
+            self.sums = [self._gradients(self.plain, plain, mixed) for mixed in (False, True)]
+        self.plain = [t.detach() for t in self.plain]
+
+    def _run_by_itself(self, own: dict[str, Tensor]) -> Any:
+        """Around a run of the module: nothing is left behind, and nothing recorded."""
+        stack = ExitStack()
+        straight = torch_api.reentrant_checkpoints_straight()
+        for context in (torch.enable_grad(), trial(self.module), by_original_layers(), straight, quiet_hooks(self.module)):
+            stack.enter_context(context)
+        others = {n: v for n, v in self.values.items() if n not in self.names}
+        stack.enter_context(in_place_of(places_of(self.module, others, tied=True)))
+        proved = {n: own.get(n, self.values[n]) for n in self.names}
+        stack.enter_context(in_place_of(places_of(self.module, proved, tied=self.whole)))
+        return stack
+
+    def _outputs(self, output: Any, call: Call, given: set[int]) -> list[Tensor]:
+        return [*tensors_of(output), *written_to(call, given)]
+
+    def _parts(self, tensors: Sequence[Tensor], mixed: bool) -> Iterator[tuple[Tensor, Layout]]:
+        """The outputs that count, with their layouts, and a row for each sample of what all share."""
+        for t, layout in zip(tensors, self.layouts, strict=True):
+            if t.is_floating_point() and (layout == MIXED) is mixed:
+                alone = layout in (SHARED, TABLE) and not (t.ndim and len(t) == self.size)
+                each = t.expand(self.size, *t.shape[layout == SHARED :]) if alone else t
+                yield each, ("dim", 0) if layout in (SHARED, TABLE) else layout
+
+    def _gradients(
+        self, tensors: Sequence[Tensor], of: dict[str, Tensor], mixed: bool = False, factors: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Of some numbers times the outputs, and times the factor of each sample."""
+        loss: Tensor | float = 0.0
+        for t, layout in self._parts(tensors, mixed):
+            weights = torch.where(t.isfinite(), noise(t) + 0.5, 0)
+            weights = weights if factors is None else weights * _factors(factors.to(t), t, layout)
+            loss = loss + (torch.where(t.isfinite(), t, 0) * weights).sum()
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            return {}
+        # asked for too where a real run needs them: torch's group_norm crashes on channels_last images that need none
+        taken = [t for t in tensors_in(self.call) if isinstance(t, Tensor) and t.requires_grad]
+        with quiet_pass():
+            found = torch.autograd.grad(loss, [*of.values(), *taken], allow_unused=True, retain_graph=True)
+        return {name: g for name, g in zip(of, found, strict=False) if g is not None}
+
+    def idle(self) -> list[frozenset[str]]:
+        """The parameters that reach but outputs in which samples interact, if there are any beside others."""
+        idle = frozenset(n for n in self.names if n not in self.sums[0] and n in self.sums[1])
+        return [idle] if idle and any(layout != MIXED for layout in self.layouts) else []
+
+    def of_layers(self) -> frozenset[str]:
+        """The module's own parameters that are a layer's below, too (tied ones), which alone uses them."""
+        below = {id(p) for m in self.module.modules() if m is not self.module for p in m._parameters.values() if p is not None}
+        own = parameters_of(self.module, own=True)
+        return frozenset(n for n, p in own.items() if id(p) in below and n not in self.sums[0] and n not in self.sums[1])
+
+    def of(self, plan: Plan) -> Plan | None:
+        """The plan, with what its run has shown, where it is right."""
+        standing = Standing((), plan.whole, {}, plan.follows)
+        try:
+            self.problem = self._wrong(plan, standing) or ""
+        except Exception as error:  # whatever a forward raises under per-sample parameters
+            self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        if self.problem:
+            return None
+        return replace(plan, choices=tuple(standing.chosen), fast=plan.names - standing.slow, orders=self.orders)
+
+    def _wrong(self, plan: Plan, standing: Standing) -> str | None:
+        each = self._each(plan)
+        with self._run_by_itself({n: self.values[n] for n in plan.idle}):
+            call = copied(self.call)
+            given = {id(t) for t in tensors_in(call)}
+            output = run_by(self.module, self.forward, plan, call, each, self.size, standing)
+            tensors = self._outputs(output, call, given)
+            if problem := self._outputs_differ(tensors):
+                return problem
+            rows = self._gradients(tensors, each)
+            if problem := self._rows_differ(rows, self.sums[0], plan):
+                return problem
+            scaled = self._gradients(tensors, each, factors=self.factors)
+            if not self._close(scaled, {n: _by_sample(self.factors, r) for n, r in rows.items()}):
+                return f"rows depend on other samples' outputs ({plan.way})"
+            alone = [n for n in plan.names if n not in self.sums[0] and n in self.sums[1]]
+            of_mixed = self._gradients(tensors, each, mixed=True) if alone else {}
+        if not alone:
+            return None
+        return self._rows_differ(of_mixed, self.sums[1], plan) or self._interact(plan, of_mixed, alone)
+
+    def _each(self, plan: Plan) -> dict[str, Tensor]:
+        each = {n: self.values[n].expand(self.size, *self.values[n].shape) for n in sorted(plan.names)}
+        return {n: (w.clone() if self.differ else w).requires_grad_() for n, w in each.items()}
+
+    def _interact(self, plan: Plan, rows: dict[str, Tensor], names: list[str]) -> str | None:
+        """Whether rows, of what reaches but numbers of the whole batch (a loss), change with the inputs of other samples."""
+        for samples in separating_groups(self.size):
+            changed, each = torch.isin(torch.arange(self.size), torch.tensor(samples)), self._each(plan)
+            with self._run_by_itself({n: self.values[n] for n in plan.idle}):
+                call = self._changed(changed)
+                given = {id(t) for t in tensors_in(call)}
+                standing = Standing((), plan.whole, {}, plan.follows)
+                output = run_by(self.module, self.forward, plan, call, each, self.size, standing)
+                found = self._gradients(self._outputs(output, call, given), each, mixed=True)
+            if not self._close(*({n: r[n][~changed] for n in names if n in found} for r in (found, rows))):
+                return "samples interact in its only output"
+        return None
+
+    def _changed(self, samples: Tensor) -> Call:
+        """The call with other numbers in the place of these samples'."""
+        layouts = iter(self.inputs)
+
+        def change(t: Tensor) -> Tensor:
+            layout = next(layouts)
+            if not t.is_floating_point() or layout in (SHARED, TABLE, MIXED):
+                return t.clone()
+            return torch.where(_factors(samples.to(t.device), t, layout), t * (0.5 + noise(t)) + 0.1 * noise(t), t)
+
+        changed: Call = map_tensors(change, self.call)
+        return changed
+
+    def _outputs_differ(self, tensors: list[Tensor]) -> str | None:
+        if len(tensors) != len(self.plain):
+            return "it returns another number of tensors"
+        for t, plain, layout in zip(tensors, self.plain, self.layouts, strict=True):
+            if layout in (SHARED, TABLE) and t.shape != plain.shape:
+                plain = plain.expand(self.size, *plain.shape[layout == SHARED :])
+            if t.shape != plain.shape:
+                return f"a tensor of shape {tuple(t.shape)} instead of {tuple(plain.shape)}"
+            if layout == PICKED:
+                sample_ids(t)
+            if t.is_floating_point() and t.numel():
+                same = (t == plain) | (t.isnan() & plain.isnan())  # infinities, as in masks
+                error = torch.where(same, 0, (t - plain).abs()).max()
+                if not error <= max(1e-3, 16 * self.rounding) * plain.abs().nan_to_num(0, 0, 0).max():
+                    return "its outputs are others"
+        return None
+
+    def _rows_differ(self, rows: dict[str, Tensor], sums: dict[str, Tensor], plan: Plan) -> str | None:
+        plain = {n: g for n, g in sums.items() if n in plan.names}
+        added = {n: rows[n].sum(0) if n in rows else torch.zeros_like(g) for n, g in plain.items()}
+        return None if self._close(added, plain) else f"the rows do not add up to the gradient ({plan.way})"
+
+    def _close(self, found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+        with torch_api.without_torch_function():
+            # some gradients are nothing but rounding (a bias before a softmax): judge by the largest
+            largest = max((g.nan_to_num(0, 0, 0).abs().max().item() for g in expected.values() if g.numel()), default=0.0)
+            close = max(1e-3, 16 * self.rounding), max(1e-4, 4 * self.rounding) * largest
+            return all(n in found and torch.allclose(found[n], g, *close, equal_nan=True) for n, g in expected.items())
+
+
+def _rounding(call: Call, params: Iterable[Tensor]) -> float:
+    """The relative error of one number in the coarsest precision that a call computes in."""
+    tensors = [t for t in (*tensors_in(call), *params) if isinstance(t, Tensor) and t.is_floating_point()]
+    cast = {t.device.type for t in tensors if torch.is_autocast_enabled(t.device.type)}
+    return max((torch.finfo(d).eps for d in (*(t.dtype for t in tensors), *map(torch.get_autocast_dtype, cast))), default=0.0)
+
+
+def _factors(each: Tensor, like: Tensor, layout: Layout) -> Tensor:
+    """`each` (B,), one for each sample, so that it broadcasts over a tensor of this layout."""
+    owners, dim = sample_ids(like) if layout == PICKED else samples_of_rows(layout, like, len(each)), layout[1]
+    return each[owners].reshape(*[1] * dim, -1, *[1] * (like.ndim - dim - 1))
+
+
+def _by_sample(factors: Tensor, rows: Tensor) -> Tensor:
+    return rows * factors.to(rows).view(-1, *[1] * (rows.ndim - 1))

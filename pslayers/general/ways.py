@@ -1,0 +1,172 @@
+"""The ways of running a module without a replacement with parameters of each sample's own: direct, vmap, loop."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import torch_api
+from ..attribution.gathered import following, without_picks
+from ..attribution.snapshot import unchanged
+from ..attribution.tracking import (
+    BATCH_MAJOR,
+    MIXED,
+    SHARED,
+    TABLE,
+    TIME_MAJOR,
+    Layout,
+)
+from ..core.context import Batch, by_original_layers, in_place_of, local, places_of
+from ..core.trees import assign, map_tensors, tensors_in, written_to
+from ..parameters.op_dispatch import Redirect
+from ..parameters.per_sample import NoRuleError, PerSample, Standing, standing_in
+from .plan import Call, Forward, Plan
+
+
+def run_by(
+    module: nn.Module,
+    forward: Forward,
+    plan: Plan,
+    call: Call,
+    weights: dict[str, Tensor],
+    size: int,
+    standing: Standing | None = None,
+) -> Any:
+    """The call with per-sample `weights` (B, *S); `standing` is told what is seen of it."""
+    if plan.way == "direct":
+        return _directly(module, forward, plan, call, weights, size, standing)
+    if any(isinstance(t, PerSample) for t in tensors_in(call)):
+        raise NoRuleError("it is given a parameter of each sample's own")
+    redirect = Redirect(size if plan.fresh else None)
+    layouts = iter(plan.layouts.inputs)
+    flat: list[Tensor] = []  # every sample's part in dim 0, a batch of one behind it; or as it is
+    where: list[int | None] = []
+
+    def take(t: Tensor) -> Tensor:
+        layout = next(layouts)
+        flat.append(t if layout in (SHARED, TABLE) else _apart(t, layout, size))
+        where.append(None if layout in (SHARED, TABLE) else 0)
+        return t
+
+    map_tensors(take, call)
+    skeleton: list[Any] = []
+
+    def one(own: dict[str, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        parts = iter(tensors)
+        args, kwargs = taken = map_tensors(lambda _: next(parts), call)
+        with (
+            without_picks(),
+            by_original_layers(),
+            unchanged(module, hooks=False),
+            in_place_of(places_of(module, own, tied=True)),
+            redirect,
+        ):
+            output = forward(module, *args, **kwargs)
+        written = written_to(taken, {id(t) for t in tensors})
+        skeleton[:] = [output, taken, dict(zip(map(id, tensors), itertools.count())), {id(t): i for i, t in enumerate(written)}]
+        return (*(t for t in tensors_in([output]) if isinstance(t, Tensor)), *written)
+
+    both = (*plan.layouts.outputs, *plan.layouts.written)
+    if plan.way == "vmap":
+        with torch_api.quiet_vmap(), torch_api.reentrant_checkpoints_straight():  # which transforms do not go into
+            outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
+    else:
+        own = [dict(zip(weights, each, strict=True)) for each in zip(*(w.unbind() for w in weights.values()), strict=True)]
+        each = [one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True))) for i in range(size)]
+        outputs = tuple(zip(*each, strict=True))  # type: ignore[arg-type]
+    if standing is not None:
+        standing.slow |= {name for name, w in weights.items() if plan.way == "loop" or w.data_ptr() not in redirect.weights}
+    mean = module._ps_state().settings.loss_reduction == "mean"  # type: ignore[operator, union-attr]
+    together = [_together(parts, layout, mean) for parts, layout in zip(outputs, both, strict=True)]
+    output, taken, given, written = skeleton
+    originals, count = list(tensors_in(call)), len(plan.layouts.outputs)
+
+    def real(t: Tensor) -> Tensor:
+        return originals[given[id(t)]] if id(t) in given else together[count + written[id(t)]]  # type: ignore[return-value]
+
+    assign(call, taken, real)
+    whole = iter(together)
+    return map_tensors(lambda _: next(whole), output)
+
+
+def _directly(
+    module: nn.Module, forward: Forward, plan: Plan, call: Call, weights: dict[str, Tensor], size: int, standing: Standing | None
+) -> Any:
+    """The forward as it is, with tensors that stand for the parameters of each sample."""
+    layouts = list(zip(tensors_in(call), plan.layouts.inputs, strict=True))
+    standing = Standing((), plan.whole, {}, plan.follows, plan.choices) if standing is None else standing
+    standing.weights = weights
+    standing.inputs = [t for t, layout in layouts if isinstance(t, Tensor) and layout in (BATCH_MAJOR, ("dim", 0))]
+    with following(size, layouts) if plan.follows else nullcontext():
+        with _below(module, size) if plan.whole else nullcontext(), standing_in(module, standing):
+            output = forward(module, *call[0], **call[1])
+            if not any(isinstance(t, PerSample) for t, _ in layouts):  # then what it returns may stand for each sample's, too
+                output = _of_the_batch(output, plan.layouts.outputs)
+            if plan.follows:
+                _check_owners(tensors_in([output]), plan.layouts.outputs)
+        return output
+
+
+@contextmanager
+def _below(module: Any, size: int) -> Iterator[None]:
+    """Around a forward in which layers, too, are given the samples' own weights: they run as such, in a batch."""
+    before = local.batch
+    local.batch = before or Batch(size, module._ps_state().settings)
+    try:
+        with by_original_layers(False):
+            yield
+    finally:
+        local.batch = before
+
+
+def _check_owners(tensors: Iterable[Any], layouts: Sequence[Layout]) -> None:
+    """NoRuleError where rows that were moved are no longer where they were when this was proved."""
+    for t, layout in zip(tensors, layouts, strict=True):
+        if layout in (BATCH_MAJOR, ("dim", 0)) and (owners := local.picks.owners(t)) is not None and owners.picked:
+            raise NoRuleError("rows that were picked are no longer in the order of the batch")
+
+
+def _of_the_batch(output: Any, layouts: tuple[Layout, ...]) -> Any:
+    """An output in which no parameter stands for each sample's own: what all samples share in the plain one has a batch dim."""
+    tensors = list(tensors_in([output]))
+    if not any(isinstance(t, PerSample) for t in tensors):
+        return output
+    rest = iter(layouts)
+
+    def real(t: Tensor) -> Tensor:
+        if (layout := next(rest, None)) is None:
+            raise NoRuleError("it returns more than it did")
+        if not isinstance(t, PerSample):
+            return t
+        if layout == SHARED:
+            return t.each.squeeze(1)
+        return t.each if layout == TABLE else t.each.mean(0)  # a share of it is each sample's
+
+    return map_tensors(real, output)
+
+
+def _apart(t: Tensor, layout: Layout, size: int) -> Tensor:
+    kind, dim = layout
+    if kind == "dim":
+        return t.unsqueeze(dim + 1).movedim(dim, 0)
+    if layout == TIME_MAJOR:
+        return t.unflatten(0, (-1, size)).transpose(0, 1)
+    return t.unflatten(0, (size, -1))
+
+
+def _together(t: Tensor | tuple[Tensor, ...], layout: Layout, mean: bool) -> Tensor:
+    """The samples' outputs (B, ...), or one of each, in the layout that the plain output has."""
+    kind, dim = layout
+    if not isinstance(t, Tensor) and any(one.shape != t[0].shape for one in t):
+        raise ValueError(f"samples return tensors of shapes {sorted({tuple(one.shape) for one in t})}, which are no batch.")
+    t = t if isinstance(t, Tensor) else torch.stack(t)
+    if kind == "dim":
+        return t.movedim(0, dim).flatten(dim, dim + 1)
+    if layout == TABLE:
+        return t
+    if layout == MIXED:  # a loss, reduced as the model was told
+        return t.mean(0) if mean else t.sum(0)
+    return (t.transpose(0, 1) if layout == TIME_MAJOR else t).flatten(0, 1)

@@ -1,0 +1,429 @@
+"""PSLayer: the base of every layer whose forward computes with per-sample weights."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .. import compiled, torch_api
+from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, TIME_MAJOR, Ambiguous, Layout, Tracker, fits_layout
+from ..core.context import Batch, Scale, Settings, clear, in_place_of, local, places_of, transforming
+from ..core.expansion import Expansion, cross
+from ..core.recorder import recorder_of
+from ..core.trees import map_tensors, tensors_in
+from ..parameters.per_sample import NoRuleError, PerSample, Standing, followed
+from .converted import Converted, State
+
+# what each torch class is replaced by; classes enter themselves when they are defined
+REGISTRY: dict[type[nn.Module], type["PSLayer"]] = {}
+
+
+def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward: the original where nothing is recorded, else with the batch and the rows of this call known."""
+
+    @functools.wraps(ps_forward)
+    def forward(self: "PSLayer", *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return compiled.call_layer(self, ps_forward, args, kwargs)
+        if local.call is not None and local.call.layer is self:  # a subclass that calls super().forward: one call, one set of rows
+            return ps_forward(self, *args, **kwargs)
+        if (standing := local.stand_ins) is not None and (stand_in := self._ps_standing(standing, args, kwargs)) is not None:
+            return stand_in(functools.partial(forward, self))
+        if (picks := local.picks) is not None and not picks.enters(self):
+            return picks.call(self, functools.partial(forward, self), args, kwargs)
+        if local.tracker is not None:
+            return self._ps_seen(ps_forward, args, kwargs)
+        if local.general:
+            return self._ps_plain(ps_forward, args, kwargs)
+        if (batch := local.batch) is not None:
+            batch.count(self)
+            if transforming() and torch_api.level() > batch.level:
+                self._ps_transformed(batch)
+        if self.replaces is not None and not self._ps_needed():
+            return self.replaces.forward(self, *args, **kwargs)
+        if batch is not None:
+            return self._ps_run(ps_forward, args, kwargs)
+        return self._ps_outermost(functools.partial(_run, ps_forward), args, kwargs)
+
+    return forward
+
+
+def _run(ps_forward: Callable[..., Any], self: "PSLayer", *args: Any, **kwargs: Any) -> Any:
+    return self._ps_run(ps_forward, args, kwargs)
+
+
+class Call:
+    """One call of a layer: its rows, the scale of its gradients, and the names of the parameters that it has expanded."""
+
+    __slots__ = ("before", "expanded", "layer", "rows", "scale")
+
+    def __init__(self, layer: "PSLayer", rows: int, scale: Scale) -> None:
+        self.layer, self.rows, self.scale = layer, rows, scale
+        self.expanded: set[str] = set()
+
+    def __enter__(self) -> None:
+        self.before, local.call = local.call, self
+
+    def __exit__(self, *error: object) -> None:
+        local.call = self.before
+
+
+class PSLayer(Converted):
+    """A layer that computes with per-sample weights; mixed in before the torch layer that it replaces.
+
+    A subclass writes ``forward`` with ``self.expand(name)`` in the place of ``self.name``; autograd does the rest:
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> from torch import nn
+        >>> class Scale(nn.Module):
+        ...     def __init__(self, n):
+        ...         super().__init__()
+        ...         self.scale = nn.Parameter(torch.ones(n))
+        ...     def forward(self, x):
+        ...         return x * self.scale
+        >>> class PSScale(ps.PSLayer, Scale, replaces=Scale):
+        ...     def forward(self, x):                       # x (B, n)
+        ...         return x * self.expand("scale")         # (B, n)
+        >>> model = ps.convert_model(nn.Sequential(nn.Linear(3, 4), Scale(4)))
+        >>> model(torch.randn(5, 3)).sum().backward()
+        >>> model[1].scale.grad_sample.shape
+        torch.Size([5, 4])
+
+    ``replaces=`` enters the class in the converter's registry: modules of exactly that type become this one. Without it the
+    class is used by constructing it. ``fused=True`` says that the forward hands its weights, as ``self.expansion(name)``, to ops of
+    ``ps.functional`` alone, which then scale the rows of a mean loss themselves. ``event_dims`` tells how many dims the first
+    input of one sample has by itself, where inputs without a batch dim, or with the batch in another dim, are to be handled.
+    """
+
+    replaces: ClassVar[type[nn.Module] | None] = None
+    event_dims: int | None = None
+    _ps_fused: ClassVar[bool] = False
+    _ps_channels: ClassVar[bool] = False  # an input's dims are its rows, its channels, and others
+    _ps_layer: ClassVar[bool] = True
+
+    def __init_subclass__(cls, replaces: type[nn.Module] | None = None, fused: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        forward = cls.__dict__.get("forward")
+        if forward is not None:
+            cls.forward = _guard(forward)
+            cls._ps_fused, cls.replaces = fused, None
+        if replaces is not None:
+            if not (isinstance(replaces, type) and issubclass(cls, replaces)):
+                raise TypeError(
+                    f"`{cls.__name__}` says replaces={replaces!r}, but is no subclass of it: a replacement takes over the "
+                    f"original's attributes and forward, so write class {cls.__name__}(ps.PSLayer, Original, replaces=Original)."
+                )
+            cls.replaces = replaces
+            REGISTRY[replaces] = cls
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.replaces is not None and (problem := self.unsupported(self)):
+            raise ValueError(f"{type(self).__name__} {problem}.")
+        self._ps = State(Settings(), "", self)
+        for param in self._parameters.values():
+            if param is not None:
+                clear(param)
+
+    @classmethod
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """What about this module's options rules per-sample gradients out, and the way out; None where nothing does."""
+        return None
+
+    # ------------------------------------------------------------------ one call
+    def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        x = args[0] if args and isinstance(args[0], Tensor) else next(tensors_in([args, kwargs]), None)
+        if isinstance(x, Tensor) and self.event_dims is not None and 0 < x.ndim == self.event_dims:
+            return 1  # no batch dim: one sample
+        return super()._ps_batch_size(args, kwargs)
+
+    def _ps_needed(self) -> bool:
+        """Whether this call computes with per-sample weights: rows are recorded, or the weights given are per sample."""
+        state = self._ps or self._ps_state()
+        recording = state.settings.recording and not transforming() and (torch.is_grad_enabled() or self._ps_foreseen())
+        for name, p in self._parameters.items():
+            if p is not None:
+                if recording and p.requires_grad and isinstance(p, nn.Parameter):
+                    return True
+                if p.ndim != state.ndims.get(name, p.ndim):
+                    return True
+        return False
+
+    def _ps_foreseen(self) -> bool:
+        """Whether a reentrant checkpoint runs this at first, without gradients, in a call that is to be proved.
+
+        When it comes again, nothing can be learned any more.
+        """
+        return torch_api.in_reentrant_forward() and local.batch is not None and local.batch.outputs is not None
+
+    def _ps_run(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        batch = local.batch
+        if batch is None:
+            raise ValueError(
+                f"`{self._ps_state().path}` ({type(self).__name__}) was called without a tensor, so its batch size is unknown: "
+                f"call it inside `with ps.batch_size(n):`."
+            )
+        args, kwargs, rows, undo = self.arrange(args, kwargs, batch.size)
+        call = Call(self, rows, batch.scale)
+        if not self._ps_fused and batch.scale.total != 1:
+            call.scale = scale = Scale(batch.scale.total, batch.scale.total)
+            args, kwargs = map_tensors(lambda t: cross(t, scale, True), (args, kwargs))
+        with call:
+            output = ps_forward(self, *args, **kwargs)
+        if not self._ps_fused:
+            if not self._ps_all_expanded(call):
+                call.scale.inside = 1.0  # gradients of other things flow through here: scale the rows themselves
+            if call.scale.total != 1:
+                output = map_tensors(lambda t: cross(t, call.scale, False), output)
+        if batch.outputs is not None:
+            batch.outputs.add(self._ps_owned(output, rows))
+        return output if undo is None else map_tensors(undo, output)
+
+    def _ps_owned(self, output: Any, rows: int) -> list[tuple[Tensor, int, Tensor | None]]:
+        """The tensors of an output, the dim of their rows, and whose these are; None: k a sample, in order."""
+        return [(output, 0, None)] if isinstance(output, Tensor) and output.ndim and output.shape[0] == rows else []
+
+    def _ps_all_expanded(self, call: Call) -> bool:
+        """Whether all that is trainable here was expanded and recorded; what was not is watched, for it must get no gradient."""
+        state, whole = self._ps_state(), not self._modules
+        for name, param in self._parameters.items():
+            if param is not None and param.requires_grad:
+                expanded = name in call.expanded
+                whole = whole and expanded
+                if isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
+                    recorder_of(param, f"{state.prefix}{name}", state.settings).unexpanded = not expanded
+        return whole
+
+    def _ps_transformed(self, batch: Batch) -> None:
+        recorded = batch.settings.recording and torch.is_grad_enabled()
+        if recorded and any(isinstance(p, nn.Parameter) and p.requires_grad for p in self._parameters.values()):
+            super()._ps_transformed(batch)
+
+    def _ps_standing(
+        self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Callable[..., Any]], Any] | None:
+        """How a call runs whose weights or input are tensors that stand for those of each sample; None for one of no such."""
+        held: dict[str, Any] = self._parameters
+        own = {name: p.each for name, p in held.items() if isinstance(p, PerSample)}
+        x = next(iter(tensors_in((args, kwargs))), None)
+        if not own and not isinstance(x, PerSample):
+            return None
+        standing.check_level()
+        shared: Tensor | None = None  # by all samples
+        if isinstance(x, PerSample):
+            shared = x.each
+        elif own and isinstance(x, Tensor):
+            owners = None if (picks := followed()) is None else picks.owners(x)
+            if picks is None or (owners is not None and owners.ids is None):
+                raise NoRuleError(f"`{self._ps_state().path}` is given rows of which it is not known whose they are")
+            if owners is None and not standing.choose(*picks.copies(x)):
+                shared = x.expand(local.batch.size, *x.shape)  # type: ignore[union-attr]
+
+        def run(forward: Callable[..., Any]) -> Any:
+            if own and local.batch is None:
+                raise NoRuleError(f"`{self._ps_state().path}` is called without a batch")
+            with in_place_of(places_of(self, own)):
+                if shared is None:
+                    return forward(*args, **kwargs)
+                return self._ps_of_shared(forward, args, kwargs, x, shared)
+
+        return run
+
+    def _ps_of_shared(self, forward: Callable[..., Any], args: Any, kwargs: Any, x: Any, each: Tensor) -> Any:
+        """A call for what all samples share, or what stands for each sample's own, `each` (B, *S): what stands for the results."""
+        rows, k = each, each.shape[1] if each.ndim > 2 else 0
+        if k and (self._ps_channels or (self.event_dims is not None and each.ndim - 2 == self.event_dims)):
+            rows = each.flatten(0, 1)  # k rows for each sample
+        args, kwargs = map_tensors(lambda t: rows if t is x else t, (args, kwargs))
+        if local.picks is not None:
+            local.picks.tag_batch(rows)
+        output = forward(*args, **kwargs)
+        same = not isinstance(x, PerSample) or x.same
+
+        def apart(t: Tensor) -> Tensor:
+            return PerSample.of(t if rows is each else t.unflatten(0, (len(each), k)), same)
+
+        return map_tensors(apart, output)
+
+    def _ps_seen(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call while the batch is tracked: note the input, and compute as the original does."""
+        tracker: Tracker = local.tracker
+        if tracker.transformed():
+            return self._ps_plain(ps_forward, args, kwargs)
+        x = self._ps_tracked(args, kwargs)
+        with tracker.inside(self):
+            if x is not None:
+                tracker.see(self, x)
+            return self._ps_plain(ps_forward, args, kwargs)
+
+    def _ps_tracked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The input whose rows are to be attributed to samples."""
+        return next((t for t in tensors_in([args, kwargs]) if isinstance(t, Tensor)), None)
+
+    def _ps_plain(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that computes as the original does."""
+        if self.replaces is not None:
+            return self.replaces.forward(self, *args, **kwargs)
+        x = next((t for t in tensors_in([args, kwargs]) if isinstance(t, Tensor)), None)
+        with Call(self, len(x) if x is not None and x.ndim else 1, Scale()):
+            return ps_forward(self, *args, **kwargs)
+
+    def arrange(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any], int, Callable[[Tensor], Tensor] | None]:
+        """Bring the first tensor input to N = k * size rows in dim 0; also returns N, and what brings an output back.
+
+        Raises:
+            ValueError: the rows cannot be attributed to the samples.
+        """
+        if args and self._ps_plainly_batched(args[0], size):
+            return args, kwargs, size, None
+        inputs = [(k, v) for k, v in (*enumerate(args), *kwargs.items()) if isinstance(v, Tensor)]
+        if not inputs:
+            return args, kwargs, size, None
+        (key, x), *_ = inputs
+        x, undo = self.to_rows(x, size)
+        if isinstance(key, int):
+            args = (*args[:key], x, *args[key + 1 :])
+        else:
+            kwargs = {**kwargs, str(key): x}
+        return args, kwargs, x.shape[0], undo
+
+    def _ps_plainly_batched(self, x: Any, size: int) -> bool:
+        """Whether `layout` would find the batch in dim 0, the most frequent case, in which it is not worth its time."""
+        return (
+            isinstance(x, Tensor)
+            and (self.event_dims is None or x.ndim - 1 == self.event_dims)
+            and x.ndim > 0
+            and x.shape[0] == size > 1
+            and x.is_floating_point()
+            and not (self._ps or self._ps_state()).layouts
+            and not torch.compiler.is_compiling()
+        )
+
+    def to_rows(self, x: Tensor, size: int) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+        """`x` with N = k * size rows in dim 0, and how to bring an output back to the form of the input."""
+        kind, dim = layout = self.layout(x, size)
+        if layout == SHARED:
+            return x.expand(size, *x.shape[1:]), None
+        if layout == TABLE:
+            return x.expand(size, *x.shape), (_squeeze if size == 1 else None)
+        if kind == "dim" and dim:
+            return x.movedim(dim, 0), lambda y: y.movedim(0, dim).contiguous()  # as torch's, for views of it
+        if layout == TIME_MAJOR:
+            return _swap_rows(x, size), lambda y: _swap_rows(y, y.shape[0] // size)
+        return x, None
+
+    def layout(self, x: Tensor, size: int) -> Layout:
+        """How `x` holds the samples: by its shape where that is enough, else tracked."""
+        if torch.compiler.is_compiling():
+            return compiled.layout(self, x, size)
+        free = 1 if self.event_dims is None else x.ndim - self.event_dims  # dims that could be the batch's
+        n, batch, state = x.shape[0] if x.ndim else 0, local.batch, self._ps_state()
+        assert batch is not None
+        if local.picks is not None and local.picks.batches.get(x):
+            return BATCH_MAJOR
+        if free <= 0 or x.ndim == 0:
+            if batch.trackable and (batch.calls.get(id(self), 0), FIRST, x.ndim) not in state.layouts:
+                raise Ambiguous  # what it returns gets a dim more: does it broadcast as it did?
+            return TABLE
+        if size <= 1:
+            return BATCH_MAJOR if size or not n else SHARED if n == 1 else TABLE
+        known = state.layouts.get((batch.calls.get(id(self), 0), FIRST, x.ndim))
+        if known is not None and fits_layout(known, x, size):
+            return self._attributable(known, x, free, size)
+        first = 0 if state.settings.batch_first or free < 2 else 1
+        among_events = x.ndim == free and free == 1 and not x.is_floating_point()  # ids of samples, or of positions?
+        others = sum(x.shape[d] == size for d in range(free) if d != first)
+        if x.shape[first] == size and not others and not among_events:
+            return "dim", first
+        if batch.trackable:
+            raise Ambiguous
+        if x.shape[first] == size:
+            return "dim", first
+        if n == 1:
+            return SHARED
+        if n % size == 0 and state.settings.batch_first and not state.layouts:  # called by itself
+            return BATCH_MAJOR
+        return self._attributable(MIXED, x, free, size)
+
+    def _ps_unattributable(self, x: Tensor, call: int) -> bool:
+        """Whether tracking has shown that the rows of this call's input are no one sample's, or several's."""
+        return any(p.requires_grad for p in self.parameters()) and self._ps_state().layouts.get((call, FIRST, x.ndim)) == MIXED
+
+    def _attributable(self, layout: Layout, x: Tensor, free: int, size: int) -> Layout:
+        if layout == MIXED or (layout[0] == "dim" and layout[1] >= free):
+            raise self._ps_not_attributable(x, size)
+        return layout
+
+    def _ps_not_attributable(self, x: Tensor, size: int) -> ValueError:
+        like_it = [n for n in x.shape[: x.ndim - (self.event_dims or 0)] if n == size]  # torch 2.8 cannot compile `count`
+        if x.ndim and x.shape[0] == size and len(like_it) == 1:
+            return ValueError(
+                f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} whose rows depend on "
+                f"more than one of the {size} samples each: samples interact before it (by a mean, a maximum or a softmax over the "
+                f"batch, by all pairs), or rows were moved by data in a way that is not followed. Take such statistics over a "
+                f"sample's own dims; if samples do not interact, write a layer for the module that moves rows (ps.PSLayer)."
+            )
+        return ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} in a batch of {size} "
+            f"samples, whose rows cannot be attributed to samples: expected {size} rows, a multiple of it (k rows a sample) or "
+            f"1 (shared by all). If the batch is not in dim 0 of the model's first input, say so with "
+            f"convert_model(..., batch_first=False) or `with ps.batch_size(n):`; if shapes are ambiguous, give an example "
+            f"batch, convert_model(..., example=x); else write a layer for this module (ps.PSLayer)."
+        )
+
+    # ------------------------------------------------------------------ the weights
+    def expansion(self, name: str) -> Expansion | Tensor | None:
+        """The parameter `name` in the form that ``ps.functional`` takes, at its cheapest; B weights. None stays None."""
+        if torch.compiler.is_compiling():
+            return compiled.weights(self, name)
+        weight: Tensor | None = self._parameters[name] if name in self._parameters else getattr(self, name)
+        if weight is None:
+            return None
+        state, batch = self._ps or self._ps_state(), local.batch
+        if weight.ndim != state.ndims.get(name, weight.ndim):  # per-sample weights were given in place of the parameter
+            if batch is not None:
+                self._ps_check_given(name, weight, batch.size)
+            return weight
+        if "parametrizations" in self._modules:
+            compiled.check_own_weights(self)
+        call, settings = local.call, state.settings
+        if (
+            batch is None
+            or call is None
+            or call.layer is not self
+            or not (settings.recording and weight.requires_grad and torch.is_grad_enabled() and isinstance(weight, nn.Parameter))
+        ):
+            return Expansion(weight, None)
+        call.expanded.add(name)
+        recorder = weight.__dict__.get("_ps_recorder")
+        if recorder is None or recorder.settings is not settings or recorder.slot is None or recorder.param() is not weight:
+            recorder = recorder_of(weight, f"{state.prefix}{name}", settings, self)
+        return Expansion(weight, recorder.rows(batch.size), call.scale, recorder)
+
+    def expand(self, name: str) -> Tensor | None:
+        """The parameter `name`, expanded to this call's rows: ``(N, *S)``, where N is B, or k * B for k rows a sample.
+
+        None stays None (a layer without bias). Memory: the expansion is a view; its gradient takes N x P values.
+        """
+        if local.call is None or local.call.layer is not self:
+            raise RuntimeError(f"`{type(self).__name__}.expand({name!r})` was called outside of the layer's forward.")
+        weight, rows = self.expansion(name), local.call.rows
+        if weight is None:
+            return None
+        if isinstance(weight, Expansion):
+            return weight.tensor(rows)
+        return weight if len(weight) == rows else weight.repeat_interleave(rows // len(weight), 0)
+
+
+def _squeeze(t: Tensor) -> Tensor:
+    return t.squeeze(0)
+
+
+def _swap_rows(t: Tensor, outer: int) -> Tensor:
+    """Rows (k * outer, ...), time-major, as batch-major ones, or the other way round."""
+    return t.reshape(t.shape[0] // outer, outer, *t.shape[1:]).transpose(0, 1).reshape(t.shape)

@@ -1,0 +1,143 @@
+"""Calls by the original layers: of a batch of one, where each gradient is its one row too; of none; where nothing is recorded."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import torch_api
+from ..core.context import Place, Settings, by_original_layers, in_place_of
+from ..core.expansion import Op, of_one, will_execute
+from ..core.recorder import Recorder, recorder_of, take_alone
+from .inventory import Inventory
+
+
+class _Alone(Op):
+    """The parameters as they are; a pass that comes through lets what arrives at each be recorded as the row of the one sample.
+
+    `leaf` is the rows leaf of the first of them: a pass that goes there goes everywhere.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, recorders: list[Recorder], outer_pass: int, leaf: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.recorders, ctx.outer_pass = recorders, outer_pass
+        ctx.set_materialize_grads(False)
+        return tuple([p.detach() for p in params])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        recorders, pass_id = ctx.recorders, torch_api.current_pass()
+        if ctx.outer_pass == -1 and not torch.is_grad_enabled() and recorders[0].whole_pass():
+            take_alone(recorders, grads)
+        else:
+            for grad, recorder, (node, _) in zip(grads, recorders, ctx.next_functions[1:], strict=True):
+                if grad is not None and will_execute(node, asked=False):  # torch.autograd.grad has no side effects
+                    recorder.alone_pass, recorder.outer_pass = pass_id, ctx.outer_pass
+        return None, None, None, *grads
+
+
+class _OfNone(_Alone):
+    """The same for no sample: parameters that a pass reaches have no rows, (0, *S)."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        for grad, recorder, (node, _) in zip(grads, ctx.recorders, ctx.next_functions[1:], strict=True):
+            if grad is not None and will_execute(node, asked=False):  # torch.autograd.grad has no side effects
+                recorder.outer_pass = -1
+                recorder.note(grad)
+                recorder.take(grad.new_zeros(0, *grad.shape))
+        return None, None, None, *grads
+
+
+class Trained:
+    """The parameters below a model that are trained, and where they are held."""
+
+    def __init__(self, inventory: Inventory, settings: Settings) -> None:
+        self.recorders: list[Recorder] = []
+        self.params: list[Tensor] = []
+        self.places: list[tuple[dict[str, Any], str, Any, int]] = []  # the last: which of these it is
+        self.others: list[tuple[dict[str, Any], str, Any]] = []
+        known: dict[int, int] = {}
+        for slot in inventory.slots:
+            held, name, path, _, module = slot
+            param = held[name]
+            if param is None or not param.requires_grad or slot.given:
+                self.others.append((held, name, param))
+                continue
+            if id(param) not in known:
+                known[id(param)] = len(self.params)
+                self.params.append(param)
+                self.recorders.append(recorder_of(param, inventory.prefix + path, settings, module()))
+                self.recorders[-1].like(1)
+            self.places.append((held, name, param, known[id(param)]))
+
+    def aliased(self, op: type[_Alone]) -> list[Place]:
+        """Aliases of the parameters for a call, by `op`, in their places.
+
+        Those with hooks of the user's have a node of their own: no pass calls these that does not reach the parameter.
+        """
+        recorders, params, task = self.recorders, self.params, torch_api.outer_pass()
+        hooked = [i for i, p in enumerate(params) if len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks]
+        if not hooked:
+            aliases = op.apply(recorders, task, recorders[0].leaf, *params)
+        else:
+            aliases = [None] * len(params)
+            together = [i for i in range(len(params)) if i not in hooked]
+            for group in (*([i] for i in hooked), *([together] if together else [])):
+                chosen = [recorders[i] for i in group]
+                for i, alias in zip(group, op.apply(chosen, task, chosen[0].leaf, *(params[i] for i in group)), strict=True):
+                    aliases[i] = alias
+        return [(held, name, aliases[at]) for held, name, _, at in self.places]
+
+    def holds(self) -> bool:
+        """Whether it still tells what there is, and the recorders are ready for one sample."""
+        for held, name, param, at in self.places:
+            recorder = self.recorders[at]
+            if (
+                held[name] is not param
+                or not param.requires_grad
+                or param.__dict__.get("_ps_recorder") is not recorder
+                or not recorder.ready(param, 1)
+            ):
+                return False
+        return all(held[name] is param and not (param is not None and param.requires_grad) for held, name, param in self.others)
+
+
+def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, recorded: bool) -> Any:
+    """A call for one sample, or for none, by the original layers; weights that were given for each sample are that one's."""
+    given, trained = inventory.given_slots(), inventory.trained
+    if given:
+        inventory.check_given(size)
+        trained = Trained(inventory, model._ps_state().settings)
+    elif trained is None or not trained.holds():
+        inventory.trained = trained = Trained(inventory, model._ps_state().settings)
+    recorded = recorded and bool(trained.params)
+    if not (given or recorded):
+        return run_plain(model, args, kwargs)
+    own = [(slot.held, slot.name, of_one(slot.held[slot.name])) for slot in given]
+
+    def places() -> list[Place]:
+        return own + (trained.aliased(_Alone if size else _OfNone) if recorded else [])
+
+    flat = functools.partial(_flat_weights, inventory)
+    with in_place_of(places(), places), in_place_of(flat(), flat):
+        return run_plain(model, args, kwargs)
+
+
+def _flat_weights(inventory: Inventory) -> list[Place]:
+    """Recurrent layers keep their weights in a list, too, and make it anew where those are others: the list of those now held."""
+    flat: list[Place] = []
+    for ref in inventory.recurrent:
+        layer = vars(ref())
+        names, held = layer.get("_flat_weights_names", ()), layer["_parameters"]
+        if names and "_flat_weight_refs" in layer and all(name in held for name in names):
+            weights = [held[name] for name in names]
+            flat += [(layer, "_flat_weights", weights), (layer, "_flat_weight_refs", [None] * len(names))]
+    return flat
+
+
+def run_plain(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call by the original layers, with whatever parameters there are."""
+    with by_original_layers():
+        return model.forward(*args, **kwargs)

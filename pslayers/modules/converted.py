@@ -1,0 +1,460 @@
+"""What every module of a converted model shares: settings, the batch of the outermost call, what tracking has taught."""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import MethodType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.rnn import PackedSequence
+
+from .. import compiled, torch_api
+from ..attribution.gathered import picking, without_picks
+from ..attribution.proof import Unprovable, Watched, disagreement, judged, past_expansions, quiet_hooks, rows_agree
+from ..attribution.snapshot import Snapshot, gradients_unchanged, trial
+from ..attribution.tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
+from ..core import sharding
+from ..core.context import Batch, Settings, clear, local, transforming
+from ..core.recorder import recorder_of
+from ..core.trees import own_parameters, tensors_in
+from .batch_of_one import run_alone, run_plain
+from .inventory import Inventory
+
+# of a call: training, and of every input its dims, and whether it has as many rows as there are samples
+Kind = tuple[bool, tuple[tuple[int, bool], ...]]
+
+
+class State:
+    """What conversion leaves on a module: the model's settings, the module's path in it, its parameters' own dims."""
+
+    conversions = 0  # of modules, so far
+
+    def __init__(self, settings: Settings, path: str, module: nn.Module) -> None:
+        State.conversions += 1
+        self.settings, self.path = settings, path or type(module).__name__
+        self.prefix = f"{path}." if path else ""  # of its parameters' names, as named_parameters gives them
+        self.number = compiled.number_of(module)  # by which compiled code knows the module
+        self.token = torch.tensor(self.number, device="cpu")  # an input of that code, not a part of it: equal layers share it
+        # kinds of calls in which rows were proved to be the samples', and whether per-sample weights were given
+        self.proved: set[tuple[bool, tuple[tuple[int, bool], ...], bool]] = set()
+        self.proved_in: Any = ""  # what torch.compile was at when the last of these was proved while it traced
+        self.places: dict[tuple[int, ...], int] = {}  # dims of the inputs: which of them holds the batch, if not the first
+        self.keeps = False  # a forward changes what modules hold (a counter, statistics)
+        self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
+        self.shared: set[Layout] = set()  # callers of layers that take what all samples share, in these ways, are run whole
+        # how: (number of the call, training, whether per-sample weights were given, dims of the inputs)
+        self.plans: dict[tuple[int, bool, bool, tuple[int, ...]], Any] = {}
+        self.ndims = {name: p.ndim for name, p in own_parameters(module)}
+        if (makers := module._modules.get("parametrizations")) is not None:  # what the weights are computed from
+            self.ndims |= {f"parametrizations.{name}": p.ndim for name, p in makers.named_parameters()}
+        self.forward: MethodType | None = None  # that was set on the instance, where it was one of its own methods
+        # tracked: (number of the call, place of the tensor, its dims): layout
+        self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
+        self.inventory: Inventory | None = None
+        self.roomy = -1  # the batch size that there is memory for
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "inventory": None, "roomy": -1, "proved_in": ""}
+
+    def layouts_of(self, call: int, slot: str, ndim: int) -> list[Layout]:
+        """The layouts of what a call takes ("in") or returns ("out")."""
+        return [lay for (c, (s, _), d), lay in self.layouts.items() if (c, s, d) == (call, slot, ndim)]
+
+    def learned(self) -> tuple[Any, ...]:
+        """What tracking has taught so far."""
+        return dict(self.layouts), dict(self.plans), self.general, self.whole
+
+
+adopt: Callable[[Any], None] | None = None  # converts what is new in a model; `convert` sets it
+
+# mixed in before a module's class: a module to its users, and to the type checker
+if TYPE_CHECKING:
+    _Mixin = nn.Module
+else:
+    _Mixin = object
+
+
+class Converted(_Mixin):
+    """What every module of a converted model shares: settings, the batch of the outermost call, clearing."""
+
+    _ps: State | None = None
+    _ps_layer: ClassVar[bool] = False  # a layer, not a container of layers
+
+    def _ps_state(self) -> State:
+        if self._ps is None:
+            self._ps = State(Settings(), "", self)
+        return self._ps
+
+    def __prepare_scriptable__(self) -> Any:
+        """Called by torch.jit.script."""
+        raise RuntimeError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) is converted, and TorchScript has no per-sample gradients: script "
+            f"the original, ps.restore_model(model), or a copy of it."
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
+        super().__setstate__(state)
+        if self._ps is not None:
+            self._ps.number = compiled.number_of(self)
+            self._ps.token = torch.tensor(self._ps.number, device="cpu")
+        for param in self.__dict__["_parameters"].values():
+            if param is not None:
+                param.__dict__.pop("_ps_recorder", None)
+                clear(param)
+
+    def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no tensor."""
+        sizes = self._ps_sizes(args, kwargs)
+        return self._ps_told(sizes) if sizes else None
+
+    def _ps_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+        """(dims, the size of the one that would be the batch's) of every tensor that has dims."""
+        first, found = self._ps_state().settings.batch_first, []
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor and args[0].ndim:  # by far the most
+            return [(args[0].ndim, args[0].shape[0 if first or args[0].ndim == 1 else 1])]
+        for t in tensors_in((args, kwargs)):
+            if isinstance(t, PackedSequence):
+                found.append((-1, int(t.batch_sizes[0]) if len(t.batch_sizes) else 0))
+            elif t.ndim:
+                found.append((t.ndim, t.shape[0 if first or t.ndim == 1 else 1]))
+        return found
+
+    def _ps_told(self, sizes: list[tuple[int, int]]) -> int:
+        """The batch size that inputs of these sizes tell: the first one's, unless another's was seen to be the outputs', too."""
+        if len(sizes) == 1:
+            return sizes[0][1]
+        return sizes[self._ps_state().places.get(tuple([ndim for ndim, _ in sizes]), 0)][1]
+
+    def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an outermost call, its batch size known to every layer below."""
+        settings, nested = self._ps_state().settings, local.again or torch_api.current_pass() != -1
+        recorded = settings.recording and torch.is_grad_enabled()
+        if torch_api.is_tracing() is not None:  # torch.jit.trace, an ONNX export: what is traced records nothing
+            return run_plain(self, args, kwargs)
+        if not self._ps_layer and not recorded and not transforming() and not self._ps_given():
+            with nullcontext() if nested else settings.turns.reading:
+                return run_plain(self, args, kwargs)
+        if nested:  # whoever runs the backward pass has its turn
+            return self._ps_in_turn(run, args, kwargs, recorded)
+        with settings.turns.writing:
+            return self._ps_in_turn(run, args, kwargs, recorded)
+
+    def _ps_in_turn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recorded: bool) -> Any:
+        state, settings = self._ps_state(), self._ps_state().settings
+        recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
+        trackable, sizes = not self._ps_layer and not recomputed, self._ps_sizes(args, kwargs) if not self._ps_layer else []
+        inventory = self._ps_inventory() if recorded else None
+        if inventory is not None and inventory.strangers and trackable and not settings.partial:
+            inventory = self._ps_adopt()
+        if recomputed:  # by something else than torch's checkpoints, which would have said of which call
+            size: int | None = self._ps_recomputed_size(settings)
+        elif local.explicit is not None:
+            size = local.explicit
+        else:
+            if len(sizes) > 1 and trackable and recorded and not (local.again or sharding.apart(self)):
+                self._ps_look_for_batch(run, args, kwargs, sizes)
+            size = self._ps_batch_size(args, kwargs) if self._ps_layer else self._ps_told(sizes) if sizes else None
+        if size is None:
+            if not self._ps_layer and recorded and not transforming():
+                raise self._ps_no_batch(args, kwargs)
+            return run(self, *args, **kwargs)
+        trackable, apart = trackable and size > 1, sharding.apart(self)
+        small = size == 1 or (size == 0 and not self._ps_layer)
+        if small and not (apart or transforming()):
+            return run_alone(self, inventory or self._ps_inventory(), args, kwargs, size, recorded)
+        kind = self._ps_kind(sizes, size) if trackable else None
+        unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
+        if apart and unproved:
+            raise self._ps_apart()
+        if recorded and size != state.roomy:
+            self._ps_make_room(size)
+        random = random_state() if trackable else None
+        before = Snapshot(self) if unproved or (trackable and state.keeps) else None
+        # a checkpoint around this call, say, counts what is saved: prove on a run beside
+        if unproved and before is not None and torch_api.saved_tensors_packed(by=_keep):
+            with saved_tensors_hooks(_keep, _keep):
+                self._ps_in_turn(run, args, kwargs, recorded)
+            set_random_state(random)
+            before.restore()
+            return self._ps_in_turn(run, args, kwargs, recorded)
+        local.batch = batch = Batch(size, settings, trackable)
+        batch.root = self
+        if recorded and not recomputed:
+            settings.called(batch)
+        if unproved:
+            batch.outputs, batch.proving = Watched(size), True
+        try:
+            if not (unproved or settings.picks):
+                return run(self, *args, **kwargs)
+            with picking(size, settings, args, kwargs), quiet_hooks(self) if unproved else nullcontext():
+                output = run(self, *args, **kwargs)
+                state.keeps = state.keeps or (unproved and before is not None and before.differs())
+                # where rows were picked, what shapes would not tell is looked at more closely, once
+                holds = self._ps_holds(batch, output) and not settings.picks if unproved else None
+            if holds:
+                assert kind is not None
+                state.proved.add((*kind, bool(self._ps_given())))
+            if holds is not False:
+                return output
+        except Ambiguous:
+            if apart:
+                raise self._ps_apart() from None
+        except Exception:  # a weight that was given for each sample is used past its layer, where that is not known yet
+            if not (unproved and self._ps_given()):
+                raise
+        finally:
+            local.batch = None
+            if unproved:
+                batch.outputs.close()
+        output = batch = None  # type: ignore[assignment]  # what holds the graph makes room for what follows
+        set_random_state(random)
+        if before is not None:
+            before.restore()
+        assert kind is not None
+        return self._ps_learn(run, args, kwargs, size, kind)
+
+    def _ps_kind(self, sizes: list[tuple[int, int]], size: int) -> Kind:
+        """The kind of a call with inputs of these sizes."""
+        return self.training, tuple((ndim, n == size) for ndim, n in sizes)
+
+    def _ps_proved(self, kind: Kind) -> bool:
+        """Whether a kind of call was proved, with such weights: per-sample ones that were given tell nothing of the model's own."""
+        proved = self._ps_state().proved
+        return (*kind, False) in proved or ((*kind, True) in proved and bool(self._ps_given()))
+
+    def _ps_look_for_batch(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -> None:
+        """Remember which of inputs of several sizes holds the batch, as the outputs tell: of calls with tensors of such dims."""
+        state, dims = self._ps_state(), tuple([ndim for ndim, _ in sizes])
+        if dims in state.places or len({n for _, n in sizes}) == 1:
+            return
+        with torch.no_grad(), without_picks():
+            outputs = list(tensors_in([run_tracked(functools.partial(run, self), self, args, kwargs)[1]]))
+        shapes: list[tuple[int, ...]] = [t.shape[:2] for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
+        shapes += [(int(t.batch_sizes[0]),) for t in outputs if isinstance(t, PackedSequence) and len(t.batch_sizes)]
+        leading = 1 if dims[0] == 1 else 2  # a first input of more dims may come out with its batch in the second one
+        counts = {n: sum(n in shape[:leading] for shape in shapes) for _, n in sizes}
+        most, large = max(counts.values()), [n for ndim, n in sizes if ndim > 1 or ndim == -1]
+        if (counts[sizes[0][1]] and leading == 2) or (counts[sizes[0][1]] == most and (most or leading == 2 or not large)):
+            place = 0
+        elif most:
+            place = next(i for i, (_, n) in enumerate(sizes) if counts[n] == most)
+        elif len(set(large)) == 1:
+            place = next(i for i, (ndim, _) in enumerate(sizes) if ndim != 1)
+        else:
+            raise ValueError(
+                f"`{state.path}` ({type(self).__name__}) was called with tensors of {sorted({n for _, n in sizes})} rows, and its "
+                f"outputs do not tell which of these is the batch size: say so, `with ps.batch_size(n):`."
+            )
+        state.places[dims] = place
+
+    def _ps_no_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueError:
+        given = [f"{type(v).__name__}{' without dims' if isinstance(v, Tensor) else ''}" for v in (*args, *kwargs.values())]
+        return ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) was called with {', '.join(given) or 'nothing'}: expected a tensor "
+            f"whose dim 0 holds the samples. Turn arrays and lists into tensors, or say how many samples there are, `with "
+            f"ps.batch_size(n):`."
+        )
+
+    def _ps_adopt(self) -> Inventory:
+        """Convert what has been put into the model since it was converted: its rows would be missing without a word."""
+        slots = self._ps_inventory().strangers
+        if adopt is not None and any((p := held[name]) is not None and p.requires_grad for held, name, *_ in slots):
+            adopt(self)
+        return self._ps_inventory()
+
+    def _ps_not_told(self, why: str) -> ValueError:
+        return ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) was given rows that were picked by data (as in h[mask]), and it "
+            f"cannot be told whose they are: {why}. Pick rows where they are used, by a mask whose first dim is the batch's, or "
+            f"write a layer for the module that does it (ps.PSLayer)."
+        )
+
+    def _ps_make_room(self, size: int) -> None:
+        """Have memory for all rows before there are activations, between which it would leave holes."""
+        if transforming() or sharding.in_use():
+            return
+        state, inventory = self._ps_state(), self._ps_inventory()
+        for held, name, path, _, module in inventory.slots:
+            if isinstance(param := held[name], nn.Parameter) and param.requires_grad:
+                recorder_of(param, inventory.prefix + path, state.settings, module()).like(size)
+        state.roomy = size
+
+    def _ps_leave_room(self) -> None:
+        """Let runs on trial have the memory for rows."""
+        for held, name, *_ in self._ps_inventory().slots:
+            if (recorder := getattr(held[name], "_ps_recorder", None)) is not None:
+                recorder.release()
+                recorder.memory = recorder.fits = None
+        self._ps_state().roomy = -1
+
+    def _ps_apart(self) -> ValueError:
+        return ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) has parts that are sharded by themselves, so it cannot be run on "
+            f"trial, to find out and prove which rows are whose: each run gathers parameters, and other ranks may not take part. "
+            f"Convert it before it is sharded, with an example batch and in the mode (training or not) that it is used in: "
+            f"ps.convert_model(model, example=x)."
+        )
+
+    def _ps_holds(self, batch: Batch, output: Any) -> bool | None:
+        """Whether a first call shows that samples depend on their own rows alone, and that all trainable parameters have rows.
+
+        None where nothing speaks against it, but a NaN leaves it open: then a later call is to show it.
+        """
+        assert batch.outputs is not None
+        try:
+            with gradients_unchanged(self):
+                agree = rows_agree(batch.outputs, judged(output, batch), batch)
+        except Unprovable:  # then the samples are changed, and what depends on them is seen
+            return False
+        return False if self._ps_past_layers(output) or batch.outputs.missed(output) else agree
+
+    def _ps_past_layers(self, output: Any) -> bool:
+        """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that was not converted."""
+        layers = (m for m in self.modules() if isinstance(m, Converted) and m._ps_layer)
+        of_layers = (p for layer in layers for p in layer._parameters.values() if p is not None)
+        return past_expansions(output, list(of_layers if self._ps_state().settings.partial else self.parameters()))
+
+    def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
+        """Choose, from what was tracked, how each module below is run."""
+
+    def _ps_transformed(self, batch: Batch) -> None:
+        """A call by a transform of torch.func that the model's own forward makes: its caller is run with per-sample parameters."""
+        if batch.trackable:
+            raise Ambiguous
+        raise ValueError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) is called inside a transform of torch.func in the model's forward, "
+            f"as it was not when this kind of call was proved: convert the model anew, or compute that part of the forward with "
+            f"torch.autograd.grad(..., create_graph=True)."
+        )
+
+    def _ps_recomputed_size(self, settings: Settings) -> int:
+        if len(sizes := settings.sizes()) > 1:
+            raise RuntimeError(
+                f"`{self._ps_state().path}` ({type(self).__name__}) is called again in the backward pass, by something else than "
+                f"torch.utils.checkpoint, while calls of batch sizes {sorted(sizes)} wait for theirs: back-propagate each call "
+                f"before the next one, or use torch.utils.checkpoint."
+            )
+        return next(iter(sizes))
+
+    def _ps_learn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
+        """Track the batch through the layers below, let each remember how its inputs hold the samples, and run.
+
+        An error leaves them as they were: what was learned is kept only if the outputs are those of the plain model.
+        """
+        batch, bound = Batch(size, self._ps_state().settings), functools.partial(run, self)
+        modules: dict[int, Any] = {id(m): m for m in self.modules()}
+        states = [m._ps_state() for m in modules.values() if isinstance(m, Converted)]
+        before = [(state, state.learned()) for state in states]
+        self._ps_inventory().check_given(size)
+        self._ps_leave_room()
+        try:
+            found, tracker = track(bound, self, args, kwargs, batch)
+            for (key, call, place, ndim), layout in found.items():
+                modules[key]._ps_state().layouts[call, place, ndim] = layout
+            self._ps_settle(bound, args, kwargs, tracker, batch)
+            del found, tracker  # which hold what the layers were given
+            if batch.settings.recording and torch.is_grad_enabled():
+                self._ps_make_room(size)
+            return self._ps_prove(run, args, kwargs, size, kind)
+        except BaseException:
+            for state, learned in before:
+                state.layouts, state.plans, state.general, state.whole = learned
+            raise
+
+    def _ps_given(self, own: bool = False) -> set[str]:
+        """The names of the parameters in whose place per-sample weights were given, here or anywhere below."""
+        if not own:
+            return self._ps_inventory().given()
+        ndims = self._ps_state().ndims
+        return {name for name, p in own_parameters(self) if p.ndim != ndims.get(name, p.ndim)}
+
+    def _ps_inventory(self) -> Inventory:
+        """What lies below now."""
+        state = self._ps_state()
+        known = state.inventory
+        if known is None or not known.holds(self, State.conversions):
+            known = state.inventory = Inventory(self, state.prefix, State.conversions)
+        return known
+
+    def _ps_check_given(self, name: str, weight: Tensor, size: int) -> None:
+        """ValueError where the weights given for `name` cannot be the samples' own."""
+        if len(weight) != size:
+            raise ValueError(
+                f"`{self._ps_state().path}.{name}` was given as {len(weight)} per-sample weights for a batch of {size} samples: "
+                f"expand the parameters to the batch size of the call, ps.expand_params(model, {size})."
+            )
+
+    def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
+        """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""
+        given, plain = self._ps_given(), None
+        if not given:  # per-sample weights have no plain counterpart
+            with torch.no_grad(), without_picks():
+                plain = run_tracked(functools.partial(run, self), self, args, kwargs)[1]
+        output, batch = self._ps_watched(run, args, kwargs, size)
+        problem = None if given else disagreement(output, plain)
+        tensors = list(tensors_in([output]))
+        layouts = [self._ps_state().layouts.get((0, ("out", i), t.ndim)) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
+        own = judged(output, batch, layouts)
+        numbers = all(isinstance(t, Tensor) and not t.ndim for t, layout in zip(tensors, layouts, strict=True) if layout == MIXED)
+        try:
+            with gradients_unchanged(self):
+                agree = rows_agree(batch.outputs, own, batch)
+        except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
+            with trial(self), torch_api.reentrant_checkpoints_otherwise():
+                again, batch = self._ps_watched(run, args, kwargs, size)
+                agree = rows_agree(batch.outputs, judged(again, batch, layouts), batch)
+        if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
+            problem = "outputs in which samples depend on rows that are not theirs"
+        if problem is not None:
+            raise ValueError(
+                f"`{self._ps_state().path}` ({type(self).__name__}) returned {problem}: samples interact in it, or an input that "
+                f"all {size} samples share was given a batch dim and did not broadcast as without one. Give it one in the model, "
+                f"as in ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer)."
+            )
+        if agree:
+            self._ps_state().proved.add((*kind, bool(given)))
+        return output
+
+    def _ps_watched(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Batch]:
+        """The output of a run that is to be proved, and its batch, which has watched what layers returned."""
+        local.batch = batch = Batch(size, self._ps_state().settings)
+        batch.root = self
+        batch.outputs, batch.proving = Watched(size), True
+        try:
+            with quiet_hooks(self):
+                return run(self, *args, **kwargs), batch
+        except BaseException:
+            batch.outputs.close()
+            raise
+        finally:
+            local.batch = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, and `grad_sample` of every parameter below becomes None."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+        for param in self.parameters():
+            if set_to_none:
+                param.grad = None
+            if "grad_sample" in param.__dict__:
+                clear(param)
+
+
+def random_state() -> list[Tensor]:
+    """The state of torch's random generators."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def set_random_state(state: list[Tensor] | None) -> None:
+    """Put torch's random generators back to a state."""
+    if state is not None:
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state_all(state[1:])
+
+
+def _keep(t: Tensor) -> Tensor:
+    return t

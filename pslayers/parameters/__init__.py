@@ -1,0 +1,1 @@
+"""A parameter of which each sample has its own, as one tensor: what torch's functions do to it."""

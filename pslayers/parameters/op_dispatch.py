@@ -1,0 +1,309 @@
+"""Where parameters are the samples' own, the ops that torch.nn's layers are made of, on the fast forms of `functional`.
+
+A forward that runs as it is has a `PerSample` for each parameter: its op is called on the batch.
+
+A module that runs under `torch.func.vmap` with expanded parameters would have its products with real per-sample weights. Here
+an op whose weight is but an expansion goes to its counterpart in `functional` instead: by the vmap rule of an autograd.Function,
+which is handed the real tensors, every sample's part in dim 0.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from .. import functional as PF
+from .. import torch_api
+from ..core.context import local
+from .per_sample import OPS, PerSample, behind, followed, is_vector, names_of, of_the_input
+
+Op = Callable[..., Tensor]
+
+
+class _Redirected(torch.autograd.Function):
+    """Calls `op(*tensors)` with every sample's part in dim 0; what all samples share is expanded, but for weights."""
+
+    @staticmethod
+    def forward(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        raise NotImplementedError("only called where something is batched")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is saved: the op that is called has a backward of its own."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, int]:
+        _, x_dim, weight_dim, bias_dim = in_dims
+        x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
+        # not touched where it can be: the expansion that is behind a weight is known by the tensor
+        each = (t if t is None or not d else t.movedim(d, 0) for t, d in ((weight, weight_dim), (bias, bias_dim)))
+        return op(x, *each), 0
+
+
+def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
+    """The op, by its vmap rule, or with the samples' own weights on the batch."""
+    own = [t for t in (x, weight, bias) if isinstance(t, PerSample)]
+    if not own:
+        return _Redirected.apply(op, x, weight, bias)
+    each = [t.each if isinstance(t, PerSample) else t for t in (weight, bias)]
+    names = names_of(own)
+    if local.stand_ins is not None:
+        computed = (t for t in own if t is not x and len(t.each) > 1 and t.each.stride(0) and not is_vector(t.shape))
+        local.stand_ins.slow |= names_of(computed)  # for each sample
+    same = all(t.same for t in own)
+    if isinstance(x, PerSample):
+        return NotImplemented if same else PerSample.of(op(x.each, *each), False, names)
+    if (picks := followed()) is None:
+        return op(x, *each) if of_the_input(x) else NotImplemented
+    owners = picks.owners(x)
+    if owners is None and local.stand_ins is not None and local.stand_ins.choose(*picks.copies(x)):
+        return op(x, *each)  # made like the batch, a row for each of its
+    if owners is None and not same:  # what all samples share
+        return PerSample.of(op(x.expand(own[0].each.shape[0], *x.shape), *each), False, names)
+    if owners is None or owners.ids is None:
+        return NotImplemented
+    return picks.by_batch(lambda rows: op(rows, *each), x, owners) if owners.picked else op(x, *each)
+
+
+def _expanded(weight: Any) -> bool:
+    """Whether a tensor is the samples' own: an expansion that vmap has batched, once, or a `PerSample`."""
+    if isinstance(weight, PerSample):
+        return True
+    if not isinstance(weight, Tensor) or not torch_api.is_batched(weight):
+        return False
+    inner, dim = torch_api.unwrapped(weight), torch_api.batch_dim_of(weight)
+    return not torch_api.is_batched(inner) and (inner.stride(dim) == 0 or inner.shape[dim] == 1)
+
+
+class Redirect(TorchFunctionMode):
+    """Inside of vmap: ops whose weight is an expansion run in their fast form; `weights` notes where these lie.
+
+    With a batch `size`, tensors that are made anew are made for each sample: vmap refuses to write a sample's values into one
+    that all share, as in ``out = torch.zeros(n); out[ids] = values``.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        super().__init__()
+        self.size = size
+        self.weights: set[int] = set()
+
+    def __enter__(self) -> "Redirect":
+        self.level = torch_api.level()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        rule = _RULES.get(func)
+        if rule is not None and torch_api.level() == self.level:  # not inside a further transform that the forward makes
+            result = rule(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                self.weights |= {behind(t).data_ptr() for t in (*args, *(kwargs or {}).values()) if _expanded(t)}
+                return result
+        result = func(*args, **(kwargs or {}))
+        if self.size is not None and func in _MAKERS and not torch_api.is_batched(result):
+            level = torch_api.peek().level()
+            result = torch_api.add_batch_dim(result.expand(self.size, *result.shape).clone(), 0, level)
+        return result
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if not _expanded(weight) or input.ndim == 0:
+        return NotImplemented
+    return _call(PF.linear, input, weight, bias)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Any:
+    if not _expanded(other) or other.ndim != 2 or input.ndim == 0:
+        return NotImplemented
+    return _call(_turned, input, other, None)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    if not _expanded(mat2) or (beta, alpha) != (1, 1) or input.ndim != 1:
+        return NotImplemented
+    return _call(_turned, mat1, mat2, input)
+
+
+def _turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return PF.linear(x, weight, bias, transposed=True)
+
+
+def _conv(dims: int) -> Callable[..., Any]:
+    op = (PF.conv1d, PF.conv2d, PF.conv3d)[dims - 1]
+
+    def rule(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Any:
+        if not _expanded(weight):
+            return NotImplemented
+        return _call(_flat(lambda x, w, b: op(x, w, b, stride, padding, dilation, groups), dims + 1), input, weight, bias)
+
+    return rule
+
+
+def _flat(op: Op, event_dims: int) -> Op:
+    """`op` for inputs (B, ..., *event), whose dims between are more rows of each sample."""
+
+    def flat(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        between = x.shape[: x.ndim - event_dims]
+        y = op(x.flatten(0, len(between) - 1), weight, bias)
+        return y.unflatten(0, between) if len(between) > 1 else y
+
+    return flat
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if not _affine_expanded(weight, bias):
+        return NotImplemented
+    return _call(lambda x, w, b: PF.layer_norm(x, normalized_shape, w, b, eps), input, weight, bias)
+
+
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+    if not _expanded(weight):
+        return NotImplemented
+    return _call(lambda x, w, b: PF.rms_norm(x, normalized_shape, w, eps), input, weight, None)
+
+
+def _group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    if not _affine_expanded(weight, bias):
+        return NotImplemented
+    op = _flat(lambda x, w, b: PF.group_norm(x, num_groups, w, b, eps), input.ndim - 1)
+    return _call(op, input, weight, bias)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    if training or running_mean is None or running_var is None or not _affine_expanded(weight, bias):
+        return NotImplemented
+    op = _flat(lambda x, w, b: PF.batch_norm(x, running_mean, running_var, w, b, eps), input.ndim - 1)
+    return _call(op, input, weight, bias)
+
+
+def _affine_expanded(weight: Tensor | None, bias: Tensor | None) -> bool:
+    given = [t for t in (weight, bias) if t is not None]
+    return bool(given) and all(_expanded(t) for t in given)
+
+
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    if not _expanded(weight) or max_norm is not None or any(v is True for v in (*args, *kwargs.values())):
+        return NotImplemented
+    return _call(lambda ids, w, _: PF.embedding(ids, w, padding_idx), input, weight, None)
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Any:
+    if not _expanded(weight) or input.ndim < 2:
+        return NotImplemented
+    return _call(_flat(lambda x, w, _: PF.prelu(x, w), input.ndim - 1), input, weight, None)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    if attn_mask is None or not _needs_gradient(attn_mask):
+        return NotImplemented
+    with sdpa_kernel(SDPBackend.MATH):  # as torch chooses by itself, but not under vmap, where it does not see that need
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
+
+
+def _needs_gradient(t: Tensor) -> bool:
+    while torch_api.is_batched(t):
+        t = torch_api.unwrapped(t)
+    return t.requires_grad
+
+
+def _grouped_mm(func: Any) -> Callable[..., Any]:
+    def rule(mat_a: Tensor, mat_b: Tensor, *args: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+        offs = args[0] if args else offs
+        if not isinstance(mat_b, PerSample) or mat_a.ndim != 2 or mat_b.ndim != 3 or (picks := followed()) is None:
+            return NotImplemented
+        owners = picks.owners(mat_a)
+        if owners is None or owners.ids is None or offs is None or bias is not None or out_dtype is not None:
+            return NotImplemented
+        if local.stand_ins is not None and not mat_b.same:
+            local.stand_ins.slow |= mat_b.names
+        return PF.grouped_mm(mat_a, mat_b.each, offs, owners.ids, lambda x, w, offsets: func(x, w, offs=offsets))
+
+    return rule
+
+
+def _linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    options: Any = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    **more: Any,
+) -> Any:
+    """As its reference: each sample has its rows of the logits, whatever `options` say of chunks."""
+    classes, out_features = linear_weight.shape[0], tuple(linear_weight.shape[1:-1])
+    bias = None if linear_bias is None else linear_bias.reshape(-1)
+    logits = F.linear(input, linear_weight.reshape(-1, linear_weight.shape[-1]), bias)
+    if isinstance(logits, PerSample):
+        return NotImplemented
+    logits = logits.reshape(*input.shape[:-1], classes, *out_features)
+    ignore_index = -100 if ignore_index is None else ignore_index
+    return F.cross_entropy(logits, target, reduction=reduction, ignore_index=ignore_index, **more)
+
+
+_MAKERS = {
+    *(torch.zeros, torch.ones, torch.empty, torch.full, torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full),
+}
+_RULES: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.mm: _matmul,
+    Tensor.__matmul__: _matmul,
+    torch.addmm: _addmm,
+    torch.conv1d: _conv(1),
+    torch.conv2d: _conv(2),
+    torch.conv3d: _conv(3),
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.group_norm: _group_norm,
+    F.batch_norm: _batch_norm,
+    F.embedding: _embedding,
+    F.prelu: _prelu,
+    F.scaled_dot_product_attention: _attention,
+}
+OPS.update(_RULES)
+for _name in ("grouped_mm", "_grouped_mm"):
+    for _where in (torch, F):
+        if hasattr(_where, _name):
+            OPS[getattr(_where, _name)] = _grouped_mm(getattr(_where, _name))
+if hasattr(F, "linear_cross_entropy"):
+    OPS[F.linear_cross_entropy] = _linear_cross_entropy

@@ -1,0 +1,549 @@
+"""Parameters of which each sample has its own, in a forward that runs once, for the whole batch, as it is written.
+
+A `PerSample` takes a parameter's place. It has the parameter's shape S, and knows the B values (B, *S) that it stands for. A torch
+function that meets one has a rule here, or in `redirect` (the ops of torch.nn, in their fast form); any other is run for each
+sample by itself. Of parameters, and of what all samples share, it makes another `PerSample`; where it meets the batch each sample's
+rows meet its own. Whose the rows of a tensor are is never guessed from a multiple of B. Either they are followed (`picks`), or an
+op takes the parameter only to the module's own inputs and views of them, whose rows lie where these lie, and what goes value by
+value also to tensors of as many rows. What is not certain is refused.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import torch_api
+from ..core.context import NoRuleError, Place, in_place_of, local, places_of
+from ..core.trees import map_tensors, tensors_of
+from ..functional.each import for_each
+
+Rule = Callable[..., Any]
+
+
+# ops whose weight may be a PerSample; `redirect` enters them
+OPS: dict[Any, Rule] = {}
+
+
+class Standing:
+    """What is known of the forward that runs with a `PerSample` for each of its parameters.
+
+    Args:
+        inputs: of that forward, those that hold the batch: its rows in dim 0, k a sample.
+        whole: parameters of all modules below are stood for, too.
+        weights: (B, *S) each, by their names.
+        follows: whose the rows of other tensors are is followed.
+        choices: what was made of shapes that fit the batch, one choice after the other, when this was proved; None while it is.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        whole: bool,
+        weights: dict[str, Tensor],
+        follows: bool = False,
+        choices: Sequence[bool] | None = None,
+    ) -> None:
+        self.inputs, self.whole, self.weights, self.follows, self.choices = inputs, whole, weights, follows, choices
+        self.path = ""  # of the module
+        self.made: list[weakref.ref[PerSample]] = []
+        self.chosen: list[bool] = []
+        self.level = torch_api.level()  # of transforms of torch.func around the forward
+        self.slow: set[str] = set()  # names of parameters that some op used as truly different ones
+
+    def mark(self) -> Callable[[], "Standing"]:
+        """What gives the same for a part of the forward that begins here, and is computed again."""
+        chosen = len(self.chosen)
+
+        def again() -> Standing:
+            standing = Standing(self.inputs, self.whole, self.weights, self.follows, self.choices or self.chosen)
+            standing.chosen, standing.path = self.chosen[:chosen], self.path
+            return standing
+
+        return again
+
+    def stand_ins(self) -> dict[str, "PerSample"]:
+        """One for each of the weights."""
+        return {name: PerSample.of(w, len(w) < 2 or w.stride(0) == 0, frozenset((name,))) for name, w in self.weights.items()}
+
+    def choose(self, fits: bool, alike: Callable[[], bool] = lambda: True) -> bool:
+        """Whether what has as many rows as the batch is the batch's: whatever it was when this was proved."""
+        if self.choices is None:
+            choice = fits and alike()
+        elif len(self.chosen) < len(self.choices):
+            choice = self.choices[len(self.chosen)]
+        else:
+            raise NoRuleError("it does more than it did when it was proved")
+        if choice and not fits:
+            raise NoRuleError("it has another number of rows than the batch")
+        self.chosen.append(choice)
+        return choice
+
+    def check_level(self) -> None:
+        """NoRuleError inside a transform of torch.func that the forward makes: what it has wrapped is not followed."""
+        if torch_api.level() > self.level:
+            raise NoRuleError("a parameter of each sample's own is used inside a transform of torch.func")
+
+    def rows(self, t: Tensor) -> bool:
+        """Whether a tensor has as many rows as the batch."""
+        return t.ndim > 0 and any(len(t) == len(x) for x in self.inputs)
+
+
+@contextmanager
+def standing_in(module: Any, standing: Standing) -> Iterator[None]:
+    """A `PerSample` in the place of each of the module's parameters that there are weights for, in the forward that runs inside.
+
+    Raises:
+        NoRuleError: the forward has kept one, or what it made of one (a cache): the next one's would be others.
+    """
+    before, local.stand_ins = local.stand_ins, standing
+    standing.path = module._ps_state().path
+
+    def places() -> list[Place]:
+        return places_of(module, standing.stand_ins(), tied=standing.whole)
+
+    try:
+        with in_place_of(places(), places):
+            yield
+        if any(ref() is not None for ref in standing.made):
+            _leave_values(module)
+        if any(ref() is not None for ref in standing.made):
+            raise NoRuleError("a parameter of each sample's own was kept from one call to the next")
+    finally:
+        local.stand_ins = before
+
+
+def _leave_values(module: Any) -> None:
+    """Attributes that a forward sets anew in each call, as hooks do with the weight that they make, hold values alone after it."""
+    for held in (vars(m) for m in module.modules()):
+        for name, value in held.items():
+            if isinstance(value, PerSample):
+                held[name] = value.each.detach()[0].as_subclass(Kept)
+
+
+class Kept(Tensor):
+    """The values that a parameter of each sample's own had in a call that is over: not to be used in a further one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As of any tensor, outside of recorded calls."""
+        if local.batch is not None and torch.is_grad_enabled():
+            raise NoRuleError("what was made of a parameter of each sample's own was kept from one call to the next")
+        with torch_api.without_subclasses():
+            return func(*args, **(kwargs or {}))
+
+
+class PerSample(Tensor):
+    """A tensor of shape S for each sample: `each` (B, *S)."""
+
+    each: Tensor
+    same: bool  # whether all samples' values are the same, though their gradients are not
+    names: frozenset[str] = frozenset()  # of the parameters that it was made of; not torch's own `names` of dims, up to 2.9
+    parts: tuple[Tensor, ...] = ()
+
+    @staticmethod
+    def of(each: Tensor, same: bool = False, names: frozenset[str] = frozenset()) -> "PerSample":
+        """What stands for `each` (B, *S), B not 0."""
+        one: PerSample = each.detach()[0].as_subclass(PerSample)
+        one.each, one.same, one.names = each, same, names
+        if local.stand_ins is not None:
+            local.stand_ins.made.append(weakref.ref(one))
+        return one
+
+    def like(self, each: Tensor) -> "PerSample":
+        """What stands for values that were made of these."""
+        return PerSample.of(each, self.same, self.names)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """By the rule for `func`, or sample by sample under vmap; NoRuleError where neither can be."""
+        kwargs, result = kwargs or {}, NotImplemented
+        if local.stand_ins is not None:
+            local.stand_ins.check_level()
+        if func in _RULES:
+            result = _RULES[func](func, *args, **kwargs)
+        elif func in OPS:
+            result = OPS[func](*args, **kwargs)
+        return _for_each(func, args, kwargs) if result is NotImplemented else result
+
+    def part(self, index: int) -> "PerSample":
+        """One of those in dim 0: of all together, whose gradients are written once, not for each among zeros."""
+        self.parts = self.parts or self.each.unbind(1)
+        return self.like(self.parts[index])
+
+    def over(self, x_ndim: int, rows: int, owners: Any = None) -> Tensor:
+        """`each` as it broadcasts with a tensor of `x_ndim` dims; NoRuleError.
+
+        That holds as many rows as the module's input, or rows of which it is known whose they are (`owners.Owners`).
+        """
+        size, shape = self.each.shape[0], (*(1,) * (x_ndim - self.ndim), *self.shape)
+        inputs = () if local.stand_ins is None else local.stand_ins.inputs
+        if self.ndim > x_ndim or shape[0] != 1 or (owners is None and all(rows != len(t) for t in inputs)):
+            raise NoRuleError(f"a parameter of shape {tuple(self.shape)} has no place in {rows} rows of {size} samples")
+        each = self.each.reshape(size, *shape[1:])
+        if owners is not None and owners.picked:
+            return each.index_select(0, owners.ids)
+        return each if rows == size else each.repeat_interleave(rows // size, 0)
+
+
+def names_of(own: Iterable[PerSample]) -> frozenset[str]:
+    """Of the parameters that all of these were made of."""
+    return frozenset[str]().union(*(t.names for t in own))
+
+
+def followed() -> Any:
+    """What knows whose the rows of tensors are (`picks.Picks`), where that is followed."""
+    return local.picks if local.stand_ins is None or local.stand_ins.follows else None
+
+
+def of_the_input(x: Tensor) -> bool:
+    """Whether the rows of `x` lie where those of an input of the module lie, one or several in each, so that they are its."""
+    return local.stand_ins is not None and any(x is t or lies_in(x, t) for t in local.stand_ins.inputs)
+
+
+def lies_in(x: Tensor, t: Tensor) -> bool:
+    """Whether the rows of `x` lie in those of `t`, one or several in each, in order."""
+    x, t = behind(x), behind(t)
+    if not x.ndim or x.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() or not x.numel() or len(x) % len(t):
+        return False
+    block, k, offset = t.stride(0), len(x) // len(t), x.storage_offset() - t.storage_offset()
+    apart = _extent(t) < block and x.stride(0) * k == block  # rows that are blocks of memory
+    return apart and offset >= 0 and offset + (k - 1) * x.stride(0) + _extent(x) < block
+
+
+def behind(t: Tensor) -> Tensor:
+    """What the transforms of torch.func that run have wrapped."""
+    while torch_api.is_wrapped(t):
+        t = torch_api.unwrapped(t)
+    return t
+
+
+def _extent(t: Tensor) -> int:
+    """How far from its first value a row's last one lies."""
+    return sum((n - 1) * stride for n, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
+
+
+def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `func` gives for the shape S alone."""
+    with torch_api.without_subclasses():
+        return func(*args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------- any function
+def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function without a rule gives, run for each sample; of parameters that are all the same, run once."""
+    given = list({id(t): t for t in tensors_of((args, kwargs))}.values())
+    own = [t for t in given if isinstance(t, PerSample)]
+    same, name = all(t.same for t in own), getattr(func, "__name__", str(func))
+    if same and (name in _TO_NUMBERS or not torch.is_grad_enabled()):  # no gradient, so there is nothing of each sample's own
+        return _plain(func, *map_tensors(_values, args), **map_tensors(_values, kwargs))
+    if followed() is None and len(own) < len(given):  # which of the others are the batch's?
+        raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
+    if kwargs.get("out") is not None:
+        raise NoRuleError(f"`{name}` would write to a tensor that all samples share")
+    if name.endswith("_") and not name.endswith("__"):
+        return _written(args[0], _for_each(getattr(Tensor, name[:-1]), args, kwargs))
+    size, names = len(own[0].each), names_of(own)
+    rows = _Rows(size, name)
+    batch = [(t, held) for t in given if not isinstance(t, PerSample) and (held := rows.take(t)) is not None]
+    marks = {id(t): torch.empty(()) for t in (*own, *(t for t, _ in batch))}  # in the place of these, which must not be kept
+    marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
+    order = list(map(id, marks.values()))
+
+    def one(*tensors: Tensor) -> Any:
+        parts = dict(zip(order, tensors, strict=True))
+        args, kwargs = map_tensors(lambda t: parts.get(id(t), t), marked)
+        return func(*args, **kwargs)
+
+    try:
+        with torch_api.without_torch_function(), torch_api.quiet_vmap():
+            each, together = [t.each for t in own], [rows for _, rows in batch]
+            if same and not torch_api.functions_transformed():
+                found = for_each(one, each, together)
+            else:
+                found = torch.func.vmap(one, randomness="same")(*each, *(t.unflatten(0, (size, -1)) for t in together))
+                found = map_tensors(lambda t: t.flatten(0, 1), found) if batch else found
+            if batch and local.stand_ins is not None and local.stand_ins.choices is None:
+                _check(one, each, together, found, size)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise NoRuleError(f"`{name}` cannot be run for each sample ({error})".splitlines()[0]) from error
+    if not batch:
+        return map_tensors(lambda each: PerSample.of(each, same, names), found)
+    if local.stand_ins is not None:
+        local.stand_ins.slow |= names
+    return map_tensors(rows.back, found)
+
+
+def _values(t: Tensor) -> Tensor:
+    """The values of what stands for a parameter, an ordinary tensor."""
+    return t.each.detach()[0] if isinstance(t, PerSample) else t
+
+
+def is_vector(shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape is small beside the batch's: of it, the samples' own values cost nothing."""
+    return math.prod(shape) == max(shape, default=1)
+
+
+def _written(t: Any, result: Any) -> Any:
+    """What a function that works in place leaves: `t`, with the result in it."""
+    if isinstance(t, PerSample):
+        if not isinstance(result, PerSample) or (
+            local.stand_ins is not None and any(t.each is w for w in local.stand_ins.weights.values())
+        ):
+            raise NoRuleError("a parameter of each sample's own would be written to")
+        t.each, t.same, t.names, t.parts = result.each, result.same, result.names, ()
+        return t
+    if isinstance(result, PerSample):
+        raise NoRuleError("samples' own values would be written into what they share")
+    return t.copy_(result)
+
+
+def _check(one: Callable[..., Any], each: list[Tensor], held: list[Tensor], found: Any, size: int) -> None:
+    """An error where a function does not do to each sample's rows what it does to all."""
+    with torch.no_grad():
+        for i in range(min(size, 2)):
+            alone = one(*(w[i] for w in each), *(t.unflatten(0, (size, -1))[i] for t in held))
+            for t, rows in zip(tensors_of(alone), tensors_of(found), strict=True):
+                own = rows.unflatten(0, (size, -1))[i]
+                if own.shape != t.shape or not torch.allclose(own, t, 1e-3, 1e-4 * float(t.abs().max()) if t.numel() else 0, True):
+                    raise ValueError("it does not do to each sample's rows what it does to all")
+
+
+class _Rows:
+    """The batch's tensors in a call of a function, batch-major, and its result in the order that they had."""
+
+    def __init__(self, size: int, name: str) -> None:
+        self.size, self.name = size, name
+        self.batch: Any = None  # of the rows that were picked, if they were
+        self.owners: Any = None
+
+    def take(self, t: Tensor) -> Tensor | None:
+        """(k * B, ...), each sample's rows together; None for what all samples share."""
+        owners = followed().owners(t)
+        if owners is None:
+            return None
+        if owners.ids is None or (self.owners is not None and owners.picked and not owners.same(self.owners)):
+            raise NoRuleError(f"`{self.name}` takes rows of which it is not known whose they are")
+        if self.owners is not None and owners.picked != self.owners.picked:
+            raise NoRuleError(f"`{self.name}` takes rows that were picked beside others")
+        self.owners = owners
+        if not owners.picked:
+            return t
+        self.batch = owners.batch(self.size)
+        with torch_api.without_torch_function():
+            return self.batch.into(t)  # type: ignore[no-any-return]
+
+    def back(self, rows: Tensor) -> Tensor:
+        """The result's rows."""
+        if self.batch is None:
+            followed().tag_batch(rows)
+            return rows
+        with torch_api.without_torch_function():
+            rows = self.batch.back(rows)
+        followed().tag(rows, self.owners)
+        return rows
+
+
+# ------------------------------------------------------------------------------------------------------------- the rules
+def _reshaped(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+    like = _plain(func, t, *args, **kwargs)
+    same = isinstance(t, PerSample) and like.dtype == t.dtype  # not view(dtype)
+    return t.like(t.each.reshape(len(t.each), *like.shape)) if same else NotImplemented
+
+
+def _transposed(func: Any, t: Any, dim0: int = 0, dim1: int = 1) -> Any:
+    return t.like(t.each.transpose(dim0 % t.ndim + 1, dim1 % t.ndim + 1)) if t.ndim >= 2 else t
+
+
+def _turned(func: Any, t: Any) -> Any:
+    return t.like(t.each.mT) if t.ndim == 2 else NotImplemented
+
+
+def _permuted(func: Any, t: Any, *dims: Any) -> Any:
+    order = dims[0] if isinstance(dims[0], tuple | list) else dims
+    return t.like(t.each.permute(0, *(d % t.ndim + 1 for d in order)))
+
+
+def _indexed(func: Any, t: Any, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    if not isinstance(t, PerSample) or any(isinstance(i, PerSample) or _of_the_batch(i) for i in parts):
+        return NotImplemented  # looked up by the batch's ids
+    if len(parts) == 1 and (isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim and index.dtype == torch.long)):
+        return t.part(int(index))
+    like, each = _plain(func, t, index), t.each[(slice(None), *parts)]
+    return t.like(each) if each.shape[1:] == like.shape else NotImplemented
+
+
+def _of_the_batch(index: Any) -> bool:
+    """Whether an index has its values from the samples."""
+    if not isinstance(index, Tensor) or not index.ndim:
+        return False
+    return of_the_input(index) if followed() is None else followed().owners(index) is not None
+
+
+def _expanded(func: Any, t: Any, *sizes: Any) -> Any:
+    """To the batch: a leading dim of one becomes the samples'."""
+    shape = tuple(sizes[0]) if isinstance(sizes[0], tuple | list) else sizes
+    standing = local.stand_ins
+    if not isinstance(t, PerSample) or standing is None:
+        return NotImplemented
+    fits = any(shape[0] == len(x) for x in standing.inputs) and (t.ndim < len(shape) or t.shape[0] == 1)
+    if shape[0] in (-1, 1) or not standing.choose(fits):
+        return NotImplemented
+    batch = t.over(len(shape), shape[0])
+    batch = batch.expand(*shape) if func is Tensor.expand else batch.repeat(1, *shape[1:])
+    if followed() is not None:
+        followed().tag_batch(batch)
+    return batch
+
+
+def _of_each(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+    """What does the same to every value."""
+    others = any(isinstance(a, PerSample) for a in (*args, *kwargs.values()))
+    if others or not isinstance(t, PerSample) or (t.same and not is_vector(t.shape)):
+        return NotImplemented
+    return t.like(func(t.each, *args, **kwargs))
+
+
+def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """With numbers and other such parameters another one; with the batch, in whose rows each sample's meets its own, a tensor."""
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    own, ndim = [t for t in tensors if isinstance(t, PerSample)], max(t.ndim for t in tensors)
+    batch = [t for t in tensors if t.ndim and not isinstance(t, PerSample)]
+    if any(isinstance(a, PerSample) for a in kwargs.values()):
+        return NotImplemented
+    if not batch:
+        if all(t.same for t in own) and not is_vector(torch.broadcast_shapes(*(t.shape for t in tensors))):
+            return NotImplemented
+        aligned = [a.each.reshape(-1, *(1,) * (ndim - a.ndim), *a.shape) if isinstance(a, PerSample) else a for a in args]
+        return _of_own(own, func(*aligned, **kwargs))
+    if any(t.ndim != ndim or t.shape[0] != batch[0].shape[0] for t in batch):  # is it the batch's, or shared?
+        return NotImplemented
+    if (owners := _owners(batch)) is NotImplemented:
+        return NotImplemented
+    try:
+        return func(*(a.over(ndim, len(batch[0]), owners) if isinstance(a, PerSample) else a for a in args), **kwargs)
+    except NoRuleError:
+        return NotImplemented
+
+
+def _owners(batch: Sequence[Tensor]) -> Any:
+    """Whose the rows of all of these tensors are; None where they are not followed, NotImplemented where that is not known."""
+    if followed() is None:
+        return None
+    first, *others = (followed().owners(t) for t in batch)
+    known = first is not None and first.ids is not None and all(o is not None and o.same(first) for o in others)
+    return first if known else NotImplemented
+
+
+def _of_own(own: Sequence[PerSample], each: Tensor) -> PerSample:
+    return PerSample.of(each, all(t.same for t in own), names_of(own))
+
+
+def _joined(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+    """With tensors that all samples share: what such a parameter is put beside is no batch."""
+    own = [t for t in tensors if isinstance(t, PerSample)]
+    if kwargs or (followed() is not None and any(followed().owners(t) is not None for t in tensors)):
+        return NotImplemented
+    if all(t.same for t in own) and (func is torch.stack or not all(is_vector(t.shape) for t in tensors)):
+        return NotImplemented
+    size, ndim = len(own[0].each), tensors[0].ndim + (func is torch.stack)
+    return _of_own(own, func([t.each if isinstance(t, PerSample) else t.expand(size, *t.shape) for t in tensors], dim % ndim + 1))
+
+
+def _in_place(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+    """Written to the batch; a parameter is not written to."""
+    return NotImplemented if isinstance(t, PerSample) else _pointwise(func, t, *args, **kwargs)
+
+
+def _set(func: Any, t: Any, index: Any, value: Any) -> Any:
+    """A sample's own values written to rows of the batch that a mask or an index picks."""
+    owners = NotImplemented if followed() is None or isinstance(t, PerSample) else _owners([t])
+    if not isinstance(value, PerSample) or owners is NotImplemented:
+        raise NoRuleError("a parameter of each sample's own is written to, or to what is not known to be the batch's")
+    parts = index if isinstance(index, tuple) else (index,)
+    with torch_api.without_torch_function():
+        ids = owners.ids.view(-1, *(1,) * (t.ndim - 1)).expand_as(t)[parts]  # whose each of the values is that are written
+        if ids.ndim < value.ndim:
+            raise NoRuleError("a parameter of each sample's own is written to values of less dims")
+        each = value.each.reshape(len(value.each), *(1,) * (ids.ndim - value.ndim), *value.shape).expand(-1, *ids.shape)
+        t[parts] = each.gather(0, ids.unsqueeze(0)).squeeze(0)
+
+
+def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(t, PerSample) for t in (query, key, value)) or len(query) != len(key) != len(value):
+        return NotImplemented
+    if (owners := _owners([query, key, value])) is NotImplemented:
+        return NotImplemented
+    return func(query, key, value, attn_mask.over(query.ndim, len(query), owners), *args, **kwargs)
+
+
+_READ = [
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_leaf")),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("is_sparse", "is_quantized", "is_meta", "itemsize", "nbytes", "grad", "is_nested")
+    ),
+    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__, Tensor.__repr__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.get_device, Tensor.is_same_size, Tensor.storage_offset),
+]
+_TO_NUMBERS = frozenset(
+    (
+        "item",
+        "tolist",
+        "__bool__",
+        "__float__",
+        "__int__",
+        "__index__",
+        "__contains__",
+        "equal",
+        "allclose",
+        "is_nonzero",
+        "__format__",
+    )
+)
+_RESHAPE = [
+    *(Tensor.view, Tensor.view_as, Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.unflatten, Tensor.ravel),
+    *(Tensor.unsqueeze, Tensor.squeeze, torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze),
+]
+_SAME = (
+    *("exp", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "square", "reciprocal", "abs", "neg", "__neg__", "sign", "erf"),
+    *("sigmoid", "tanh", "sin", "cos", "relu", "clamp", "clamp_min", "clamp_max"),
+    *("float", "double", "half", "bfloat16", "to", "type_as", "contiguous", "clone", "detach"),
+)
+_SAME_F = (F.softplus, F.relu, F.silu, F.gelu, F.elu, F.sigmoid, F.tanh, F.logsigmoid)
+_POINTWISE = (
+    *("add", "sub", "mul", "div", "true_divide", "multiply", "subtract", "divide", "pow", "maximum", "minimum", "addcmul"),
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__"),
+)
+_IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+
+
+def _named(names: Iterable[str]) -> list[Any]:
+    return [getattr(where, name) for name in names for where in (torch, Tensor) if hasattr(where, name)]
+
+
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_READ, _plain),
+    Tensor.requires_grad.__get__: lambda func, t: t.each.requires_grad,  # type: ignore[attr-defined]
+    Tensor.data.__get__: lambda func, t: t.like(t.each.detach()),  # type: ignore[attr-defined]
+    **dict.fromkeys(_RESHAPE, _reshaped),
+    **dict.fromkeys([Tensor.transpose, torch.transpose, Tensor.t, torch.t], _transposed),
+    **dict.fromkeys([Tensor.mT.__get__, Tensor.T.__get__], _turned),  # type: ignore[attr-defined]
+    **dict.fromkeys([Tensor.permute, torch.permute], _permuted),
+    Tensor.__getitem__: _indexed,
+    Tensor.__setitem__: _set,
+    Tensor.expand: _expanded,
+    Tensor.repeat: _expanded,
+    **dict.fromkeys([torch.cat, torch.stack], _joined),
+    **dict.fromkeys([*_named(_SAME), *_SAME_F], _of_each),
+    **dict.fromkeys(_named(_POINTWISE), _pointwise),
+    **dict.fromkeys(_named(_IN_PLACE), _in_place),
+    F.scaled_dot_product_attention: _attention,
+}

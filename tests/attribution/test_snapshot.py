@@ -1,0 +1,158 @@
+"""Runs that were only trials leave nothing behind."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pslayers as ps
+from pslayers.attribution.snapshot import unchanged
+
+from ..oracle import assert_rows_right
+
+
+class CachesBias(nn.Module):
+    """Keeps the bias that it has looked up, in eval mode, as LeViT and TinyViT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.table = nn.Linear(4, 4), nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
+        self.cache: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "bias" not in self.cache:
+            self.cache["bias"] = self.table[torch.arange(x.shape[1]) // 2]
+        return torch.tanh(self.fc(x)) + self.cache["bias"]
+
+
+def test_a_cache_is_what_the_real_run_has_computed() -> None:
+    model, ours = CachesBias().double(), CachesBias().double()
+    ours.load_state_dict(model.state_dict())
+    ps.convert_model(ours)
+    x = torch.randn(3, 5, 4, dtype=torch.float64)
+    out = ours(x)
+    torch.testing.assert_close(out, model(x))
+    out.square().sum((1, 2)).mean().backward()
+    model.cache.clear()
+    rows = [torch.autograd.grad(CachesBias.forward(_fresh(model), one).square().sum(), model.table)[0] for one in x.split(1)]
+    torch.testing.assert_close(ours.table.grad_sample, torch.stack(rows))
+
+
+def _fresh(model: Any) -> Any:
+    model.cache.clear()
+    return model
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale, self.calls = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.fc(x) * self.scale.sum(0, keepdim=True)).cumsum(0).diff(dim=0, prepend=torch.zeros_like(x[:1])) * self.calls
+
+
+def test_a_counter_counts_real_calls_alone() -> None:
+    inner = Counts().double()
+    ours = ps.convert_model(nn.Sequential(nn.Linear(4, 4), nn.Sequential(inner)).double())
+    for n in (1, 2, 3):
+        ours(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
+        assert inner.calls == n
+
+
+def test_restores_attributes_containers_tensors_and_buffers() -> None:
+    model = nn.BatchNorm1d(3)
+    model.seen, model.names, model.table = [1], {"a"}, torch.zeros(2)  # type: ignore[assignment]
+    model.nested = {"inner": {"deep": [torch.ones(2)]}}  # type: ignore[assignment]
+    running = model.running_mean
+    deep = model.nested["inner"]["deep"][0]  # type: ignore[index]
+    with unchanged(model):
+        model(torch.randn(4, 3))
+        model.seen.append(2)  # type: ignore[union-attr,operator]
+        model.names.clear()  # type: ignore[union-attr,operator]
+        model.table.add_(1)
+        deep.add_(1)
+        model.nested["inner"] = {}  # type: ignore[index]
+        model.extra = 5  # type: ignore[assignment]
+        model.running_mean = torch.ones(3)
+    assert model.seen == [1] and model.names == {"a"} and not model.table.any() and not hasattr(model, "extra")
+    assert model.running_mean is running and not running.any() and model.num_batches_tracked == 0
+    assert model.nested["inner"]["deep"][0] is deep and torch.equal(deep, torch.ones(2))  # type: ignore[index]
+    with unchanged(model, hooks=False):
+        model.extra = 5  # type: ignore[assignment]
+        model.register_forward_hook(lambda module, args, output: None)
+    assert not hasattr(model, "extra") and len(model._forward_hooks) == 1
+
+
+def test_values_saved_for_backward_stay_usable() -> None:
+    model = nn.Module()
+    model.register_buffer("scale", torch.ones(3))
+    x = torch.randn(3, requires_grad=True)
+    with unchanged(model):
+        y = (x * model.scale).sum()
+    y.backward()
+    torch.testing.assert_close(x.grad, torch.ones(3))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_table_of_all_samples_read_by_the_first(size: int) -> None:
+    """A table through a layer, whose first rows alone are then read: with a batch dim they would be the first sample's."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.mlp = nn.Linear(4, 4), nn.Linear(2, 3)
+            self.register_buffer("table", torch.randn(1, 7, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            bias = self.mlp(self.table).view(-1, 3)[torch.tensor([0, 3, 6])]
+            return torch.tanh(self.fc(x))[:, :3].unsqueeze(-1) * bias
+
+    assert_rows_right(Reads(), torch.randn(size, 4, dtype=torch.float64))
+
+
+class Captures(nn.Module):
+    """Hooks its layers in its first forward, to return what they return, as transformers does for `output_hidden_states`."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.scale = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.scale * F.linear(x, self.fc.weight))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.installed, self.found = nn.ModuleList(self.Layer() for _ in range(2)), False, list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.installed:
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, output: self.found.append(output))
+            self.installed = True
+        self.found = []
+        for layer in self.layers:
+            x = layer(x)
+        return torch.stack(self.found, 1)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_hooks_that_a_forward_installs(size: int) -> None:
+    model = Captures().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in (size, 2):
+        ours.zero_grad()
+        x = torch.randn(n, 5, 4, dtype=torch.float64)
+        out = ours(x)
+        torch.testing.assert_close(out, model(x))
+        assert [len(layer._forward_hooks) for layer in ours.layers] == [1, 1]
+        out.square().sum((1, 2, 3)).mean().backward()
+        for i in range(n):
+            grads = torch.autograd.grad(model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True)
+            for p, g in zip(ours.parameters(), grads, strict=True):
+                assert (p.grad_sample is None) if g is None else torch.allclose(p.grad_sample[i], g, 1e-8, 1e-9)

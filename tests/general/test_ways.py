@@ -1,0 +1,459 @@
+"""Modules without a replacement: every pattern of public architectures, against the loop over samples."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pslayers as ps
+
+from ..oracle import assert_rows_right, loop, square, squares
+
+
+class ClassToken(nn.Module):
+    """A class token, a position table, a mask token that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.mask = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 1, 4))
+        self.table = nn.Parameter(torch.randn(1, 16, 4))
+        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 4)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.table[:, : x.shape[1] + 1]
+        x = torch.tanh(self.fc(x))
+        return self.head(x[:, 0] * x.mean(1))
+
+
+class RMSNorm(nn.Module):
+    """A custom leaf."""
+
+    def __init__(self, dims: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(dims))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class LayerScale(nn.Module):
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.gamma, self.inplace = nn.Parameter(torch.randn(4) * 1e-5), inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(self.gamma) if self.inplace else x * self.gamma
+
+
+class ConvNorm(nn.Module):
+    """A layer norm over the channels of images, by an op that does not broadcast its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.permute(0, 2, 3, 1), (3,), self.weight, self.bias).permute(0, 3, 1, 2)
+
+
+class SoftmaxOfWeights(nn.Module):
+    """A function of a parameter that values do not pass one by one, and that broadcasts all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.softmax(-1)
+
+
+class Residual(nn.Module):
+    def __init__(self, leaf: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.leaf, self.out = nn.Linear(4, 4), leaf, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.leaf(self.fc(x)))
+
+
+class MyLinear(nn.Linear):
+    """A subclass with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * 2, self.bias)
+
+
+class Transposed(nn.Module):
+    """A linear layer by addmm on rows, as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, 4), self.weight).view(x.shape)
+
+
+class PastItsLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(F.linear(x, self.proj.weight, self.proj.bias)) + self.proj(x))
+
+
+class Queries(nn.Module):
+    """Learned queries attend to the input; (Q, D) without a batch dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.key = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.queries.unsqueeze(0).expand(x.shape[0], -1, -1)
+        return F.scaled_dot_product_attention(q, self.key(x), x)
+
+
+class RelativeBias(nn.Module):
+    """A relative position bias from a table, added to attention scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.table = nn.Linear(4, 12), nn.Parameter(torch.randn(15, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        q, k, v = self.qkv(x).reshape(batch, time, 3, 2, 2).permute(2, 0, 3, 1, 4)
+        index = torch.arange(time)[:, None] - torch.arange(time)[None] + 7
+        bias = self.table[index.reshape(-1)].reshape(time, time, 2).permute(2, 0, 1)
+        return ((q @ k.transpose(-2, -1) + bias.unsqueeze(0)).softmax(-1) @ v).transpose(1, 2).reshape(batch, time, 4)
+
+
+class BiasModule(nn.Module):
+    """The bias in a module of its own, called without the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(15, 2))
+
+    def forward(self, time: int) -> Tensor:
+        index = torch.arange(time)[:, None] - torch.arange(time)[None] + 7
+        return self.table[index].permute(2, 0, 1).unsqueeze(0)
+
+
+class UsesBiasModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk, self.bias = nn.Linear(4, 8), BiasModule()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.qk(x).unflatten(-1, (2, 2, 2)).permute(2, 0, 3, 1, 4)
+        return (q @ k.transpose(-2, -1) + self.bias(x.shape[1])).softmax(-1)
+
+
+class Mixing(nn.Module):
+    """Scalars that mix layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha, self.fc = nn.Parameter(torch.tensor(0.3)), nn.Linear(4, 4)
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(())) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alpha * self.fc(x) + sum(w * x**i for i, w in enumerate(self.weights))
+
+
+class Experts(nn.Module):
+    """A router sends each token to one of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 4)
+        gates = self.router(rows).softmax(-1)
+        result = torch.zeros_like(rows)
+        for i, expert in enumerate(self.experts):
+            (chosen,) = torch.where(gates.argmax(-1) == i)
+            result = result.index_add(0, chosen, expert(rows[chosen]) * gates[chosen, i, None])
+        return self.out(result.reshape(x.shape))
+
+
+class Untraceable(torch.autograd.Function):
+    """A custom Function, which vmap refuses."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum((0, 1))
+
+
+class CustomFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Untraceable.apply(x, self.weight)
+
+
+def parametrized(kind: str) -> nn.Module:
+    from torch.nn.utils import parametrizations, weight_norm
+
+    layer = nn.Linear(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = {"new": parametrizations.weight_norm, "old": weight_norm, "orthogonal": parametrizations.orthogonal}[kind](layer)
+    return nn.Sequential(nn.Linear(4, 4), wrapped, nn.Tanh())
+
+
+class Cache:
+    """What layers have seen so far, as transformers' caches keep it."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, Tensor] = {}
+        self.seen, self.parts = 0, [self.layers]
+
+    def update(self, keys: Tensor, layer: int) -> Tensor:
+        self.seen += keys.shape[1]
+        self.layers[layer] = torch.cat([self.layers[layer], keys], 1) if layer in self.layers else keys
+        return self.layers[layer]
+
+
+class CachedAttention(nn.Module):
+    """Writes its keys into a cache that its caller hands it; its bias comes from a table by a layer."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer, self.key, self.value, self.bias = layer, nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.Embedding(5, 5)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        keys = cache.update(F.linear(x, self.key.weight), self.layer)
+        return self.value(torch.softmax(x @ keys.mT + self.bias(torch.arange(5)), -1) @ keys)
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(CachedAttention(i) for i in range(2)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return self.out(x + cache.update(x, 0)[:, :5] * cache.seen)
+
+
+class WritesIntoZeros(nn.Module):
+    """Values written into a tensor made anew, and an output without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.fc = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.zeros(x.shape[0], 6, 4, dtype=x.dtype)
+        out[:, 1:] = F.linear(self.fc(x), self.weight).cumsum(1)
+        return out, x[:, :0]
+
+
+class TakesTheFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.inner = nn.Linear(4, 4), WritesIntoZeros()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(self.fc(x))[0])
+
+
+def sequence(n: int) -> Tensor:
+    return torch.randn(n, 5, 4, dtype=torch.float64)
+
+
+def image(n: int) -> Tensor:
+    return torch.randn(n, 3, 4, 4, dtype=torch.float64)
+
+
+PATTERNS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "class-token": (ClassToken, sequence),
+    "rms-norm": (lambda: Residual(RMSNorm()), sequence),
+    "rms-norm-alone": (RMSNorm, sequence),
+    "layer-scale": (lambda: Residual(LayerScale(inplace=False)), sequence),
+    "layer-scale-in-place": (lambda: Residual(LayerScale(inplace=True)), sequence),
+    "conv-norm": (lambda: nn.Sequential(nn.Conv2d(3, 3, 1), ConvNorm(), nn.Conv2d(3, 2, 3)), image),
+    "softmax-of-weights": (lambda: Residual(SoftmaxOfWeights()), sequence),
+    "subclass": (lambda: Residual(MyLinear(4, 4)), sequence),
+    "transposed-linear": (lambda: Residual(Transposed()), sequence),
+    "past-its-layer": (PastItsLayer, sequence),
+    "queries": (Queries, sequence),
+    "relative-bias": (RelativeBias, sequence),
+    "bias-module": (UsesBiasModule, sequence),
+    "mixing-scalars": (Mixing, sequence),
+    "experts": (Experts, sequence),
+    "custom-function": (lambda: Residual(CustomFunction()), sequence),
+    "weight-norm": (lambda: parametrized("new"), sequence),
+    "weight-norm-old": (lambda: parametrized("old"), sequence),
+    "orthogonal": (lambda: parametrized("orthogonal"), sequence),
+    "cache": (Cached, sequence),
+    "written-into-zeros": (TakesTheFirst, sequence),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_pattern(pattern: str) -> None:
+    build, data = PATTERNS[pattern]
+    model, twin = build().double(), build().double()
+    twin.load_state_dict(model.state_dict())
+    ours = ps.convert_model(twin, on_unsupported="general", example=data(3))
+    for n in (4, 2, 5, 1):
+        ours.zero_grad()
+        assert_rows_right(model, data(n), converted=ours)
+
+
+# all but one run as they are, on fast ops; those that must know whose rows are whose inside, and those that use weights of layers
+DIRECT = ("class-token", "rms-norm", "conv-norm", "relative-bias", "softmax-of-weights", "written-into-zeros")
+WHOLE = ("past-its-layer", "cache", "weight-norm", "orthogonal")
+
+
+def test_a_cache_holds_what_the_plain_model_writes() -> None:
+    model, ours, x = Cached().double(), Cached().double(), sequence(3)
+    ours.load_state_dict(model.state_dict())
+    ps.convert_model(ours)
+    for _ in range(2):
+        ours(x)
+        model(x)
+        assert ours.cache.seen == model.cache.seen and ours.cache.parts[0] is ours.cache.layers
+        for layer in (0, 1):
+            torch.testing.assert_close(ours.cache.layers[layer], model.cache.layers[layer])
+
+
+@pytest.mark.parametrize("pattern", [*DIRECT, *WHOLE])
+def test_forwards_run_as_they_are_on_fast_ops(pattern: str) -> None:
+    build, data = PATTERNS[pattern]
+    ours = ps.convert_model(build().double(), on_unsupported="general", example=data(3))
+    table = ps.report(ours)
+    assert "direct" in {row.way for row in table.rows} and "direct" in str(table)
+    assert not {"vmap", "loop"} & {word for row in table.rows for word in row.way.split()}
+    assert table.fast == 1, str(table)
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+def test_what_nothing_else_can_run_is_run_sample_by_sample() -> None:
+    build, data = PATTERNS["custom-function"]
+    table = ps.report(ps.convert_model(build().double(), example=data(3)))
+    assert "loop" in {row.way for row in table.rows} and table.fast < 1
+
+
+def test_before_the_first_call_the_way_is_not_known() -> None:
+    ours = ps.convert_model(Residual(RMSNorm()), on_unsupported="general")
+    assert "general, at the first call" in str(ps.report(ours))
+
+
+def test_sample_by_sample_is_said_by_name() -> None:
+    with pytest.warns(UserWarning, match=r"`leaf` \(CustomFunction\) is run sample by sample"):
+        ps.convert_model(Residual(CustomFunction()).double(), on_unsupported="general", example=sequence(3))
+
+
+@pytest.mark.parametrize("pattern", ["class-token", "rms-norm", "past-its-layer"])
+def test_sum_losses_checks_chunks_and_copies(pattern: str) -> None:
+    build, data = PATTERNS[pattern]
+    model, x = build().double(), data(5)
+    expected = loop(model, square, (x,))
+    ours = ps.convert_model(copy.deepcopy(model), on_unsupported="general", loss_reduction="sum")
+    for net in (ours, copy.deepcopy(ours)):
+        squares(net(x)).sum().backward()
+        for name, p in net.named_parameters():
+            if expected[name] is not None:
+                torch.testing.assert_close(p.grad_sample, expected[name], rtol=1e-8, atol=1e-9)
+    found = ps.per_sample_grads(ours, squares, x, chunk_size=2)
+    for name, rows in found.items():
+        if expected[name] is not None:
+            torch.testing.assert_close(rows, expected[name], rtol=1e-8, atol=1e-9)
+    answer = ps.check_model(ours, x)
+    assert answer, str(answer)
+    ps.restore_model(ours)
+    torch.testing.assert_close(ours(x), model(x))
+    assert not any(p.__dict__ for p in ours.parameters())
+
+
+@pytest.mark.parametrize("way", ["broadcast", "vmap"])
+@pytest.mark.parametrize("tables", [1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_table_for_each_layer_that_its_caller_indexes(size: int, tables: int, way: str) -> None:
+    """With a batch dim in the place of a leading one, the first table's row would be the first sample's (YOLOS)."""
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(tables, 1, 5, 4))
+            self.mix = nn.Parameter(torch.randn(4, 4)) if way == "vmap" else None  # does not broadcast in F.linear
+
+        def forward(self) -> Tensor:
+            return self.table * 1.0 if self.mix is None else F.linear(self.table, self.mix)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables, self.layers = Tables(), nn.ModuleList(nn.Linear(4, 4) for _ in range(tables))
+
+        def forward(self, x: Tensor) -> Tensor:
+            each = self.tables()
+            for i, layer in enumerate(self.layers):
+                x = torch.tanh(layer(x)) + each[i]
+            return x
+
+    assert_rows_right(Model(), torch.randn(size, 5, 4, dtype=torch.float64))
+
+
+def test_channels_last_images_through_a_norm_of_ones_own() -> None:
+    """Torch 2.13 crashes, the whole process, in the backward of a group_norm whose channels_last input needs no gradient."""
+
+    class Norm(nn.GroupNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+    model = nn.Sequential(nn.Conv2d(3, 96, 1), Norm(1, 96), nn.Conv2d(96, 4, 1)).to(memory_format=torch.channels_last)
+    assert_rows_right(model, torch.randn(3, 3, 4, 4, dtype=torch.float64).contiguous(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("way", ["vmap", "loop"])
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+def test_outputs_that_are_infinite(way: str) -> None:
+    """Logits of classes that a sample does not have (Grounding DINO)."""
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if way == "loop" and x.sum().item() == 0.5:
+                return x
+            return F.linear(x, self.mix.weight).masked_fill(x > 1, -torch.inf)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.logits = nn.Linear(4, 4), Logits()
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits = self.logits(x)
+            return self.fc(x) + torch.where(logits.isfinite(), logits, 0)
+
+    x = torch.randn(3, 4, dtype=torch.float64)
+    x[0, 0] = 2
+    ours = assert_rows_right(Model(), x)
+    assert ours._ps_state().plans == {}  # it did not have to be run whole
