@@ -128,8 +128,8 @@ def _swap(row: Row, settings: Settings) -> None:
     if (own := _own_method(row.module)) is not None:  # it would hide that of the class
         state.forward = own
         del row.module.__dict__["forward"]
-    state.general = row.general
-    state.whole = row.general and is_parametrized(row.module)
+    state.per_sample_forward = row.general
+    state.includes_children = row.general and is_parametrized(row.module)
 
 
 def _adopt(model: Any) -> None:

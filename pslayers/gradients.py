@@ -116,7 +116,7 @@ def clear_grad_samples(model: nn.Module) -> None:
         if "grad_sample" in param.__dict__:
             clear(param)
         if (recorder := param.__dict__.get("_ps_recorder")) is not None:
-            recorder.memory = recorder.fits = recorder.written = None
+            recorder.memory = recorder.buffer_leaf = recorder.written = None
             recorder.release()
 
 
@@ -266,11 +266,11 @@ def _one_pass(
             recorder.memory = None
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *(p for _, p in params)]
-    settings.asked = True
+    settings.collecting_grads = True
     try:
         grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
     finally:
-        settings.asked = False
+        settings.collecting_grads = False
     found = dict(zip(leaves, grads, strict=False))
     if size == 1:  # the sum is the one row
         found = {name: g if g is None else g.unsqueeze(0) for (name, _), g in zip(params, grads[len(leaves) :], strict=True)}

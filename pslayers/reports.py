@@ -143,11 +143,11 @@ def report(model: nn.Module) -> Report:
     for path, module in model.named_modules():
         if isinstance(module, Converted):
             state = module._ps_state()
-            way = "/".join(sorted({plan.way for plan in state.plans.values()})) if state.general else ""
+            way = "/".join(sorted({plan.way for plan in state.plans.values()})) if state.per_sample_forward else ""
             above = next((f"{w} of {p or '(model)'}" for p, w in ways.items() if path.startswith(f"{p}." if p else "")), "")
-            if state.whole and not above:
+            if state.includes_children and not above:
                 ways[path] = way
-            rows.append(Row(path, module, original_class(type(module)), type(module), state.general, above or way, slow))
+            rows.append(Row(path, module, original_class(type(module)), type(module), state.per_sample_forward, above or way, slow))
         elif callable_module(module) and any(p.requires_grad for _, p in own_parameters(module)):
             above = next((f"{w} of {p or '(model)'}" for p, w in ways.items() if path.startswith(f"{p}." if p else "")), "")
             rows.append(Row(path, module, type(module), None, way=above, slow=slow))
@@ -157,7 +157,7 @@ def report(model: nn.Module) -> Report:
 def _slow(model: nn.Module) -> Iterator[int]:
     """The ids of parameters of general modules that some call of theirs does not use by a fast op, or has not used so far."""
     for module in model.modules():
-        if isinstance(module, PSContainer) and (state := module._ps_state()).general:
-            for name, param in parameters_of(module, own=not state.whole).items():
+        if isinstance(module, PSContainer) and (state := module._ps_state()).per_sample_forward:
+            for name, param in parameters_of(module, own=not state.includes_children).items():
                 if not state.plans or any(name not in plan.fast | plan.others for plan in state.plans.values()):
                     yield id(param)

@@ -1,7 +1,7 @@
 """Rows that a model picks out of its batch by its data, as in ``h[mask]``: how many there are, and whose they are.
 
-While a `Picks` mode is active, the samples' inputs are tagged with the sample of each row, and torch's functions that do the same
-to every row, or pick some, hand the tag on. A layer, or a module without a replacement, is given picked rows as a batch: as many
+While a `GatheredRows` mode is active, the samples' inputs are tagged with the sample of each row, and torch's functions that do
+the same to every row, or pick some, hand the tag on. A layer, or a module without a replacement, is given picked rows as a batch: as many
 for each sample, filled up where one has fewer; what it returns is picked rows again. Nothing is guessed from how many rows there
 are: what comes of picked rows by any other function may be anybody's, and a module that is given that is run sample by sample.
 """
@@ -20,7 +20,7 @@ from .. import torch_api
 from ..core.context import Settings, changed, local, transforming
 from ..core.trees import map_tensors, tensors_in, tensors_of
 from ..parameters.per_sample import PerSample
-from .provenance import WEAK, Batched, Owners
+from .provenance import WEAK, PaddedRows, RowProvenance
 from .row_rules import RULES, lose, other
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Ambiguous, Layout, owners_of_packed
 
@@ -39,7 +39,7 @@ class _Notes:
         self.of[id(t)] = weakref.ref(t), note
 
 
-class Picks(TorchFunctionMode):
+class GatheredRows(TorchFunctionMode):
     """Knows whose the rows are of what has been made from a batch's inputs since it was entered."""
 
     def __init__(self, size: int) -> None:
@@ -55,7 +55,11 @@ class Picks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if local.picks is not self or torch_api.level() != self.level or not (self._any(args) or self._any(kwargs.values())):
+        if (
+            local.gathered_rows is not self
+            or torch_api.level() != self.level
+            or not (self._any(args) or self._any(kwargs.values()))
+        ):
             return result
         name = getattr(func, "__name__", "")
         if local.stand_ins is not None and isinstance(result, Tensor) and self.tags.get(result) is not None and name[-1:] != "_":
@@ -77,25 +81,25 @@ class Picks(TorchFunctionMode):
             id(v) in self.tags.of if isinstance(v, Tensor) else isinstance(v, (tuple, list)) and self._any(v) for v in values
         )
 
-    def owners(self, t: Any) -> Owners | None:
+    def owners(self, t: Any) -> RowProvenance | None:
         """Whose the rows of a tensor are, where that is followed; None for others."""
         return self.tags.get(t) if isinstance(t, Tensor) else None
 
-    def picked(self, t: Any) -> Owners | None:
+    def picked(self, t: Any) -> RowProvenance | None:
         """The same, if they were picked."""
         owners = self.owners(t)
         return owners if owners is not None and owners.picked else None
 
-    def tag(self, t: Any, owners: Owners | None) -> None:
+    def tag(self, t: Any, owners: RowProvenance | None) -> None:
         """Note whose the rows of a tensor are."""
         if owners is not None and isinstance(t, Tensor) and t.ndim:
             self.tags[t] = owners if owners.ids is None or len(t) == len(owners.ids) else owners.lost()
 
-    def tag_second(self, t: Any, owners: Owners | None) -> None:
+    def tag_second(self, t: Any, owners: RowProvenance | None) -> None:
         """Note whose the rows in dim 1 are: of a recurrent layer's states, or behind a dim of one."""
         if owners is not None and isinstance(t, Tensor) and t.ndim > 1:
             one = owners.of_one() if len(t) == 1 else None
-            self.tag(t, owners.lost() if one is None else Owners(one, 1, one=one))
+            self.tag(t, owners.lost() if one is None else RowProvenance(one, 1, one=one))
             self.second[t] = owners
 
     def notes_of(self, t: Tensor) -> tuple[Any, ...]:
@@ -112,14 +116,17 @@ class Picks(TorchFunctionMode):
         """Note that the rows of a tensor are the batch's, k a sample."""
         if isinstance(t, Tensor) and t.ndim and len(t) % self.size == 0:
             k = len(t) // self.size
-            self.tag(t, Owners(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False))
+            self.tag(t, RowProvenance(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False))
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is as long."""
         for place, t in enumerate(tensors_in((args, kwargs))):
             if isinstance(t, PackedSequence) and len(t.batch_sizes):
                 ids = owners_of_packed(t)
-                self.tag(t.data, Owners(ids, len(t.batch_sizes), rows=ids if t.sorted_indices is not None else None, by_data=False))
+                self.tag(
+                    t.data,
+                    RowProvenance(ids, len(t.batch_sizes), rows=ids if t.sorted_indices is not None else None, by_data=False),
+                )
             if not isinstance(t, Tensor) or not t.ndim:
                 continue
             if (place == 0 and len(t) % self.size == 0) or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1]):
@@ -138,13 +145,13 @@ class Picks(TorchFunctionMode):
 
         return rows, alike
 
-    def pick(self, owners: Owners | None) -> Owners | None:
+    def pick(self, owners: RowProvenance | None) -> RowProvenance | None:
         """Note that the module that is running picks rows."""
         if owners is not None and owners.picked and local.tracker is not None and local.tracker.inner:
             local.tracker.pickers.add(local.tracker.inner[-1])
         return owners
 
-    def by_batch(self, op: Callable[[Tensor], Tensor], t: Tensor, owners: Owners) -> Tensor:
+    def by_batch(self, op: Callable[[Tensor], Tensor], t: Tensor, owners: RowProvenance) -> Tensor:
         """What an op on a batch, k rows a sample, gives for picked rows."""
         batch = owners.batch(self.size)
         with torch_api.without_torch_function():
@@ -164,7 +171,7 @@ class Picks(TorchFunctionMode):
             self.entering = module
             return forward(*args, **kwargs)
         tensors = tensors_of((args, kwargs))
-        if not local.general and (local.batch is not None or local.tracker is not None):
+        if not local.use_original_forward and (local.batch is not None or local.tracker is not None):
             found = [o for t in tensors if (o := self.picked(t)) is not None]
             # a module that could not have them as a batch while it was tracked is run in a way that takes them as they are
             as_they_are = any(PICKED in plan.layouts.inputs for plan in module._ps_state().plans.values())
@@ -194,11 +201,11 @@ class Picks(TorchFunctionMode):
             self.tag_second(t, first if given.unsorted_indices is None else first.at(given.unsorted_indices))
 
     def _by_batch(
-        self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[Owners]
+        self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[RowProvenance]
     ) -> Any:
         settings, tracked, owners = module._ps_state().settings, local.tracker is not None, found[0]
         trackable = local.batch is not None and local.batch.trackable
-        settings.picks = True
+        settings.has_gathered_rows = True
         problem = None
         if not all(o.ids is not None and o.same(owners) for o in found):
             problem = "they were moved, or put beside others, by a function that may do anything to rows"
@@ -224,7 +231,7 @@ class Picks(TorchFunctionMode):
             raise Ambiguous
         raise module._ps_not_told(problem)
 
-    def _into(self, batch: Batched, t: Tensor, states: bool) -> Tensor:
+    def _into(self, batch: PaddedRows, t: Tensor, states: bool) -> Tensor:
         """A tensor that a call takes: rows beside those that are picked go with them."""
         dim = 0 if t.ndim and len(t) == batch.k else 1 if states and t.ndim > 2 and t.shape[1] == batch.k else None
         if dim is None or (self.picked(t) is None and not states and (t.ndim < 2 or of_parameter(t))):
@@ -232,9 +239,11 @@ class Picks(TorchFunctionMode):
         with torch_api.without_torch_function():
             taken = batch.into(t, dim)
         self.batches[taken] = True
+        if not dim:
+            self.tag_batch(taken)  # so that what is picked from it is followed, too
         return taken
 
-    def _back(self, batch: Batched, output: Any, owners: Owners, states: bool) -> Any:
+    def _back(self, batch: PaddedRows, output: Any, owners: RowProvenance, states: bool) -> Any:
         first = next(tensors_in([output]), None)
 
         def back(t: Tensor) -> Tensor:
@@ -258,16 +267,16 @@ def of_parameter(t: Tensor) -> bool:
     return isinstance(t._base if t._is_view() else t, (nn.Parameter, PerSample))
 
 
-def without_picks() -> AbstractContextManager[None]:
+def without_gathered_rows() -> AbstractContextManager[None]:
     """Around what is run for one sample, which holds nobody else's rows, or as the original layers do."""
-    return changed(picks=None)
+    return changed(gathered_rows=None)
 
 
 @contextmanager
 def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]:
     """Know whose the rows of tensors are in the forward of a module whose inputs hold the samples so."""
-    before, local.picks = local.picks, local.picks or Picks(size)
-    picks: Picks = local.picks
+    before, local.gathered_rows = local.gathered_rows, local.gathered_rows or GatheredRows(size)
+    picks: GatheredRows = local.gathered_rows
     for t, layout in inputs:
         if layout in (BATCH_MAJOR, ("dim", 0)):
             picks.tag_batch(t)
@@ -277,19 +286,19 @@ def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]
         with picks if before is None else nullcontext():
             yield
     finally:
-        local.picks = before
+        local.gathered_rows = before
 
 
 @contextmanager
-def picking(size: int, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """A `Picks` mode around an outermost call."""
+def gathering(size: int, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """A `GatheredRows` mode around an outermost call."""
     if not settings.batch_first or size < 2 or transforming():
         yield
         return
-    before, local.picks = local.picks, Picks(size)
+    before, local.gathered_rows = local.gathered_rows, GatheredRows(size)
     try:
-        local.picks.enter(args, kwargs)
-        with local.picks:
+        local.gathered_rows.enter(args, kwargs)
+        with local.gathered_rows:
             yield
     finally:
-        local.picks = before
+        local.gathered_rows = before

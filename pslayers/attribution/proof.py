@@ -47,7 +47,7 @@ def disagreement(ours: Any, plain: Any) -> str | None:
     return None
 
 
-def judged(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = None) -> list[tuple[Tensor, int, Tensor]]:
+def batched_outputs(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = None) -> list[tuple[Tensor, int, Tensor]]:
     """The tensors of a model's output that hold the samples, the dim of their rows, and whose these are: as tracked, or by shape.
 
     One in which samples interact in the original model (the similarities of all pairs) says nothing about whose rows are whose.
@@ -117,7 +117,7 @@ def _unless_quiet(hook: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-class Watched:
+class GradientProbe:
     """What the layers of a call return, watched for the gradients that flow by; its values are not kept."""
 
     def __init__(self, size: int) -> None:
@@ -179,7 +179,7 @@ class Watched:
         return last
 
 
-def rows_agree(layers: Watched, outputs: Sequence[tuple[Tensor, int, Tensor]], batch: Batch) -> bool | None:
+def rows_agree(layers: GradientProbe, outputs: Sequence[tuple[Tensor, int, Tensor]], batch: Batch) -> bool | None:
     """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs alone.
 
     None where they seem to, but a NaN leaves it open: no gradient at all times NaN is NaN.

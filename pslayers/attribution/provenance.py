@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import torch_api
 
 
-class Owners:
+class RowProvenance:
     """Whose the rows of a tensor are.
 
     Args:
@@ -30,18 +30,18 @@ class Owners:
         by_data: bool = True,
     ) -> None:
         self.ids, self.limit, self.picked, self.one, self.rows, self.by_data = ids, limit, picked, one, rows, by_data
-        self.batches: dict[tuple[int, int, bool], Batched] = {}
+        self.batches: dict[tuple[int, int, bool], PaddedRows] = {}
 
-    def batch(self, size: int, extra: int = 0, tracked: bool = False) -> "Batched":
+    def batch(self, size: int, extra: int = 0, tracked: bool = False) -> "PaddedRows":
         """The rows as a batch of so many samples, with `extra` rows for each; while samples are tracked, as many as can be."""
         key = size, extra, tracked
         if key not in self.batches:
             assert self.ids is not None
             with torch_api.without_torch_function():
-                self.batches[key] = Batched(self.ids, size, extra, self.limit if tracked else None)
+                self.batches[key] = PaddedRows(self.ids, size, extra, self.limit if tracked else None)
         return self.batches[key]
 
-    def at(self, rows: Any, times: int = 1) -> "Owners":
+    def at(self, rows: Any, times: int = 1) -> "RowProvenance":
         """Those of some of the rows (a slice, or their numbers), of which there are at most `times` as many."""
         if isinstance(rows, slice) and rows == slice(None):
             return self
@@ -51,10 +51,10 @@ class Owners:
         if isinstance(rows, Tensor) and (self.rows is not None or not self.picked):
             numbers = rows if self.rows is None else self.rows[rows]
             if self.rows is not None and put_back(self.rows, numbers, sure=not self.by_data):
-                return Owners(self.ids[rows], self.limit * times, picked=False)
-        return Owners(self.ids[rows], self.limit * times, one=self.one, rows=numbers)
+                return RowProvenance(self.ids[rows], self.limit * times, picked=False)
+        return RowProvenance(self.ids[rows], self.limit * times, one=self.one, rows=numbers)
 
-    def same(self, other: "Owners") -> bool:
+    def same(self, other: "RowProvenance") -> bool:
         """Whether both tell the same of every row."""
         return self is other or (self.ids is not None and other.ids is not None and torch.equal(self.ids, other.ids))
 
@@ -64,36 +64,36 @@ class Owners:
             return self.one
         return self.ids[:1] if bool((self.ids == self.ids[0]).all()) else None
 
-    def of_row(self, row: int, values: int) -> "Owners":
+    def of_row(self, row: int, values: int) -> "RowProvenance":
         """Those of the values of a row, as rows."""
         if self.ids is None:
             return self
         one = self.ids[row].reshape(1)
-        return Owners(one.expand(values), self.limit * values, one=one)
+        return RowProvenance(one.expand(values), self.limit * values, one=one)
 
-    def viewed(self, rows: int) -> "Owners":
+    def viewed(self, rows: int) -> "RowProvenance":
         """Those of a view with so many rows: each is a part of a row here, or several whole ones of one sample."""
         if self.ids is None or len(self.ids) == rows:
             return self
         if len(self.ids) and rows % len(self.ids) == 0:
             times = rows // len(self.ids)
-            return Owners(self.ids.repeat_interleave(times), self.limit * times, self.picked, by_data=self.by_data)
+            return RowProvenance(self.ids.repeat_interleave(times), self.limit * times, self.picked, by_data=self.by_data)
         if rows and len(self.ids) % rows == 0:
             parts = self.ids.view(rows, -1)
             if bool((parts == parts[:, :1]).all()):
-                return Owners(parts[:, 0], self.limit, self.picked, by_data=self.by_data)
+                return RowProvenance(parts[:, 0], self.limit, self.picked, by_data=self.by_data)
         return self.lost()
 
-    def first(self, count: int, size: int) -> "Owners | None":
+    def first(self, count: int, size: int) -> "RowProvenance | None":
         """Of packed sequences, those of the first steps: of all samples, or it is not known."""
         if self.ids is None or len(self.ids) < count:
             return None
         ids = self.ids[:count]
         if not torch.equal(ids.sort()[0], torch.arange(size, device=ids.device)):
             return None
-        return Owners(ids, 1, picked=self.rows is not None, rows=ids if self.rows is not None else None, by_data=False)
+        return RowProvenance(ids, 1, picked=self.rows is not None, rows=ids if self.rows is not None else None, by_data=False)
 
-    def lost(self) -> "Owners":
+    def lost(self) -> "RowProvenance":
         """Of what comes of these rows by a function that may do anything to them."""
         return UNKNOWN if self.picked and self.by_data else WEAK
 
@@ -109,10 +109,13 @@ def put_back(before: Tensor, rows: Tensor, sure: bool = False) -> bool:
     return torch.equal(rows, torch.arange(len(rows) // k, device=rows.device).repeat_interleave(k))
 
 
-UNKNOWN, WEAK = Owners(None, 0), Owners(None, 0, picked=False)  # of rows that were picked; of what comes of the batch in any way
+UNKNOWN, WEAK = (
+    RowProvenance(None, 0),
+    RowProvenance(None, 0, picked=False),
+)  # of rows that were picked; of what comes of the batch in any way
 
 
-class Batched:
+class PaddedRows:
     """Picked rows (k, ...) as a batch (B * n, ...), each sample's together, and back."""
 
     def __init__(self, ids: Tensor, size: int, extra: int, limit: int | None) -> None:

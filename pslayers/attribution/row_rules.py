@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..core.trees import tensors_in
 from ..parameters.per_sample import lies_in
-from .provenance import UNKNOWN, WEAK, Owners
+from .provenance import UNKNOWN, WEAK, RowProvenance
 
 if TYPE_CHECKING:
-    from .gathered import Picks
+    from .gathered import GatheredRows
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -27,13 +27,13 @@ def _given(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) 
     return args[at] if len(args) > at else default
 
 
-def _followed(picks: "Picks", args: Any, kwargs: Kwargs) -> tuple[list[tuple[Owners, Tensor]], Owners]:
+def _followed(picks: "GatheredRows", args: Any, kwargs: Kwargs) -> tuple[list[tuple[RowProvenance, Tensor]], RowProvenance]:
     """The arguments whose rows are followed, and what is then known of a result of which nothing is."""
     found = [(o, t) for t in tensors_in((args, kwargs)) if isinstance(t, Tensor) and (o := picks.owners(t)) is not None]
     return found, UNKNOWN if any(o.picked and o.by_data for o, _ in found) else WEAK
 
 
-def lose(picks: "Picks", results: Any, args: Args, kwargs: Kwargs) -> None:
+def lose(picks: "GatheredRows", results: Any, args: Args, kwargs: Kwargs) -> None:
     """What comes of rows by a function that may do anything to them."""
     found, lost = _followed(picks, args, kwargs)
     for t in tensors_in(results) if found else ():
@@ -50,7 +50,7 @@ def _numbers(index: Tensor) -> Tensor:
     return rows[:, 0] if bool((rows == rows[:, :1]).all()) else index
 
 
-def _index(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     x, index = args[0], args[1]
     parts = index if isinstance(index, tuple) and index else (index,)
     of = picks.owners(x)
@@ -66,7 +66,7 @@ def _index(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -
         picks.tag(result, picks.pick(_indexed(picks, x, parts)))
 
 
-def _indexed(picks: "Picks", x: Tensor, parts: tuple[Any, ...]) -> Owners | None:
+def _indexed(picks: "GatheredRows", x: Tensor, parts: tuple[Any, ...]) -> RowProvenance | None:
     """Whose the rows are that an index picks: those of the rows it is for, else its own."""
     first, of = parts[0], picks.owners(x)
     if of is not None and of.ids is None and not of.picked and _by_data(picks, parts):
@@ -86,13 +86,13 @@ def _indexed(picks: "Picks", x: Tensor, parts: tuple[Any, ...]) -> Owners | None
     return of.at(rows) if rows.ndim == 1 and all(not isinstance(i, Tensor) or i.ndim < 2 for i in parts) else of.lost()
 
 
-def _by_data(picks: "Picks", parts: tuple[Any, ...]) -> bool:
+def _by_data(picks: "GatheredRows", parts: tuple[Any, ...]) -> bool:
     """Whether which rows an index takes, and in which order, follows from the data alone: no constant is among its tensors."""
     tensors = [i for i in parts if isinstance(i, Tensor) and i.ndim and not _is_mask(i)]
     return bool(tensors) and all(picks.owners(i) is not None for i in tensors)
 
 
-def _masked(of: Owners | None, by: Owners | None, mask: Tensor) -> Owners | None:
+def _masked(of: RowProvenance | None, by: RowProvenance | None, mask: Tensor) -> RowProvenance | None:
     """Whose the rows are that a mask, itself of rows `by`, picks out of rows `of`."""
     if of is not None and of.ids is None:
         return of if by is None else UNKNOWN  # what all samples share picks as many of each
@@ -102,12 +102,12 @@ def _masked(of: Owners | None, by: Owners | None, mask: Tensor) -> Owners | None
     return told.at(mask.nonzero()[:, 0], max(mask.numel() // max(len(mask), 1), 1))
 
 
-def _set(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _set(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     y, index, value = args
     picks.tag(y, _written(picks, y, index[0] if isinstance(index, tuple) and index else index, value))
 
 
-def _written(picks: "Picks", y: Tensor, index: Any, value: Any) -> Owners | None:
+def _written(picks: "GatheredRows", y: Tensor, index: Any, value: Any) -> RowProvenance | None:
     """Whose the rows of `y` are with `value` written to some of them."""
     of, new = picks.owners(y), picks.owners(value)
     if new is None:
@@ -122,7 +122,7 @@ def _written(picks: "Picks", y: Tensor, index: Any, value: Any) -> Owners | None
         )
         rows = index.nonzero()[:, 0] if mask else index
         if told is None and of is None and new.ids is not None and rows.ndim == 1 and len(y) % picks.size == 0 < len(y):
-            batch = Owners(
+            batch = RowProvenance(
                 torch.arange(picks.size, device=rows.device).repeat_interleave(len(y) // picks.size), len(y), picked=False
             )
             told = batch if batch.at(rows).same(new) else None  # made anew, and every row put where its sample's are
@@ -132,7 +132,7 @@ def _written(picks: "Picks", y: Tensor, index: Any, value: Any) -> Owners | None
     return UNKNOWN if new.picked or (of is not None and of.picked) else WEAK
 
 
-def _put(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """index_add(x, dim, index, source), scatter and the like."""
     index, source = _given(args, kwargs, 2, "index"), _given(args, kwargs, 3, "src", kwargs.get("source"))
     if _given(args, kwargs, 1, "dim") not in (0, -args[0].ndim):
@@ -141,17 +141,17 @@ def _put(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> 
     picks.tag(result, _written(picks, args[0], _numbers(index), source))
 
 
-def _index_put(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _index_put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     indices = _given(args, kwargs, 1, "indices")
     picks.tag(result, _written(picks, args[0], indices[0], _given(args, kwargs, 2, "values")))
 
 
-def _masked_scatter(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _masked_scatter(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     of, by = picks.owners(args[0]), picks.owners(_given(args, kwargs, 1, "mask"))
     picks.tag(result, of if of is not None and of.ids is not None else by if of is None and by is not None else WEAK)
 
 
-def _index_select(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _index_select(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     index = _given(args, kwargs, 2, "index")
     of = picks.owners(args[0])
     if _given(args, kwargs, 1, "dim") in (0, -args[0].ndim):
@@ -162,7 +162,7 @@ def _index_select(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kw
         _of_first(picks, result, name, args, kwargs)
 
 
-def _gather(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _gather(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     x = args[0]
     if _given(args, kwargs, 1, "dim") not in (0, -x.ndim):
         _of_first(picks, result, name, args, kwargs)
@@ -174,25 +174,25 @@ def _gather(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) 
         other(picks, result, name, args, kwargs)
 
 
-def _nonzero(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _nonzero(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     of = picks.owners(args[0])
     owners = picks.pick(of if of is None else _masked(None, of, args[0] != 0) if args[0].ndim else UNKNOWN)
     for t in result if isinstance(result, tuple) else [result]:
         picks.tag(t, owners)
 
 
-def _where(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _where(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     (_rowwise if isinstance(result, Tensor) else _nonzero)(picks, result, name, args, kwargs)
 
 
-def _masked_select(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _masked_select(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     x, mask = args[0], _given(args, kwargs, 1, "mask")
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     of, by = (o if t.ndim == len(shape) and len(t) == shape[0] else o and o.lost() for t in (x, mask) for o in [picks.owners(t)])
     picks.tag(result, picks.pick(_masked(of, by, mask.expand(shape))))
 
 
-def _cat(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _cat(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     found = [picks.owners(t) for t in args[0]]
     if _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
         _rowwise(picks, result, name, args, kwargs)
@@ -201,10 +201,10 @@ def _cat(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> 
     else:
         by_data = any(o.picked and o.by_data for o in found)  # type: ignore[union-attr]
         ids = torch.cat([o.ids for o in found])  # type: ignore[union-attr, misc]
-        picks.tag(result, Owners(ids, sum(o.limit for o in found), by_data=by_data))  # type: ignore[union-attr, misc]
+        picks.tag(result, RowProvenance(ids, sum(o.limit for o in found), by_data=by_data))  # type: ignore[union-attr, misc]
 
 
-def _stack(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _stack(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     found = [picks.owners(t) for t in args[0]]
     if name == "stack" and _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
         known = [o for o in found if o is not None]
@@ -214,12 +214,12 @@ def _stack(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -
     if any(one is None for one in ones) or (name == "pad_sequence" and not _given(args, kwargs, 1, "batch_first", False)):
         other(picks, result, name, args, kwargs)
     else:
-        owners = Owners(torch.cat(ones), len(ones))  # type: ignore[arg-type]
+        owners = RowProvenance(torch.cat(ones), len(ones))  # type: ignore[arg-type]
         whole = owners.ids is not None and torch.equal(owners.ids, torch.arange(picks.size, device=owners.ids.device))
-        picks.tag(result, Owners(owners.ids, 1, picked=False) if whole else owners)
+        picks.tag(result, RowProvenance(owners.ids, 1, picked=False) if whole else owners)
 
 
-def _unbind(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _unbind(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     if _given(args, kwargs, 1, "dim", 0) % args[0].ndim:
         _of_first(picks, result, name, args, kwargs)
     elif (of := picks.owners(args[0])) is not None:
@@ -227,13 +227,13 @@ def _unbind(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) 
             picks.tag(t, picks.pick(of.of_row(row, len(t))) if t.ndim else None)
 
 
-def _view(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _view(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     of = (picks.second.get(args[0]) if len(args[0]) == 1 else None) or picks.owners(args[0])
     if of is not None and result.ndim:
         picks.tag(result, of.viewed(len(result)))
 
 
-def _rowwise(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays whose it is.
 
     So it does beside numbers of which it is not known whose they are (the places of experts): no gradient goes to integers.
@@ -247,7 +247,7 @@ def _rowwise(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs)
         picks.tag(t, known[0] if known and not unsure and all(o.same(known[0]) for o in known) else lost)
 
 
-def _of_first(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _of_first(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """The first argument's rows, each by itself; or with the rows of a second one, where these go one by one with them."""
     of = picks.owners(args[0])
     if of is None or args[0].ndim <= (name in _OF_ROWS):
@@ -260,7 +260,7 @@ def _of_first(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs
         picks.tag(t, of)
 
 
-def _along(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     at, default = _ALONG[name]
     dims = _given(args, kwargs, at, "dims" if "dims" in kwargs else "dim", default)
     if isinstance(dims, Tensor):  # max(x, y)
@@ -281,24 +281,26 @@ def _along(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -
             picks.tag(t, UNKNOWN)
     elif of is not None and (one := of.of_one()) is not None and name in _REDUCING:
         for t in tensors_in([result]):  # of rows that are all one sample's
-            picks.tag(t, Owners(one.expand(len(t)), of.limit * len(t), one=one) if isinstance(t, Tensor) and t.ndim else None)
+            picks.tag(
+                t, RowProvenance(one.expand(len(t)), of.limit * len(t), one=one) if isinstance(t, Tensor) and t.ndim else None
+            )
     else:
         other(picks, result, name, args, kwargs)
 
 
-def _unsqueeze(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _unsqueeze(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     if _given(args, kwargs, 1, "dim") in (0, -result.ndim):
         picks.tag_second(result, picks.owners(args[0]))
     else:
         picks.tag(result, picks.owners(args[0]))
 
 
-def _repeat(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _repeat(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     alike = result.ndim == args[0].ndim and len(result) == len(args[0])
     (_of_first if alike else other)(picks, result, name, args, kwargs)
 
 
-def _packed(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _packed(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Sequences, the longest first, packed: a row for each step of each."""
     data, counts = result
     of = (picks.owners if _given(args, kwargs, 2, "batch_first", False) else picks.second.get)(args[0])
@@ -306,10 +308,10 @@ def _packed(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) 
         other(picks, result, name, args, kwargs)
         return
     rows = torch.cat([of.ids[:count] for count in counts.tolist()])
-    picks.tag(data, Owners(rows, len(counts), rows=rows if of.picked else None, by_data=False))
+    picks.tag(data, RowProvenance(rows, len(counts), rows=rows if of.picked else None, by_data=False))
 
 
-def _padded(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _padded(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Back to a sequence in each row."""
     of, counts = picks.owners(args[0]), args[1]
     first = None if of is None else of.first(int(counts[0]), picks.size)
@@ -319,7 +321,7 @@ def _padded(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) 
         (picks.tag if _given(args, kwargs, 2, "batch_first", False) else picks.tag_second)(result[0], first)
 
 
-def _moved(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _moved(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Rows that are moved, left out or repeated, whatever they hold: so are the numbers of their samples."""
     of, x = picks.owners(args[0]), args[0]
     if of is None or of.ids is None:
@@ -330,13 +332,13 @@ def _moved(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -
     rows = ids.flatten(1) if ids.ndim > 1 else ids[:, None]
     if result.ndim == x.ndim and bool((rows == rows[:, :1]).all()):
         by_data = of.picked and of.by_data
-        moved = Owners(rows[:, 0], of.limit * max(len(ids) // max(len(x), 1), 1), by_data=by_data)
+        moved = RowProvenance(rows[:, 0], of.limit * max(len(ids) // max(len(x), 1), 1), by_data=by_data)
         picks.tag(result, of if of.same(moved) else picks.pick(moved) if by_data else moved)
     else:
         other(picks, result, name, args, kwargs)
 
 
-def _einsum(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _einsum(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Rows of the first letter of what is followed, which the result begins with, too."""
     equation, operands = args[0], args[1:] if isinstance(args[1], Tensor) else args[1]
     terms, _, made = str(equation).replace(" ", "").partition("->")
@@ -350,15 +352,15 @@ def _einsum(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) 
         other(picks, result, name, args, kwargs)
 
 
-def _pad(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _pad(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     (_of_first if len(_given(args, kwargs, 1, "pad")) < 2 * result.ndim else other)(picks, result, name, args, kwargs)
 
 
-def _attention(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _attention(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     (_rowwise if result.ndim > 2 else other)(picks, result, name, args[:3], {})
 
 
-def _recurrent(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _recurrent(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     if len(args) == 9 and args[8] is True:  # batch_first, not packed
         picks.tag(result[0], picks.owners(args[0]))
         for t in result[1:]:
@@ -367,14 +369,14 @@ def _recurrent(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwarg
         other(picks, result, name, args, kwargs)
 
 
-def _made(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def _made(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Made like a tensor, of nobody's values: it may as well hold the same samples' rows."""
     of = picks.owners(args[0])
     alike = of is not None and of.ids is not None and not of.picked and result.ndim > 0 and len(result) == len(of.ids)
     picks.tag(result, of if alike else None)
 
 
-def other(picks: "Picks", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def other(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Views of what each row holds; anything else that comes of rows may be anybody's."""
     found, lost = _followed(picks, args, kwargs)
     for t in tensors_in([result]) if found else ():

@@ -180,7 +180,7 @@ def track(
             together = _rerun(run, model, args, kwargs, inputs, samples, batch, plain) or {}
             _note_interactions(layouts, together, samples, batch.size)
         changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
-        refused = set() if local.picks is None else local.picks.refused
+        refused = set() if local.gathered_rows is None else local.gathered_rows.refused
         for key, x in plain.items():
             if (owners := picked_by(x)) is not None and owners.ids is not None:
                 layouts[key] = MIXED if key in mixed else PICKED

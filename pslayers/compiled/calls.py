@@ -46,14 +46,14 @@ class _Call:
 def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A module with layers below it."""
     state = module._ps
-    if state.general and (records(state.settings) or module._ps_given(own=not state.whole)):
+    if state.per_sample_forward and (records(state.settings) or module._ps_given(own=not state.includes_children)):
         raise RuntimeError(
             f"`{state.path}` ({type(module).__name__}) has no replacement and runs with per-sample parameters, which cannot be "
             f"compiled: leave this module out (torch.compiler.disable), or write a layer for it (ps.PSLayer)."
         )
     if _inside(module):
         return original(module, *args, **kwargs)
-    if records(state.settings) and state.settings.picks:
+    if records(state.settings) and state.settings.has_gathered_rows:
         return _picking(module, args, kwargs)
     if records(state.settings) and not _is_proved(module, args, kwargs):
         return _proving(module, args, kwargs)
@@ -188,7 +188,7 @@ def _given(layer: Any) -> bool:
 
 def _inside(module: Any) -> bool:
     """Whether an outermost call is being traced."""
-    if local.batch is None and local.tracker is None and not local.general:
+    if local.batch is None and local.tracker is None and not local.use_original_forward:
         return False
     if not isinstance(local.batch, Traced):
         raise RuntimeError(

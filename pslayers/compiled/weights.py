@@ -82,7 +82,7 @@ class _Delivered(Expansion):
     ) -> tuple[Tensor | None, Tensor | None]:
         assert self.recorder is not None and weight_grad is not None and rows_grad is not None
         self.recorder.note(weight_grad, compiled=True)
-        self.recorder.take(rows_grad)
+        self.recorder.store(rows_grad)
         return weight_grad, None
 
 
@@ -96,4 +96,4 @@ def expansion_of(token: Tensor, name: str, size: int) -> Expansion:
         raise RuntimeError(f"A compiled model's `{name}` was restored (ps.restore_model) before its backward pass.")
     recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, module)
     scale = Scale(float(max(size, 1)) if state.settings.loss_reduction == "mean" else 1.0)
-    return _Delivered(param.detach(), recorder.like(size), scale, recorder)
+    return _Delivered(param.detach(), recorder.rows_leaf(size), scale, recorder)

@@ -60,8 +60,8 @@ class Settings:
     partial: bool = False  # some trainable parameters are left without rows, as was asked for
     stream: Callable[[str, Tensor], object] | None = field(default=None, repr=False)  # takes rows, instead of keeping
     workspace: torch.UntypedStorage | None = field(default=None, repr=False)  # memory of streamed rows, in turn
-    asked: bool = field(default=False, repr=False)  # rows go to the call that asks for them
-    picks: bool = field(default=False, repr=False)  # modules are called with rows that masks have picked
+    collecting_grads: bool = field(default=False, repr=False)  # rows go to the call that asks for them
+    has_gathered_rows: bool = field(default=False, repr=False)  # modules are called with rows that masks have picked
     pass_id: int = -1
     rows: int = field(default=-1, repr=False)  # samples in the pass that is running
     appended: int = field(default=0, repr=False)  # samples of the passes before it whose rows are kept
@@ -73,7 +73,7 @@ class Settings:
     on_unsupported: str = "general"  # what convert_model was told about modules without a replacement
 
     def __getstate__(self) -> dict[str, Any]:  # a copy agrees on the same things, and has recorded nothing yet
-        kept = ("loss_reduction", "batch_first", "accumulation", "partial", "picks", "on_unsupported")
+        kept = ("loss_reduction", "batch_first", "accumulation", "partial", "has_gathered_rows", "on_unsupported")
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -87,7 +87,7 @@ class Settings:
                 return False
         return True
 
-    def called(self, batch: "Batch") -> None:
+    def note_forward(self, batch: "Batch") -> None:
         """Note an outermost call, whose graph may compute a part of it again."""
         if len(self.graphs) > 8:
             self.graphs = [(ref, size) for ref, size in self.graphs if ref() is not None]
@@ -191,8 +191,8 @@ class _Local(threading.local):
         self.explicit: int | None = None
         self.tracker: Any = None  # collects what calls take and return while the batch is tracked
         self.call: Any = None  # the call of a layer that is running
-        self.picks: Any = None  # knows whose the rows are that masks pick
-        self.general = False  # inside a module whose parameters are per sample already, under vmap or in a loop
+        self.gathered_rows: Any = None  # knows whose the rows are that masks pick
+        self.use_original_forward = False  # inside a module whose parameters are per sample already, under vmap or in a loop
         self.unrecorded: tuple[Settings, ...] = ()  # of the models of which nothing is recorded
         self.places: tuple[Callable[[], Sequence[Place]], ...] = ()  # what stands in the place of parameters
         self.stand_ins: Any = None  # of the forward that runs with some, see `per_sample`
@@ -240,7 +240,7 @@ def batch_size(size: int) -> Iterator[None]:
 
 def by_original_layers(applies: bool = True) -> AbstractContextManager[None]:
     """Inside the block converted modules run their original forwards, with whatever parameters they hold (unless not `applies`)."""
-    return changed(general=applies)
+    return changed(use_original_forward=applies)
 
 
 def recorded_or_not(settings: Sequence[Settings], recorded: bool) -> AbstractContextManager[None]:
@@ -255,8 +255,8 @@ def current_batch() -> Batch | None:
 
 
 def picked_by(t: Any) -> Any:
-    """Whose the rows of a tensor are (`owners.Owners`), if they were picked; None where that is not followed."""
-    return None if local.picks is None else local.picks.picked(t)
+    """Whose the rows of a tensor are (`owners.RowProvenance`), if they were picked; None where that is not followed."""
+    return None if local.gathered_rows is None else local.gathered_rows.picked(t)
 
 
 def transforming() -> bool:
@@ -324,8 +324,8 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
                     with torch.enable_grad():  # also where the backward pass is not differentiated
                         made = anew()
                     stack.enter_context(in_place_of(made, anew))
-                if local.picks is not None:
-                    stack.enter_context(local.picks)
+                if local.gathered_rows is not None:
+                    stack.enter_context(local.gathered_rows)
                 yield
         except NoRuleError as error:
             path = "A part of the model" if stand_ins is None else f"`{local.stand_ins.path}`"
@@ -341,7 +341,7 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
 
 def inputs_noted(values: Any) -> Callable[[Any], None]:
     """What is known of the inputs of a part that may be computed again: a function that notes it of what it gets in their place."""
-    picks = local.picks
+    picks = local.gathered_rows
     notes = () if picks is None else [picks.notes_of(t) for t in tensors_of(values)]
 
     def tell(values: Any) -> None:

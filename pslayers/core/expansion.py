@@ -156,10 +156,10 @@ class Expansion:
             return weight_grad, rows_grad
         if weight_grad is not None:
             recorder.note(weight_grad)
-        if rows_grad is not None and not recorder.settings.asked:
+        if rows_grad is not None and not recorder.settings.collecting_grads:
             parts = self.joined and recorder.settings.stream is not None  # which are streamed together
             if not torch.is_grad_enabled() and ((recorder.uses <= 1 and not parts) or not recorder.whole_pass()):
-                recorder.take(rows_grad)
+                recorder.store(rows_grad)
                 if written is not None and recorder.uses <= 1 and recorder.memory is not None:
                     recorder.written = written, recorder.memory._version
                 return weight_grad, None

@@ -27,15 +27,15 @@ class Recorder:
         self.form: tuple[Any, ...] | None = None  # of the leaf
         self.node: Any = None  # of the graph, that takes what the leaf receives
         self.memory: Tensor | None = None  # of the last rows
-        self.fits: Tensor | None = None  # the leaf that they were the gradient of
+        self.buffer_leaf: Tensor | None = None  # the leaf that they were the gradient of
         self.written: tuple[Tensor, int] | None = None  # what in that memory is not zero, and its version at that time
         self.pass_id = self.outer_pass = self.notes_pass = -1
         self.offset = 0  # rows that earlier passes have appended
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
         self.notes: list[tuple[int, int] | Tensor] = []
         self.compiled = False  # the notes come from compiled code
-        self.alone_pass = -1  # in which all that arrives is one sample's, and is yet to be taken
-        self.alone: Tensor | None = None  # on its way, and taken already
+        self.single_pass = -1  # in which all that arrives is one sample's, and is yet to be taken
+        self.single_grad: Tensor | None = None  # on its way, and taken already
         self.unexpanded = False  # a layer's last call did not expand this parameter
         with torch_api.without_torch_function():  # nobody wraps it
             self.hook = param.register_hook(_Arrival(self))
@@ -50,9 +50,9 @@ class Recorder:
     def rows(self, size: int) -> Tensor:
         """The leaf (size, *S), for an expansion of the parameter."""
         self.use()
-        return self.like(size)
+        return self.rows_leaf(size)
 
-    def like(self, size: int) -> Tensor:
+    def rows_leaf(self, size: int) -> Tensor:
         """The leaf (size, *S) on the parameter's memory; made anew when batch size or memory have changed."""
         param, leaf = self.param(), self.leaf
         assert param is not None
@@ -66,7 +66,7 @@ class Recorder:
         return leaf
 
     def ready(self, param: Tensor, size: int) -> bool:
-        """Whether `like` would find its leaf (but for a change of shape or strides in the same memory)."""
+        """Whether `rows_leaf` would find its leaf (but for a change of shape or strides in the same memory)."""
         form = self.form
         return (
             self.leaf is not None
@@ -83,9 +83,9 @@ class Recorder:
         """
         memory, settings = self.memory, self.settings
         if memory is not None and (memory.shape, memory.dtype, memory.device) == (leaf.shape, leaf.dtype, leaf.device):
-            self.fits = leaf
+            self.buffer_leaf = leaf
         elif leaf.device.type == "cpu" and settings.stream is None and settings.accumulation == "replace":
-            self.memory, self.fits, self.written = torch.empty(leaf.shape, dtype=leaf.dtype), leaf, None
+            self.memory, self.buffer_leaf, self.written = torch.empty(leaf.shape, dtype=leaf.dtype), leaf, None
 
     def use(self) -> None:
         """Count an expansion of the parameter."""
@@ -121,7 +121,7 @@ class Recorder:
         if (
             memory is not None
             and holder is not None
-            and rows is self.fits
+            and rows is self.buffer_leaf
             and settings.accumulation == "replace"
             and self.pass_id != self.current_pass()
         ):
@@ -167,19 +167,19 @@ class Recorder:
         """
         notes, self.notes, self.checked, pass_id = self.notes, [], True, torch_api.current_pass()
         noted = bool(notes) and self.notes_pass == pass_id
-        if self.alone is not None and self.pass_id == pass_id:  # that part was taken on its way
-            taken, self.alone, self.alone_pass = self.alone, None, -1
+        if self.single_grad is not None and self.pass_id == pass_id:  # that part was taken on its way
+            taken, self.single_grad, self.single_pass = self.single_grad, None, -1
             if noted:
                 raise RuntimeError(
                     f"`{self.name}` was reached by a batch of one and by another one in the same backward pass: use one batch "
                     f"size in a backward pass, or a pass for each batch, under ps.accumulating(model, 'append')."
                 )
-            self.take((grad - taken).unsqueeze(0))
+            self.store((grad - taken).unsqueeze(0))
             return
-        if self.alone_pass == pass_id and not (noted and self.settings.rows == 1):
-            row, self.alone_pass = grad.unsqueeze(0), -1
+        if self.single_pass == pass_id and not (noted and self.settings.rows == 1):
+            row, self.single_pass = grad.unsqueeze(0), -1
             kept = self.buffer(self.leaf if self.leaf is not None and self.leaf.shape == row.shape else row)
-            self.take(row if torch.is_grad_enabled() else kept.copy_(row))
+            self.store(row if torch.is_grad_enabled() else kept.copy_(row))
             return
         if not noted:
             if not self.unexpanded:
@@ -229,9 +229,9 @@ class Recorder:
         """Hook on the rows leaf: take the gradient over, without a copy, and put it on the parameter."""
         rows, leaf.grad = leaf.grad, None
         if rows is not None:
-            self.take(rows)
+            self.store(rows)
 
-    def take(self, rows: Tensor) -> None:
+    def store(self, rows: Tensor) -> None:
         """Put the gradient of the expansion on the parameter, by the rules of accumulation."""
         param, settings = self.holder(), self.settings
         if param is None:
@@ -265,7 +265,7 @@ class Recorder:
                 f"`{self.name}` got its per-sample gradient in parts (a reentrant checkpoint), which cannot be streamed: use "
                 f"torch.utils.checkpoint with use_reentrant=False."
             )
-        self.pass_id, self.memory, self.fits, self.written = pass_id, None, None, None
+        self.pass_id, self.memory, self.buffer_leaf, self.written = pass_id, None, None, None
         stream(self.name, rows)
 
     def _remember(self, rows: Tensor) -> None:
@@ -273,9 +273,9 @@ class Recorder:
         memory, self.written = self.memory, None
         if memory is not None and rows.data_ptr() == memory.data_ptr() and rows.shape == memory.shape and not rows.requires_grad:
             return
-        self.memory = self.fits = None
+        self.memory = self.buffer_leaf = None
         if not rows.requires_grad and self.leaf is not None and rows.shape == self.leaf.shape and rows.is_contiguous():
-            self.memory, self.fits = rows.detach(), self.leaf
+            self.memory, self.buffer_leaf = rows.detach(), self.leaf
 
     def _accumulated(self, param: Tensor, rows: Tensor, first: bool) -> Tensor:
         """These rows with those that are there: of earlier passes, or of this one."""
@@ -311,7 +311,7 @@ def _no_recorder() -> None:
     return None
 
 
-def take_alone(recorders: Sequence[Recorder], grads: Sequence[Tensor | None]) -> None:
+def store_single(recorders: Sequence[Recorder], grads: Sequence[Tensor | None]) -> None:
     """Gradients on their way to parameters, as the rows of one sample; what cannot be taken so early is when it arrives."""
     settings, pass_id = recorders[0].settings, torch_api.current_pass()
     early = settings.stream is None and settings.accumulation == "replace" and not sharding.in_use()
@@ -330,13 +330,13 @@ def take_alone(recorders: Sequence[Recorder], grads: Sequence[Tensor | None]) ->
             or recorder.pass_id == pass_id  # not the only one of this pass
             or memory is None
             or param is None
-            or recorder.fits is not recorder.leaf
+            or recorder.buffer_leaf is not recorder.leaf
             or len(memory) != 1
             or held_elsewhere(memory)
         ):
-            recorder.alone_pass = pass_id
+            recorder.single_pass = pass_id
             continue
-        recorder.pass_id, recorder.offset, recorder.written, recorder.alone = pass_id, 0, None, grad
+        recorder.pass_id, recorder.offset, recorder.written, recorder.single_grad = pass_id, 0, None, grad
         recorded[id(param)] = recorder.param
         param.grad_sample = memory.detach()  # type: ignore[attr-defined]
         rows.append(memory)
@@ -369,8 +369,8 @@ class _Arrival(_WeakHook):
         owner = self.owner()
         if owner is None:
             return
-        if tensor is owner.alone:
-            owner.alone = None
+        if tensor is owner.single_grad:
+            owner.single_grad = None
         else:
             owner.check(tensor)
 

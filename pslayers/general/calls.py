@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attribution.gathered import without_picks
+from ..attribution.gathered import without_gathered_rows
 from ..attribution.proof import disagreement
 from ..attribution.provenance import WEAK
 from ..attribution.snapshot import trial
@@ -33,27 +33,29 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
     """A call of a module by its plan."""
     batch, call = local.batch, (args, kwargs)
     assert batch is not None
-    weights = _weights(module, module._ps_given() if plan.whole else given, own=not plan.whole, plan=plan)
+    weights = _weights(module, module._ps_given() if plan.includes_children else given, own=not plan.includes_children, plan=plan)
     if weights.keys() - plan.names:  # not trained when this was proved
         raise NoRuleError("a parameter is trained that was not")
     taken = {id(t) for t in tensors_in(call)}
-    compared = plan.way != "direct" and not given and (MIXED in plan.layouts.outputs or module._ps_state().settings.picks)
+    compared = (
+        plan.way != "direct" and not given and (MIXED in plan.layouts.outputs or module._ps_state().settings.has_gathered_rows)
+    )
     plain = _plainly(module, forward, call) if compared else None
     output = run_by(module, forward, plan, call, weights, batch.size)
     if module.training:
         output = _laid_out(output, plan, taken)
     if plain is not None:
         _check_plain(module, output, *plain, plan.layouts.outputs)
-    if local.picks is not None and not plan.follows:
+    if local.gathered_rows is not None and not plan.follows:
         for t, layout in zip(tensors_in([output]), plan.layouts.outputs, strict=True):
             if layout in (BATCH_MAJOR, ("dim", 0)):
-                local.picks.tag_batch(t)
+                local.gathered_rows.tag_batch(t)
             elif layout != PICKED:
-                local.picks.tag(t, WEAK)
+                local.gathered_rows.tag(t, WEAK)
     if plan.counts:
         first = {n: w[0] for n, w in weights.items() if n in given} if given else {}
         by_them = in_place_of(places_of(module, first, tied=True))
-        with torch.no_grad(), torch.random.fork_rng(), by_original_layers(), without_picks(), by_them:
+        with torch.no_grad(), torch.random.fork_rng(), by_original_layers(), without_gathered_rows(), by_them:
             forward(module, *copied(call)[0], **copied(call)[1])
     if batch.outputs is not None:
         if plan.way == "direct":  # the caller may index what now has a row for each sample
@@ -92,7 +94,7 @@ def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | Non
 
 def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
     """A call for one sample with weights of its own, or for none: everything is that sample's."""
-    batch, whole = local.batch, module._ps_state().whole
+    batch, whole = local.batch, module._ps_state().includes_children
     assert batch is not None
     weights = _weights(module, given, own=not whole)
     alone = {n: of_one(w) for n, w in weights.items()}

@@ -33,8 +33,8 @@ class Layouts(NamedTuple):
 class Plan:
     """How a module's call is run.
 
-    `names`: the parameters of which each sample has its own; `whole`: of all modules below. For "direct", `follows`: rows of other
-    tensors are followed, and `choices`: see `Standing`. For "vmap", `fresh`: tensors that the forward makes anew are made for each
+    `names`: the parameters of which each sample has its own; `includes_children`: of all modules below. For "direct", `follows`:
+    rows of other tensors are followed, and `choices`: see `Standing`. For "vmap", `fresh`: tensors that the forward makes anew are made for each
     sample, to be written into. `idle`: parameters that reach but outputs in which samples interact. `others`: those that are left
     to a layer below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps, which vmap and
     the loop do not. `orders`: in which order the dims of what the plain module returns lie in memory.
@@ -43,7 +43,7 @@ class Plan:
     way: str
     layouts: Layouts
     names: frozenset[str]
-    whole: bool
+    includes_children: bool
     follows: bool = False
     choices: tuple[bool, ...] | None = None
     fresh: bool = False
@@ -100,7 +100,7 @@ def memory_order(t: Tensor) -> tuple[int, ...] | None:
 
 def sample_ids(t: Tensor) -> Tensor:
     """Whose the rows of a tensor are that is known to hold picked ones."""
-    owners = None if local.picks is None else local.picks.owners(t)
+    owners = None if local.gathered_rows is None else local.gathered_rows.owners(t)
     if owners is None or owners.ids is None:
         raise NoRuleError("it does not return rows that a mask has picked")
     ids: Tensor = owners.ids

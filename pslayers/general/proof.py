@@ -29,9 +29,16 @@ from .ways import run_by
 
 
 def choose(
-    module: Any, forward: Forward, call: Call, layouts: Layouts, size: int, whole: bool, picks: bool, differ: bool = False
+    module: Any,
+    forward: Forward,
+    call: Call,
+    layouts: Layouts,
+    size: int,
+    includes_children: bool,
+    picks: bool,
+    differ: bool = False,
 ) -> Plan:
-    """The fastest way that is proved right for this call; `whole` rules out those that leave what lies below to itself.
+    """The fastest way that is proved right for this call; `includes_children` rules out those that leave what lies below to itself.
 
     `picks`: it picks rows by data, which may be in the batch's order by chance. `differ`: also for weights that truly differ from
     sample to sample.
@@ -39,22 +46,22 @@ def choose(
     if given := module._ps_given():  # proved with those of the first sample
         first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
         with in_place_of(places_of(module, first, tied=True)):
-            return choose(module, forward, call, layouts, size, whole, picks, differ=True)
-    names = frozenset(parameters_of(module, own=not whole))
+            return choose(module, forward, call, layouts, size, includes_children, picks, differ=True)
+    names = frozenset(parameters_of(module, own=not includes_children))
     try:
-        proof = _Proof(module, forward, call, layouts, names, size, whole, differ)
+        proof = _Proof(module, forward, call, layouts, names, size, includes_children, differ)
     except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller
         raise NoWayError(f"it cannot be called by itself again ({type(error).__name__}: {error})") from error
-    others = frozenset[str]() if whole else proof.of_layers()
+    others = frozenset[str]() if includes_children else proof.of_layers()
     for idle in (frozenset[str](), *proof.idle()):
-        for follows in (True,) if whole or picks else (False, True):
-            plan = Plan("direct", layouts, names - idle - others, whole, follows, idle=idle, others=others)
+        for follows in (True,) if includes_children or picks else (False, True):
+            plan = Plan("direct", layouts, names - idle - others, includes_children, follows, idle=idle, others=others)
             if proved := proof.of(plan):
                 return proved
     if {MIXED, PICKED} & {*layouts.inputs, *layouts.written} or PICKED in layouts.outputs:
         raise NoWayError(f"its inputs or outputs cannot be attributed to samples; {proof.problem}")
     names = frozenset(parameters_of(module, own=False))
-    proof = proof if whole else _Proof(module, forward, call, layouts, names, size, True, differ)
+    proof = proof if includes_children else _Proof(module, forward, call, layouts, names, size, True, differ)
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
         if proved := proof.of(Plan(way, layouts, names, True, fresh=fresh, counts=proof.counts)):
             if way == "loop":
@@ -62,7 +69,7 @@ def choose(
             return proved
     inputs = tuple(_of_mask(t, layout, size) for t, layout in zip(tensors_in(call), layouts.inputs, strict=True))
     if inputs != layouts.inputs:
-        return choose(module, forward, call, layouts._replace(inputs=inputs), size, whole, picks, differ)
+        return choose(module, forward, call, layouts._replace(inputs=inputs), size, includes_children, picks, differ)
     raise NoWayError(proof.problem)
 
 
@@ -86,11 +93,11 @@ class _Proof:
         layouts: Layouts,
         names: frozenset[str],
         size: int,
-        whole: bool,
+        includes_children: bool,
         differ: bool,
     ) -> None:
         self.module, self.forward, self.call, self.size = module, forward, call, size
-        self.whole, self.differ = whole, differ
+        self.includes_children, self.differ = includes_children, differ
         self.layouts, self.problem = (*layouts.outputs, *layouts.written), ""
         self.inputs = layouts.inputs
         found = parameters_of(module, own=False)
@@ -118,7 +125,7 @@ class _Proof:
         others = {n: v for n, v in self.values.items() if n not in self.names}
         stack.enter_context(in_place_of(places_of(self.module, others, tied=True)))
         proved = {n: own.get(n, self.values[n]) for n in self.names}
-        stack.enter_context(in_place_of(places_of(self.module, proved, tied=self.whole)))
+        stack.enter_context(in_place_of(places_of(self.module, proved, tied=self.includes_children)))
         return stack
 
     def _outputs(self, output: Any, call: Call, given: set[int]) -> list[Tensor]:
@@ -162,7 +169,7 @@ class _Proof:
 
     def of(self, plan: Plan) -> Plan | None:
         """The plan, with what its run has shown, where it is right."""
-        standing = Standing((), plan.whole, {}, plan.follows)
+        standing = Standing((), plan.includes_children, {}, plan.follows)
         try:
             self.problem = self._wrong(plan, standing) or ""
         except Exception as error:  # whatever a forward raises under per-sample parameters
@@ -203,7 +210,7 @@ class _Proof:
             with self._run_by_itself({n: self.values[n] for n in plan.idle}):
                 call = self._changed(changed)
                 given = {id(t) for t in tensors_in(call)}
-                standing = Standing((), plan.whole, {}, plan.follows)
+                standing = Standing((), plan.includes_children, {}, plan.follows)
                 output = run_by(self.module, self.forward, plan, call, each, self.size, standing)
                 found = self._gradients(self._outputs(output, call, given), each, mixed=True)
             if not self._close(*({n: r[n][~changed] for n in names if n in found} for r in (found, rows))):

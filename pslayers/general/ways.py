@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_api
-from ..attribution.gathered import following, without_picks
+from ..attribution.gathered import following, without_gathered_rows
 from ..attribution.snapshot import unchanged
 from ..attribution.tracking import (
     BATCH_MAJOR,
@@ -58,7 +58,7 @@ def run_by(
         parts = iter(tensors)
         args, kwargs = taken = map_tensors(lambda _: next(parts), call)
         with (
-            without_picks(),
+            without_gathered_rows(),
             by_original_layers(),
             unchanged(module, hooks=False),
             in_place_of(places_of(module, own, tied=True)),
@@ -97,11 +97,11 @@ def _directly(
 ) -> Any:
     """The forward as it is, with tensors that stand for the parameters of each sample."""
     layouts = list(zip(tensors_in(call), plan.layouts.inputs, strict=True))
-    standing = Standing((), plan.whole, {}, plan.follows, plan.choices) if standing is None else standing
+    standing = Standing((), plan.includes_children, {}, plan.follows, plan.choices) if standing is None else standing
     standing.weights = weights
     standing.inputs = [t for t, layout in layouts if isinstance(t, Tensor) and layout in (BATCH_MAJOR, ("dim", 0))]
     with following(size, layouts) if plan.follows else nullcontext():
-        with _below(module, size) if plan.whole else nullcontext(), standing_in(module, standing):
+        with _below(module, size) if plan.includes_children else nullcontext(), standing_in(module, standing):
             output = forward(module, *call[0], **call[1])
             if not any(isinstance(t, PerSample) for t, _ in layouts):  # then what it returns may stand for each sample's, too
                 output = _of_the_batch(output, plan.layouts.outputs)
@@ -125,7 +125,7 @@ def _below(module: Any, size: int) -> Iterator[None]:
 def _check_owners(tensors: Iterable[Any], layouts: Sequence[Layout]) -> None:
     """NoRuleError where rows that were moved are no longer where they were when this was proved."""
     for t, layout in zip(tensors, layouts, strict=True):
-        if layout in (BATCH_MAJOR, ("dim", 0)) and (owners := local.picks.owners(t)) is not None and owners.picked:
+        if layout in (BATCH_MAJOR, ("dim", 0)) and (owners := local.gathered_rows.owners(t)) is not None and owners.picked:
             raise NoRuleError("rows that were picked are no longer in the order of the batch")
 
 

@@ -31,11 +31,11 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             return ps_forward(self, *args, **kwargs)
         if (standing := local.stand_ins) is not None and (stand_in := self._ps_standing(standing, args, kwargs)) is not None:
             return stand_in(functools.partial(forward, self))
-        if (picks := local.picks) is not None and not picks.enters(self):
+        if (picks := local.gathered_rows) is not None and not picks.enters(self):
             return picks.call(self, functools.partial(forward, self), args, kwargs)
         if local.tracker is not None:
             return self._ps_seen(ps_forward, args, kwargs)
-        if local.general:
+        if local.use_original_forward:
             return self._ps_plain(ps_forward, args, kwargs)
         if (batch := local.batch) is not None:
             batch.count(self)
@@ -238,8 +238,8 @@ class PSLayer(Converted):
         if k and (self._ps_channels or (self.event_dims is not None and each.ndim - 2 == self.event_dims)):
             rows = each.flatten(0, 1)  # k rows for each sample
         args, kwargs = map_tensors(lambda t: rows if t is x else t, (args, kwargs))
-        if local.picks is not None:
-            local.picks.tag_batch(rows)
+        if local.gathered_rows is not None:
+            local.gathered_rows.tag_batch(rows)
         output = forward(*args, **kwargs)
         same = not isinstance(x, PerSample) or x.same
 
@@ -324,7 +324,7 @@ class PSLayer(Converted):
         free = 1 if self.event_dims is None else x.ndim - self.event_dims  # dims that could be the batch's
         n, batch, state = x.shape[0] if x.ndim else 0, local.batch, self._ps_state()
         assert batch is not None
-        if local.picks is not None and local.picks.batches.get(x):
+        if local.gathered_rows is not None and local.gathered_rows.batches.get(x):
             return BATCH_MAJOR
         if free <= 0 or x.ndim == 0:
             if batch.trackable and (batch.calls.get(id(self), 0), FIRST, x.ndim) not in state.layouts:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import torch_api
 from ..core.context import Place, Settings, by_original_layers, in_place_of
 from ..core.expansion import Op, of_one, will_execute
-from ..core.recorder import Recorder, recorder_of, take_alone
+from ..core.recorder import Recorder, recorder_of, store_single
 from .inventory import Inventory
 
 
@@ -29,11 +29,11 @@ class _Alone(Op):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         recorders, pass_id = ctx.recorders, torch_api.current_pass()
         if ctx.outer_pass == -1 and not torch.is_grad_enabled() and recorders[0].whole_pass():
-            take_alone(recorders, grads)
+            store_single(recorders, grads)
         else:
             for grad, recorder, (node, _) in zip(grads, recorders, ctx.next_functions[1:], strict=True):
                 if grad is not None and will_execute(node, asked=False):  # torch.autograd.grad has no side effects
-                    recorder.alone_pass, recorder.outer_pass = pass_id, ctx.outer_pass
+                    recorder.single_pass, recorder.outer_pass = pass_id, ctx.outer_pass
         return None, None, None, *grads
 
 
@@ -46,7 +46,7 @@ class _OfNone(_Alone):
             if grad is not None and will_execute(node, asked=False):  # torch.autograd.grad has no side effects
                 recorder.outer_pass = -1
                 recorder.note(grad)
-                recorder.take(grad.new_zeros(0, *grad.shape))
+                recorder.store(grad.new_zeros(0, *grad.shape))
         return None, None, None, *grads
 
 
@@ -69,7 +69,7 @@ class Trained:
                 known[id(param)] = len(self.params)
                 self.params.append(param)
                 self.recorders.append(recorder_of(param, inventory.prefix + path, settings, module()))
-                self.recorders[-1].like(1)
+                self.recorders[-1].rows_leaf(1)
             self.places.append((held, name, param, known[id(param)]))
 
     def aliased(self, op: type[_Alone]) -> list[Place]:

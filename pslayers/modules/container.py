@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compiled, general, torch_api
-from ..attribution.gathered import picking
+from ..attribution.gathered import gathering
 from ..attribution.snapshot import Snapshot
 from ..attribution.tracking import PICKED, SHARED, TABLE, Ambiguous, Tracker, parameters_used
 from ..core.context import Batch, in_place_of, local, places_of, transforming
@@ -44,13 +44,13 @@ class PSContainer(Converted):
     def _ps_run(self, *args: Any, **kwargs: Any) -> Any:
         """A call inside a batch."""
         state, batch, original = self._ps_state(), local.batch, self._ps_forward()
-        if local.stand_ins is not None and local.stand_ins.whole:  # whose parameters, too, are the samples' own
+        if local.stand_ins is not None and local.stand_ins.includes_children:  # whose parameters, too, are the samples' own
             return original(self, *args, **kwargs)
-        if local.picks is not None and state.general and not local.picks.enters(self):
-            return local.picks.call(self, self._ps_run, args, kwargs)
+        if local.gathered_rows is not None and state.per_sample_forward and not local.gathered_rows.enters(self):
+            return local.gathered_rows.call(self, self._ps_run, args, kwargs)
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
-        if batch is None or not state.general:
+        if batch is None or not state.per_sample_forward:
             return original(self, *args, **kwargs)
         call = batch.count(self)
         if torch_api.level() > batch.level and not self._ps_given():
@@ -58,8 +58,8 @@ class PSContainer(Converted):
         # what a reentrant checkpoint runs without gradients at first is to come again, when nothing can be learned any more
         recording = torch.is_grad_enabled() or torch_api.in_reentrant_forward()
         recording = state.settings.recording and recording and not transforming()
-        given = self._ps_given(own=not state.whole)
-        if not given and not (recording and general.parameters_of(self, own=not state.whole)):
+        given = self._ps_given(own=not state.includes_children)
+        if not given and not (recording and general.parameters_of(self, own=not state.includes_children)):
             return original(self, *args, **kwargs)
         if batch.size <= 1:
             return general.run_single(self, original, args, kwargs, given)
@@ -89,18 +89,18 @@ class PSContainer(Converted):
     def _ps_learn(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
         """As the base's; where the layers cannot be run each by itself, the whole module is run with per-sample parameters."""
         state, random, before = self._ps_state(), random_state(), Snapshot(self)
-        by_itself, first = (state.general, state.whole), None
+        by_itself, first = (state.per_sample_forward, state.includes_children), None
         for shared, whole in ((set(), False), ({TABLE}, False), ({TABLE, SHARED}, False), (set(), True)):
             set_random_state(random)
-            state.shared, state.whole = shared, whole or state.whole
-            state.general = state.general or whole
+            state.shared, state.includes_children = shared, whole or state.includes_children
+            state.per_sample_forward = state.per_sample_forward or whole
             try:
-                with picking(size, state.settings, args, kwargs):
+                with gathering(size, state.settings, args, kwargs):
                     return super()._ps_learn(run, args, kwargs, size, kind)
             except Exception as error:  # a shape that no longer broadcasts, rows that are no one's, outputs that differ
                 first = first or error
                 before.restore()
-        state.general, state.whole = by_itself
+        state.per_sample_forward, state.includes_children = by_itself
         assert first is not None
         raise first
 
@@ -127,7 +127,7 @@ class PSContainer(Converted):
         if shared := self._ps_state().shared:
             for (key, call, (slot, _), ndim), _ in tracker.seen.items():
                 module, caller = modules[key], tracker.callers.get((key, call))
-                taken_up = slot == "in" if isinstance(module, PSLayer) else slot == "out" and module._ps_state().general
+                taken_up = slot == "in" if isinstance(module, PSLayer) else slot == "out" and module._ps_state().per_sample_forward
                 if (
                     taken_up
                     and caller
@@ -136,16 +136,18 @@ class PSContainer(Converted):
                     _whole(modules, caller, module)
         for module, call, taken, named, returned, written in made:  # a caller comes after what it has called
             state = module._ps_state()
-            if not state.general:
+            if not state.per_sample_forward:
                 continue
             slots = {"in": (taken, named), "out": returned, "written": written}
             layouts = general.Layouts(*(general.places(state, call, slot, value) for slot, value in slots.items()))
-            given = bool(module._ps_given(own=not state.whole))
+            given = bool(module._ps_given(own=not state.includes_children))
             how = (call, module.training, given, ndims((taken, named)))
             try:
                 forward, picks = module._ps_forward(), id(module) in tracker.pickers or PICKED in layouts.outputs
-                state.settings.picks = state.settings.picks or picks
-                state.plans[how] = general.choose(module, forward, (taken, named), layouts, batch.size, state.whole, picks)
+                state.settings.has_gathered_rows = state.settings.has_gathered_rows or picks
+                state.plans[how] = general.choose(
+                    module, forward, (taken, named), layouts, batch.size, state.includes_children, picks
+                )
             except general.NoWayError as error:
                 if why is not None and module is self:
                     raise why from error
@@ -169,7 +171,7 @@ def _whole(modules: dict[int, Any], caller: int | None, module: Any, why: str = 
             f"samples do not interact in it, write a layer for it (ps.PSLayer)."
         )
     state = modules[caller]._ps_state()
-    state.general = state.whole = True
+    state.per_sample_forward = state.includes_children = True
 
 
 def _escalate(modules: dict[int, Any], tracker: Tracker, key: int, params: set[int]) -> None:
@@ -197,7 +199,7 @@ def container_class(original: Any) -> type[PSContainer]:
 
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._ps is None or local.general:
+        if self._ps is None or local.use_original_forward:
             return self._ps_forward()(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             if torch_api.is_exporting():

@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import compiled, torch_api
-from ..attribution.gathered import picking, without_picks
-from ..attribution.proof import Unprovable, Watched, disagreement, judged, past_expansions, quiet_hooks, rows_agree
+from ..attribution.gathered import gathering, without_gathered_rows
+from ..attribution.proof import GradientProbe, Unprovable, batched_outputs, disagreement, past_expansions, quiet_hooks, rows_agree
 from ..attribution.snapshot import Snapshot, gradients_unchanged, trial
 from ..attribution.tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
 from ..core import sharding
@@ -43,7 +43,7 @@ class State:
         self.proved_in: Any = ""  # what torch.compile was at when the last of these was proved while it traced
         self.places: dict[tuple[int, ...], int] = {}  # dims of the inputs: which of them holds the batch, if not the first
         self.keeps = False  # a forward changes what modules hold (a counter, statistics)
-        self.general = self.whole = False  # run with per-sample parameters: its own, or all below it too
+        self.per_sample_forward = self.includes_children = False  # run with per-sample parameters: its own, or all below it too
         self.shared: set[Layout] = set()  # callers of layers that take what all samples share, in these ways, are run whole
         # how: (number of the call, training, whether per-sample weights were given, dims of the inputs)
         self.plans: dict[tuple[int, bool, bool, tuple[int, ...]], Any] = {}
@@ -54,10 +54,10 @@ class State:
         # tracked: (number of the call, place of the tensor, its dims): layout
         self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
         self.inventory: Inventory | None = None
-        self.roomy = -1  # the batch size that there is memory for
+        self.preallocated_size = -1  # the batch size that there is memory for
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "inventory": None, "roomy": -1, "proved_in": ""}
+        return {**self.__dict__, "inventory": None, "preallocated_size": -1, "proved_in": ""}
 
     def layouts_of(self, call: int, slot: str, ndim: int) -> list[Layout]:
         """The layouts of what a call takes ("in") or returns ("out")."""
@@ -65,7 +65,7 @@ class State:
 
     def learned(self) -> tuple[Any, ...]:
         """What tracking has taught so far."""
-        return dict(self.layouts), dict(self.plans), self.general, self.whole
+        return dict(self.layouts), dict(self.plans), self.per_sample_forward, self.includes_children
 
 
 adopt: Callable[[Any], None] | None = None  # converts what is new in a model; `convert` sets it
@@ -169,7 +169,7 @@ class Converted(_Mixin):
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:
             raise self._ps_apart()
-        if recorded and size != state.roomy:
+        if recorded and size != state.preallocated_size:
             self._ps_make_room(size)
         random = random_state() if trackable else None
         before = Snapshot(self) if unproved or (trackable and state.keeps) else None
@@ -183,17 +183,17 @@ class Converted(_Mixin):
         local.batch = batch = Batch(size, settings, trackable)
         batch.root = self
         if recorded and not recomputed:
-            settings.called(batch)
+            settings.note_forward(batch)
         if unproved:
-            batch.outputs, batch.proving = Watched(size), True
+            batch.outputs, batch.proving = GradientProbe(size), True
         try:
-            if not (unproved or settings.picks):
+            if not (unproved or settings.has_gathered_rows):
                 return run(self, *args, **kwargs)
-            with picking(size, settings, args, kwargs), quiet_hooks(self) if unproved else nullcontext():
+            with gathering(size, settings, args, kwargs), quiet_hooks(self) if unproved else nullcontext():
                 output = run(self, *args, **kwargs)
                 state.keeps = state.keeps or (unproved and before is not None and before.differs())
                 # where rows were picked, what shapes would not tell is looked at more closely, once
-                holds = self._ps_holds(batch, output) and not settings.picks if unproved else None
+                holds = self._ps_holds(batch, output) and not settings.has_gathered_rows if unproved else None
             if holds:
                 assert kind is not None
                 state.proved.add((*kind, bool(self._ps_given())))
@@ -230,7 +230,7 @@ class Converted(_Mixin):
         state, dims = self._ps_state(), tuple([ndim for ndim, _ in sizes])
         if dims in state.places or len({n for _, n in sizes}) == 1:
             return
-        with torch.no_grad(), without_picks():
+        with torch.no_grad(), without_gathered_rows():
             outputs = list(tensors_in([run_tracked(functools.partial(run, self), self, args, kwargs)[1]]))
         shapes: list[tuple[int, ...]] = [t.shape[:2] for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
         shapes += [(int(t.batch_sizes[0]),) for t in outputs if isinstance(t, PackedSequence) and len(t.batch_sizes)]
@@ -279,16 +279,16 @@ class Converted(_Mixin):
         state, inventory = self._ps_state(), self._ps_inventory()
         for held, name, path, _, module in inventory.slots:
             if isinstance(param := held[name], nn.Parameter) and param.requires_grad:
-                recorder_of(param, inventory.prefix + path, state.settings, module()).like(size)
-        state.roomy = size
+                recorder_of(param, inventory.prefix + path, state.settings, module()).rows_leaf(size)
+        state.preallocated_size = size
 
     def _ps_leave_room(self) -> None:
         """Let runs on trial have the memory for rows."""
         for held, name, *_ in self._ps_inventory().slots:
             if (recorder := getattr(held[name], "_ps_recorder", None)) is not None:
                 recorder.release()
-                recorder.memory = recorder.fits = None
-        self._ps_state().roomy = -1
+                recorder.memory = recorder.buffer_leaf = None
+        self._ps_state().preallocated_size = -1
 
     def _ps_apart(self) -> ValueError:
         return ValueError(
@@ -306,7 +306,7 @@ class Converted(_Mixin):
         assert batch.outputs is not None
         try:
             with gradients_unchanged(self):
-                agree = rows_agree(batch.outputs, judged(output, batch), batch)
+                agree = rows_agree(batch.outputs, batched_outputs(output, batch), batch)
         except Unprovable:  # then the samples are changed, and what depends on them is seen
             return False
         return False if self._ps_past_layers(output) or batch.outputs.missed(output) else agree
@@ -361,7 +361,7 @@ class Converted(_Mixin):
             return self._ps_prove(run, args, kwargs, size, kind)
         except BaseException:
             for state, learned in before:
-                state.layouts, state.plans, state.general, state.whole = learned
+                state.layouts, state.plans, state.per_sample_forward, state.includes_children = learned
             raise
 
     def _ps_given(self, own: bool = False) -> set[str]:
@@ -391,13 +391,13 @@ class Converted(_Mixin):
         """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""
         given, plain = self._ps_given(), None
         if not given:  # per-sample weights have no plain counterpart
-            with torch.no_grad(), without_picks():
+            with torch.no_grad(), without_gathered_rows():
                 plain = run_tracked(functools.partial(run, self), self, args, kwargs)[1]
         output, batch = self._ps_watched(run, args, kwargs, size)
         problem = None if given else disagreement(output, plain)
         tensors = list(tensors_in([output]))
         layouts = [self._ps_state().layouts.get((0, ("out", i), t.ndim)) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
-        own = judged(output, batch, layouts)
+        own = batched_outputs(output, batch, layouts)
         numbers = all(isinstance(t, Tensor) and not t.ndim for t, layout in zip(tensors, layouts, strict=True) if layout == MIXED)
         try:
             with gradients_unchanged(self):
@@ -405,7 +405,7 @@ class Converted(_Mixin):
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(self), torch_api.reentrant_checkpoints_otherwise():
                 again, batch = self._ps_watched(run, args, kwargs, size)
-                agree = rows_agree(batch.outputs, judged(again, batch, layouts), batch)
+                agree = rows_agree(batch.outputs, batched_outputs(again, batch, layouts), batch)
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
@@ -422,7 +422,7 @@ class Converted(_Mixin):
         """The output of a run that is to be proved, and its batch, which has watched what layers returned."""
         local.batch = batch = Batch(size, self._ps_state().settings)
         batch.root = self
-        batch.outputs, batch.proving = Watched(size), True
+        batch.outputs, batch.proving = GradientProbe(size), True
         try:
             with quiet_hooks(self):
                 return run(self, *args, **kwargs), batch

@@ -47,8 +47,8 @@ class Inventory:
                 state = module._ps_state()
                 if all(state.settings is not known for known in self.settings):
                     self.settings.append(state.settings)
-                records = module._ps_layer or state.general
-                whole += [f"{path}." if path else ""] if state.whole else []
+                records = module._ps_layer or state.per_sample_forward
+                whole += [f"{path}." if path else ""] if state.includes_children else []
                 for name, ndim in state.ndims.items():
                     *inner, last = name.split(".")  # a list or dict of parameters is no converted module
                     if (holder := _below(module, inner)) is not None:
@@ -57,7 +57,8 @@ class Inventory:
             for name in held:
                 own = f"{path}.{name}" if path else name
                 self.slots.append(Slot(held, name, own, ndims.get((id(held), name)), weakref.ref(module)))
-                if (id(held), name) not in recorded and not any(own.startswith(above) for above in whole):
+                below = any(own.startswith(above) for above in whole) and self.slots[-1].ndim is not None
+                if (id(held), name) not in recorded and not below:
                     self.strangers.append(self.slots[-1])
             if isinstance(module, nn.RNNBase):
                 self.recurrent.append(weakref.ref(module))

@@ -35,7 +35,7 @@ class Standing:
 
     Args:
         inputs: of that forward, those that hold the batch: its rows in dim 0, k a sample.
-        whole: parameters of all modules below are stood for, too.
+        includes_children: parameters of all modules below are stood for, too.
         weights: (B, *S) each, by their names.
         follows: whose the rows of other tensors are is followed.
         choices: what was made of shapes that fit the batch, one choice after the other, when this was proved; None while it is.
@@ -44,12 +44,18 @@ class Standing:
     def __init__(
         self,
         inputs: Sequence[Tensor],
-        whole: bool,
+        includes_children: bool,
         weights: dict[str, Tensor],
         follows: bool = False,
         choices: Sequence[bool] | None = None,
     ) -> None:
-        self.inputs, self.whole, self.weights, self.follows, self.choices = inputs, whole, weights, follows, choices
+        self.inputs, self.includes_children, self.weights, self.follows, self.choices = (
+            inputs,
+            includes_children,
+            weights,
+            follows,
+            choices,
+        )
         self.path = ""  # of the module
         self.made: list[weakref.ref[PerSample]] = []
         self.chosen: list[bool] = []
@@ -61,7 +67,7 @@ class Standing:
         chosen = len(self.chosen)
 
         def again() -> Standing:
-            standing = Standing(self.inputs, self.whole, self.weights, self.follows, self.choices or self.chosen)
+            standing = Standing(self.inputs, self.includes_children, self.weights, self.follows, self.choices or self.chosen)
             standing.chosen, standing.path = self.chosen[:chosen], self.path
             return standing
 
@@ -105,7 +111,7 @@ def standing_in(module: Any, standing: Standing) -> Iterator[None]:
     standing.path = module._ps_state().path
 
     def places() -> list[Place]:
-        return places_of(module, standing.stand_ins(), tied=standing.whole)
+        return places_of(module, standing.stand_ins(), tied=standing.includes_children)
 
     try:
         with in_place_of(places(), places):
@@ -179,7 +185,7 @@ class PerSample(Tensor):
     def over(self, x_ndim: int, rows: int, owners: Any = None) -> Tensor:
         """`each` as it broadcasts with a tensor of `x_ndim` dims; NoRuleError.
 
-        That holds as many rows as the module's input, or rows of which it is known whose they are (`owners.Owners`).
+        That holds as many rows as the module's input, or rows of which it is known whose they are (`owners.RowProvenance`).
         """
         size, shape = self.each.shape[0], (*(1,) * (x_ndim - self.ndim), *self.shape)
         inputs = () if local.stand_ins is None else local.stand_ins.inputs
@@ -197,8 +203,8 @@ def names_of(own: Iterable[PerSample]) -> frozenset[str]:
 
 
 def followed() -> Any:
-    """What knows whose the rows of tensors are (`picks.Picks`), where that is followed."""
-    return local.picks if local.stand_ins is None or local.stand_ins.follows else None
+    """What knows whose the rows of tensors are (`picks.GatheredRows`), where that is followed."""
+    return local.gathered_rows if local.stand_ins is None or local.stand_ins.follows else None
 
 
 def of_the_input(x: Tensor) -> bool:

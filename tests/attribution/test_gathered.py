@@ -437,4 +437,4 @@ def test_what_a_call_returns_carries_nothing() -> None:
 def test_the_mode_is_left_where_nothing_is_picked() -> None:
     ours = ps.convert_model(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     ours(torch.randn(3, 4)).sum().backward()
-    assert not ours._ps_state().settings.picks
+    assert not ours._ps_state().settings.has_gathered_rows

@@ -24,7 +24,7 @@ def problem(batch_size: int = 4, dtype: torch.dtype = torch.float32) -> registry
     return case.build(batch_size, 0).to(torch.device("cpu"), dtype)
 
 
-def judged(kind: type[engines.Engine]) -> str:
+def batched_outputs(kind: type[engines.Engine]) -> str:
     full, small = problem(), problem(3, torch.float64)
     answers = [verdict(kind, full, Reference.of(full, None), torch.float32), exact_verdict(kind, small, Reference.of(small, None))]
     return next((a for a in answers if a != "ok"), "ok")
@@ -64,9 +64,9 @@ def test_what_a_run_writes(document: dict[str, Any]) -> None:
 
 
 def test_wrong_engines_are_caught() -> None:
-    assert judged(engines.PSLayers) == "ok"
-    assert judged(examples.Shifted).startswith("wrong: rows of 0.weight: off by")
-    assert judged(examples.Doubled).startswith("wrong: the summed gradient of 0.weight: off by 1.0e+00")
+    assert batched_outputs(engines.PSLayers) == "ok"
+    assert batched_outputs(examples.Shifted).startswith("wrong: rows of 0.weight: off by")
+    assert batched_outputs(examples.Doubled).startswith("wrong: the summed gradient of 0.weight: off by 1.0e+00")
 
 
 def test_an_engine_that_cannot_says_why() -> None:
@@ -78,8 +78,8 @@ def test_an_engine_that_cannot_says_why() -> None:
         def rows(self) -> dict[str, Any]:
             return super().rows() | {"2.bias": None}
 
-    assert judged(Broken) == "no: NotImplementedError: cannot"
-    assert judged(Silent) == "no: does not give rows of 2.bias"
+    assert batched_outputs(Broken) == "no: NotImplementedError: cannot"
+    assert batched_outputs(Silent) == "no: does not give rows of 2.bias"
 
 
 COMPILED = [engines.CompiledPlain, engines.Compiled]

@@ -52,7 +52,7 @@ def right_or_refused(ours: nn.Module, model: nn.Module, *inputs: Tensor) -> None
         torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
 
 
-class Watched(nn.Module):
+class GradientProbe(nn.Module):
     """Is looked at by hooks of every kind, and has a part that has to be proved by itself."""
 
     def __init__(self) -> None:

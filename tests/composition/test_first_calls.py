@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pslayers as ps
 from pslayers.attribution import proof
@@ -205,6 +206,35 @@ def test_the_functional_form_after_a_layer_was_added() -> None:
         torch.testing.assert_close(g, rows)
 
 
+class Rooted(nn.Module):
+    """Uses a layer's weight past the layer, so that all of it is run with per-sample parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.blocks = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(torch.tanh(F.linear(x, self.fc.weight)))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("n", [3, 1])
+@pytest.mark.parametrize("new", [nn.PReLU(), nn.LayerNorm(4)])
+def test_the_functional_form_after_a_layer_was_added_to_a_part_that_is_run_whole(new: nn.Module, n: int) -> None:
+    model, ours = both(Rooted())
+    right(ours, model, batch(4, 4))
+    for net in (model, ours):
+        net.blocks.append(copy.deepcopy(new).double())  # type: ignore[operator, union-attr]
+    x, weights = batch(n, 4), ps.expand_params(ours, n)
+    losses = squares(torch.func.functional_call(ours, weights, (x,)))
+    found = torch.autograd.grad(losses.sum(), list(weights.values()))
+    for g, rows in zip(found, loop(model, square, (x,)).values(), strict=True):
+        torch.testing.assert_close(g, rows)
+    right(ours, model, batch(4, 4))
+
+
 def test_an_example_leaves_what_it_was_shown() -> None:
     """Not its ids' entries renormalised, no call counted."""
 
@@ -235,8 +265,8 @@ def test_a_first_call_that_is_given_up_leaves_no_graph(monkeypatch: pytest.Monke
             return self.b(h).view(x.shape[1], x.shape[0], 4).transpose(0, 1).mean((1, 2))
 
     made: list[weakref.ref[Any]] = []
-    init = proof.Watched.__init__
-    monkeypatch.setattr(proof.Watched, "__init__", lambda self, *a: (made.append(weakref.ref(self)), init(self, *a))[1])
+    init = proof.GradientProbe.__init__
+    monkeypatch.setattr(proof.GradientProbe, "__init__", lambda self, *a: (made.append(weakref.ref(self)), init(self, *a))[1])
     model, ours = both(Major())
     right(ours, model, batch(3, 5, 4))
     gc.collect()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import pslayers as ps
 from tests.oracle import loop, square, squares
 
-from .common import Checkpointed, Past, Uses, Watched, batch, both, by_backward, right
+from .common import Checkpointed, GradientProbe, Past, Uses, batch, both, by_backward, right
 
 
 class Sometimes(nn.Module):
@@ -75,7 +75,7 @@ def test_a_users_hook_is_called_as_in_plain_training() -> None:
 
 @pytest.mark.parametrize("n", [3, 5, 1])
 def test_hooks_see_real_passes_alone(n: int) -> None:
-    model, ours = both(Watched())
+    model, ours = both(GradientProbe())
     for m in (model, ours):
         m.out.register_full_backward_hook(lambda *_, m=m: m.seen.append("out"))
         m.fc.register_full_backward_pre_hook(lambda *_, m=m: m.seen.append("fc"))
@@ -85,7 +85,7 @@ def test_hooks_see_real_passes_alone(n: int) -> None:
 
 
 def test_an_error_of_a_users_hook_is_his() -> None:
-    _, ours = both(Watched())
+    _, ours = both(GradientProbe())
 
     def fail(*_: Any) -> None:
         raise KeyError("mine")

@@ -258,6 +258,37 @@ def test_two_batches_in_one_through_a_weight_used_past_its_layer() -> None:
         right(ours, model, batch(n, 3, 4))
 
 
+class Turned(nn.Module):
+    """Two batches in one through a part, and what comes of them through another, in an order that the data give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part, self.inner, self.by_data = nn.Linear(4, 4), nn.Linear(4, 4), Inner(), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        one, other = self.part(torch.cat([h, h.flip(1)])).chunk(2)
+        return self.inner(one * other, self.by_data)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.scale = nn.LayerNorm(4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor, by_data: float) -> Tensor:
+        rows = x.flatten(0, 1)
+        order = (rows[:, 0] * by_data).argsort(stable=True)
+        return torch.empty_like(rows).index_copy(0, order, self.norm(rows[order])).view_as(x) * self.scale
+
+
+def test_rows_that_are_moved_in_a_part_that_takes_picked_rows() -> None:
+    model, ours = both(Turned())
+    for model.by_data, n in ((0.0, 3), (1.0, 4), (1.0, 2), (-1.0, 3)):  # type: ignore[assignment]
+        ours.by_data = model.by_data
+        right(ours, model, batch(n, 2, 4))
+
+
 class Order(nn.Module):
     """A recurrent layer and dropout on rows that were moved."""
 
