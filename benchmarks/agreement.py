@@ -33,7 +33,9 @@ class Reference:
         grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in plain.params().items()}
         loop = Loop(copy.deepcopy(problem.model), problem.loss, autocast)
         rows = [loop.row(problem.inputs, problem.target, i) for i in samples]
-        return cls(grads, {k: torch.stack(g) for k, g in zip(grads, zip(*rows, strict=True), strict=True)}, samples)
+        return cls(
+            grads, {k: torch.stack(g) for k, g in zip(grads, zip(*rows, strict=True), strict=True)}, samples
+        )
 
     def disagreement(self, engine: Engine, tolerance: float) -> str | None:
         """What is wrong with the engine's last step, in words; None where it agrees."""
@@ -42,12 +44,19 @@ class Reference:
         if not engine.makes_rows:
             return None
         rows = engine.rows()
-        picked = {k: None if g is None else g[self.samples] if len(g) > self.samples[-1] else g for k, g in rows.items()}
+        picked = {
+            k: None if g is None else g[self.samples] if len(g) > self.samples[-1] else g
+            for k, g in rows.items()
+        }
         means = {k: None if g is None else g.mean(0) for k, g in rows.items()}
-        return _compare("rows", picked, self.rows, tolerance) or _compare("the rows' mean", means, self.grads, tolerance)
+        return _compare("rows", picked, self.rows, tolerance) or _compare(
+            "the rows' mean", means, self.grads, tolerance
+        )
 
 
-def _compare(what: str, found: dict[str, Tensor | None], expected: dict[str, Tensor], tolerance: float) -> str | None:
+def _compare(
+    what: str, found: dict[str, Tensor | None], expected: dict[str, Tensor], tolerance: float
+) -> str | None:
     # a gradient that is zero but for rounding (a bias before a norm) is held against the largest parameter's
     floor = 1e-3 * max((float(g.norm()) for g in expected.values()), default=0.0)
     for name, right in expected.items():
@@ -81,13 +90,16 @@ def verdict(kind: type[Engine], problem: Problem, reference: Reference, dtype: t
 
 
 def exact_verdict(kind: type[Engine], problem: Problem, reference: Reference) -> str:
-    """The same in float64 on a few samples, to many digits: in lower precision a ReLU that rounding switches moves a row by 1 %."""
+    """The same in float64 on a few samples, to many digits: in lower precision a ReLU that rounding switches
+    moves a row by 1 %.
+    """
     try:
         engine = kind(copy.deepcopy(problem.model), problem.loss)
         engine.step(problem.inputs, problem.target)
         found = reference.disagreement(engine, EXACT)
     except Exception as error:
-        return "ok" if kind.peer else f"no: {_in_a_line(error)} (float64)"  # some peers have no float64: the other check is theirs
+        # some peers have no float64: the other check is theirs
+        return "ok" if kind.peer else f"no: {_in_a_line(error)} (float64)"
     return f"wrong: {found} (float64)" if found else "ok"
 
 

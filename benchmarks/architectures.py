@@ -1,9 +1,12 @@
-"""Public architectures as cells of the study, small and with random weights; they need `benchmarks/requirements.txt`.
+"""Public architectures as cells of the study, small and with random weights; they need
+`benchmarks/requirements.txt`.
 
-    python -m benchmarks.study --model benchmarks.architectures:gpt2 benchmarks.architectures:vit --batch-sizes 16
+    python -m benchmarks.study --model benchmarks.architectures:gpt2 benchmarks.architectures:vit
+    --batch-sizes 16
 
-They are those of timm and transformers as these come, with what has no replacement in them (GPT-2's Conv1D, class tokens,
-LayerScale, norms of their own, tables of position biases): none was looked at when the rules for speed were made.
+They are those of timm and transformers as these come, with what has no replacement in them (GPT-2's Conv1D,
+class tokens, LayerScale, norms of their own, tables of position biases): none was looked at when the rules
+for speed were made.
 """
 
 from typing import Any
@@ -78,28 +81,52 @@ def bert(b: int) -> Problem:
 
 def albert(b: int) -> Problem:
     """One layer of width 128 used 6 times, 64 tokens."""
-    sizes = {"embedding_size": 64, "hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 2, "intermediate_size": 512}
+    sizes = {
+        "embedding_size": 64,
+        "hidden_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "intermediate_size": 512,
+    }
     off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout_prob": 0.0}
     return _language("AlbertForSequenceClassification", "AlbertConfig", b, "logits", **sizes, **off)
 
 
 def gpt2(b: int) -> Problem:
     """4 layers of width 128, 64 tokens."""
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
-    return _language("GPT2Model", "GPT2Config", b, "last_hidden_state", n_embd=128, n_layer=4, n_head=2, **off)
+    off = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "use_cache": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return _language(
+        "GPT2Model", "GPT2Config", b, "last_hidden_state", n_embd=128, n_layer=4, n_head=2, **off
+    )
 
 
 def llama(b: int) -> Problem:
     """4 layers of width 128, 64 tokens."""
     sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return _language("LlamaModel", "LlamaConfig", b, "last_hidden_state", intermediate_size=344, use_cache=False, **sizes)
+    return _language(
+        "LlamaModel", "LlamaConfig", b, "last_hidden_state", intermediate_size=344, use_cache=False, **sizes
+    )
 
 
 def mixtral(b: int) -> Problem:
     """4 layers of width 128, 4 experts of which each token goes to 2, 64 tokens."""
     sizes = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256, "experts_implementation": "eager"}
-    return _language("MixtralModel", "MixtralConfig", b, "last_hidden_state", use_cache=False, **sizes, **experts)
+    experts = {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 256,
+        "experts_implementation": "eager",
+    }
+    return _language(
+        "MixtralModel", "MixtralConfig", b, "last_hidden_state", use_cache=False, **sizes, **experts
+    )
 
 
 def t5(b: int) -> Problem:

@@ -112,7 +112,12 @@ DPSGD: dict[str, Any] = {"group": "fast-dpsgd", "batch_sizes": (16, 64, 256)}
 @case(**DPSGD)
 def logistic(b: int, _: int) -> Problem:
     """104-1, for the Adult data."""
-    return Problem(nn.Linear(104, 1), (torch.randn(b, 104),), torch.rand(b, 1).round(), F.binary_cross_entropy_with_logits)
+    return Problem(
+        nn.Linear(104, 1),
+        (torch.randn(b, 104),),
+        torch.rand(b, 1).round(),
+        F.binary_cross_entropy_with_logits,
+    )
 
 
 @case(**DPSGD)

@@ -12,13 +12,18 @@ from . import (
 
 
 def chosen_cells(names: Iterable[str], models: Iterable[str] = ()) -> list[registry.Case]:
-    """The cases with these names or of these groups ("all": all but the sweeps), and those at import paths (``module:build``).
+    """The cases with these names or of these groups ("all": all but the sweeps), and those at import paths
+    (``module:build``).
 
     A user's ``build(batch_size)`` returns a `registry.Problem`, or a tuple of the same four.
     """
     found: dict[str, registry.Case] = {}
     for name in names:
-        chosen = [c for c in registry.CASES.values() if name in (c.name, c.group) or (name == "all" and c.group != "sweeps")]
+        chosen = [
+            c
+            for c in registry.CASES.values()
+            if name in (c.name, c.group) or (name == "all" and c.group != "sweeps")
+        ]
         if not chosen:
             known = sorted({c.group for c in registry.CASES.values()}) + sorted(registry.CASES)
             raise ValueError(f"There is no cell {name!r}; there are: all, {', '.join(known)}.")
@@ -27,7 +32,9 @@ def chosen_cells(names: Iterable[str], models: Iterable[str] = ()) -> list[regis
 
 
 def chosen_engines(names: Iterable[str]) -> list[type[engines.Engine]]:
-    """The engines with these names ("all", "peers"), and users' own at import paths (``module:Class``); plain and limit always."""
+    """The engines with these names ("all", "peers"), and users' own at import paths (``module:Class``); plain
+    and limit always.
+    """
     found: dict[str, type[engines.Engine]] = {"plain": engines.Plain, "limit": engines.Limit}
     for name in names:
         if ":" in name:
@@ -40,6 +47,8 @@ def chosen_engines(names: Iterable[str]) -> list[type[engines.Engine]]:
             if name == k or (name == "all" and not e.by_name_only) or (name == "peers" and e.peer)
         }
         if not chosen:
-            raise ValueError(f"There is no engine {name!r}; there are: all, peers, {', '.join(engines.ENGINES)}.")
+            raise ValueError(
+                f"There is no engine {name!r}; there are: all, peers, {', '.join(engines.ENGINES)}."
+            )
         found |= chosen
     return list(found.values())

@@ -1,25 +1,28 @@
-"""Which public models do per-sample gradient engines get right? Prints Markdown tables, writes results/coverage.json.
+"""Which public models do per-sample gradient engines get right? Prints Markdown tables, writes
+results/coverage.json.
 
     pip install -r benchmarks/requirements.txt      # beside pslayers and torch
     python benchmarks/coverage.py                   # everything: about ten minutes on one core
     python benchmarks/coverage.py --models timm/vit --engines pslayers
 
-Each model is tiny, has random weights, and runs one batch in float64 and eval mode with all dropout off. Every trainable
-parameter's rows are compared with a loop over samples by plain autograd (`public_models/truth.py`). To an engine a model is
+Each model is tiny, has random weights, and runs one batch in float64 and eval mode with all dropout off.
+Every trainable parameter's rows are compared with a loop over samples by plain autograd
+(`public_models/truth.py`). To an engine a model is
 
 - right: every row of every parameter is the loop's;
 - wrong: the engine has said nothing, and some row is not the loop's;
 - missing: the engine has said nothing, and some parameter that the loss reaches has no rows;
 - raises: an error.
 
-Each peer is run in several ways, and the best outcome counts, in this order (an error is better than silence):
+Each peer is run in several ways, and the best outcome counts, in this order (an error is better than
+silence):
 
-- torch.func: `vmap(grad(functional_call))`, each sample a batch of one; for models of transformers also with their "eager"
-  attention, since the default one looks at the values of masks.
-- opacus: `GradSampleModule` with strict=False, since its strict mode refuses every module with a buffer; with its own formulas for
-  the layers that have one, and with force_functorch=True. Its hooks see modules in training mode only, so modules with parameters
-  are put there, but BatchNorm. They also see positional inputs only, so the model is called by position and, where that fails, by
-  keyword.
+- torch.func: `vmap(grad(functional_call))`, each sample a batch of one; for models of transformers also with
+  their "eager" attention, since the default one looks at the values of masks.
+- opacus: `GradSampleModule` with strict=False, since its strict mode refuses every module with a buffer; with
+  its own formulas for the layers that have one, and with force_functorch=True. Its hooks see modules in
+  training mode only, so modules with parameters are put there, but BatchNorm. They also see positional inputs
+  only, so the model is called by position and, where that fails, by keyword.
 """
 
 import argparse
@@ -46,7 +49,17 @@ from torch.nn.modules.batchnorm import _BatchNorm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pslayers as ps
-from benchmarks.public_models import MODELS, Inputs, PublicModel, Rows, compare, library, loop, losses, rows_of
+from benchmarks.public_models import (
+    MODELS,
+    Inputs,
+    PublicModel,
+    Rows,
+    compare,
+    library,
+    loop,
+    losses,
+    rows_of,
+)
 
 OUTCOMES = ("right", "raises", "missing", "wrong")  # the best first
 WAYS = ("layer", "direct", "vmap, fast op", "vmap", "loop", "none")  # the fastest first
@@ -54,7 +67,7 @@ WAYS = ("layer", "direct", "vmap, fast op", "vmap", "loop", "none")  # the faste
 Engine = Callable[[nn.Module, Inputs, int], Rows]
 
 
-# --------------------------------------------------------------------------------------------------------------- the engines
+# ------------------------------------------------------------------------------------------------ the engines
 def pslayers_rows(model: nn.Module, inputs: Inputs, size: int) -> Rows:
     """`ps.convert_model`, modules without a replacement run with per-sample parameters."""
     ps.convert_model(model, on_unsupported="general")
@@ -65,44 +78,62 @@ def pslayers_rows(model: nn.Module, inputs: Inputs, size: int) -> Rows:
 def torch_func_rows(model: nn.Module, inputs: Inputs, size: int, attention: str = "") -> Rows:
     """`vmap(grad(functional_call))`, each sample a batch of one."""
     if attention:
-        choose: Callable[[str], None] | None = getattr(model, "set_attn_implementation", None)  # an nn.Module has none
+        # an nn.Module has none
+        choose: Callable[[str], None] | None = getattr(model, "set_attn_implementation", None)
         if choose is None:
             raise NotImplementedError(f"no {attention} attention to choose")
         choose(attention)
     params = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
     def loss(own: dict[str, Tensor], one: Inputs) -> Tensor:
-        output = torch.func.functional_call(model, own, kwargs={name: t.unsqueeze(0) for name, t in one.items()})
+        output = torch.func.functional_call(
+            model, own, kwargs={name: t.unsqueeze(0) for name, t in one.items()}
+        )
         return losses(output, 1).sum()
 
-    rows: Rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="different")(params, inputs)
+    rows: Rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="different")(
+        params, inputs
+    )
     return rows
 
 
-def opacus_rows(model: nn.Module, inputs: Inputs, size: int, functorch: bool = False, keywords: bool = False) -> Rows:
+def opacus_rows(
+    model: nn.Module, inputs: Inputs, size: int, functorch: bool = False, keywords: bool = False
+) -> Rows:
     """Opacus' hooks, as far as they go."""
     from opacus import GradSampleModule
 
     logging.disable(logging.WARNING)
     names = [name for name in inspect.signature(model.forward).parameters if name in inputs]
     for module in model.modules():
-        module.training = any(True for _ in module.parameters(recurse=False)) and not isinstance(module, _BatchNorm)
+        module.training = any(True for _ in module.parameters(recurse=False)) and not isinstance(
+            module, _BatchNorm
+        )
     hooked = GradSampleModule(model, strict=False, loss_reduction="mean", force_functorch=functorch)
     output = hooked(**inputs) if keywords else hooked(*_by_position(model, names, inputs))
     losses(output, size).mean().backward()
     found = {name: getattr(p, "grad_sample", None) for name, p in model.named_parameters() if p.requires_grad}
-    return {name: torch.stack(rows).sum(0) if isinstance(rows, list) else rows for name, rows in found.items()}
+    return {
+        name: torch.stack(rows).sum(0) if isinstance(rows, list) else rows for name, rows in found.items()
+    }
 
 
 def _by_position(model: nn.Module, names: list[str], inputs: Inputs) -> list[Tensor | None]:
     """The inputs in the order of the forward's arguments, None for those between them."""
     every = list(inspect.signature(model.forward).parameters)
-    return [inputs.get(name) for name in every[: max(every.index(name) for name in names) + 1]] if names else [*inputs.values()]
+    return (
+        [inputs.get(name) for name in every[: max(every.index(name) for name in names) + 1]]
+        if names
+        else [*inputs.values()]
+    )
 
 
 ENGINES: dict[str, dict[str, Engine]] = {
     "pslayers": {"general": pslayers_rows},
-    "torch.func": {"vmap": torch_func_rows, "vmap, eager attention": partial(torch_func_rows, attention="eager")},
+    "torch.func": {
+        "vmap": torch_func_rows,
+        "vmap, eager attention": partial(torch_func_rows, attention="eager"),
+    },
     "opacus": {
         f"{'functorch' if functorch else 'hooks'}, {'keywords' if keywords else 'positions'}": partial(
             opacus_rows, functorch=functorch, keywords=keywords
@@ -114,12 +145,16 @@ ENGINES: dict[str, dict[str, Engine]] = {
 
 
 def ways(model: nn.Module) -> dict[str, int]:
-    """How many trainable values of a converted model, after a call, go which way; the slowest where there are several."""
+    """How many trainable values of a converted model, after a call, go which way; the slowest where there are
+    several.
+    """
     found: dict[int, tuple[int, int]] = {}
     for row in ps.report(model).rows:
         fast = {id(p) for p in row.fast}
         for p in row.trainable:
-            way = next((w for w in ("loop", "vmap", "direct") if w in row.way), "none" if row.general else "layer")
+            way = next(
+                (w for w in ("loop", "vmap", "direct") if w in row.way), "none" if row.general else "layer"
+            )
             way = "none" if not row.recorded else "vmap, fast op" if way == "vmap" and id(p) in fast else way
             found[id(p)] = max(found.get(id(p), (0, 0)), (WAYS.index(way), p.numel()))
     counts = Counter[str]()
@@ -128,8 +163,10 @@ def ways(model: nn.Module) -> dict[str, int]:
     return dict(counts)
 
 
-# ----------------------------------------------------------------------------------------------------------- running them all
-def run_engine(engine: str, model: nn.Module, inputs: Inputs, truth: Rows, tolerance: float, size: int) -> dict[str, Any]:
+# ------------------------------------------------------------------------------------------- running them all
+def run_engine(
+    engine: str, model: nn.Module, inputs: Inputs, truth: Rows, tolerance: float, size: int
+) -> dict[str, Any]:
     """One engine on one model, by the way that serves it best."""
     best: dict[str, Any] = {}
     for way, rows in ENGINES[engine].items():
@@ -141,7 +178,9 @@ def run_engine(engine: str, model: nn.Module, inputs: Inputs, truth: Rows, toler
     return best
 
 
-def _attempt(engine: Engine, model: nn.Module, inputs: Inputs, truth: Rows, tolerance: float, size: int) -> dict[str, Any]:
+def _attempt(
+    engine: Engine, model: nn.Module, inputs: Inputs, truth: Rows, tolerance: float, size: int
+) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         rows = engine(model, {name: t.clone() for name, t in inputs.items()}, size)
@@ -176,7 +215,11 @@ def outcomes_table(results: dict[str, Any], engines: Iterable[str]) -> str:
         members = [r for name, r in results.items() if group in ("all", name.split("/")[0])]
         for engine in engines:
             counts = Counter(r[engine]["outcome"] for r in members)
-            lines.append(f"| {group} ({len(members)}) | {engine} | " + " | ".join(str(counts[o]) for o in OUTCOMES) + " |")
+            lines.append(
+                f"| {group} ({len(members)}) | {engine} | "
+                + " | ".join(str(counts[o]) for o in OUTCOMES)
+                + " |"
+            )
     return "\n".join(lines)
 
 
@@ -187,12 +230,17 @@ def ways_table(results: dict[str, Any]) -> str:
     for each in found:
         values.update(each)
         shares.update({way: n / sum(each.values()) for way, n in each.items()})
-    lines = ["| pslayers: share of the trainable parameters, % | " + " | ".join(WAYS) + " |", "|---|" + "---|" * len(WAYS)]
+    lines = [
+        "| pslayers: share of the trainable parameters, % | " + " | ".join(WAYS) + " |",
+        "|---|" + "---|" * len(WAYS),
+    ]
     for title, counted, whole in (
         ("of all values", values, sum(values.values())),
         ("of a model's, on average", shares, len(found)),
     ):
-        lines.append(f"| {title} | " + " | ".join(f"{100 * counted[way] / max(whole, 1):.2f}" for way in WAYS) + " |")
+        lines.append(
+            f"| {title} | " + " | ".join(f"{100 * counted[way] / max(whole, 1):.2f}" for way in WAYS) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -209,8 +257,12 @@ def environment() -> dict[str, str]:
 
 def main() -> None:
     """Parse the command line, run, report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=[""], help="names or beginnings of names; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="*", default=[""], help="names or beginnings of names; default: all"
+    )
     parser.add_argument("--engines", nargs="*", default=list(ENGINES), choices=list(ENGINES))
     parser.add_argument("--batch-size", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
@@ -218,7 +270,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
-    cases: Iterable[PublicModel] = [c for n, c in MODELS.items() if any(n.startswith(each) for each in args.models)]
+    cases: Iterable[PublicModel] = [
+        c for n, c in MODELS.items() if any(n.startswith(each) for each in args.models)
+    ]
     for name in sorted({case.library for case in cases}):
         library(name)
     try:

@@ -1,4 +1,6 @@
-"""The engines' common form, and ours: plain training, the limit, pslayers, pslayers with recording off. The peers: peers.py."""
+"""The engines' common form, and ours: plain training, the limit, pslayers, pslayers with recording off. The
+peers: peers.py.
+"""
 
 import contextlib
 import importlib.util
@@ -16,8 +18,8 @@ ENGINES: dict[str, type["Engine"]] = {}
 class Engine:
     """One way to per-sample gradients.
 
-    A step does what a user's training step does up to the optimizer: frees the last step's gradients, fills every parameter's
-    summed gradient and, where `makes_rows`, its per-sample gradients.
+    A step does what a user's training step does up to the optimizer: frees the last step's gradients, fills
+    every parameter's summed gradient and, where `makes_rows`, its per-sample gradients.
     """
 
     name: ClassVar[str] = ""
@@ -31,7 +33,9 @@ class Engine:
         if cls.name:
             ENGINES[cls.name] = cls
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Tensor], Tensor], autocast: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Any, Tensor], Tensor], autocast: torch.dtype | None = None
+    ) -> None:
         self.model, self.loss = model.train(), loss
         self.device = next(model.parameters()).device
         self.autocast_dtype = autocast
@@ -90,7 +94,9 @@ class Plain(Engine):
 
 
 class Limit(Plain):
-    """Plain training, and B x P numbers written once into memory that is warm: what nobody can beat who shows all rows."""
+    """Plain training, and B x P numbers written once into memory that is warm: what nobody can beat who shows
+    all rows.
+    """
 
     name = "limit"
     buffer: Tensor | None = None
@@ -144,7 +150,9 @@ class Off(PSLayers):
 
 
 class Streamed(PSLayers):
-    """pslayers for the samples' norms alone: each parameter's rows are read and let go during the backward pass."""
+    """pslayers for the samples' norms alone: each parameter's rows are read and let go during the backward
+    pass.
+    """
 
     name = "pslayers-norms"
     makes_rows = False
@@ -169,7 +177,9 @@ class CompiledPlain(Plain):
     by_name_only = True
 
     def prepare(self) -> None:
-        """Nothing is compiled before the first call; what earlier cells have compiled counts against torch's limit."""
+        """Nothing is compiled before the first call; what earlier cells have compiled counts against torch's
+        limit.
+        """
         torch._dynamo.reset()
         self.original, self.model = self.model, torch.compile(self.model, fullgraph=True)  # type: ignore[assignment]
 

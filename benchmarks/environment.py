@@ -34,7 +34,10 @@ def environment() -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
-        "tf32": {"matmul": torch.backends.cuda.matmul.allow_tf32, "convolution": torch.backends.cudnn.allow_tf32},
+        "tf32": {
+            "matmul": torch.backends.cuda.matmul.allow_tf32,
+            "convolution": torch.backends.cudnn.allow_tf32,
+        },
     }
 
 
@@ -52,10 +55,14 @@ def _from_file(path: str, pattern: str) -> str | None:
 
 def _commit() -> str | None:
     def git(*args: str) -> str:
-        done = subprocess.run(["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["git", *args], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
         return done.stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + (" and changes" if git("status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "--short", "HEAD") + (
+            " and changes" if git("status", "--porcelain", "-uno") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -1,10 +1,11 @@
 """Peak memory: each engine in a process of its own.
 
-On Linux the processor's memory is the kernel's count of the process (VmHWM, reset before the steps) without the code and data that
-are read from files and shared (RssFile: each first use of a library's function reads some more), above what the process held after
-plain steps, when all they made was freed and handed back. So whatever an engine holds counts, its state and its allocator's
-included, and not only what it needs at once. A few MiB of it are the process's own: differences below that mean nothing. On a GPU
-it is the allocator's peak above model and inputs.
+On Linux the processor's memory is the kernel's count of the process (VmHWM, reset before the steps) without
+the code and data that are read from files and shared (RssFile: each first use of a library's function reads
+some more), above what the process held after plain steps, when all they made was freed and handed back. So
+whatever an engine holds counts, its state and its allocator's included, and not only what it needs at once. A
+few MiB of it are the process's own: differences below that mean nothing. On a GPU it is the allocator's peak
+above model and inputs.
 """
 
 import contextlib
@@ -48,9 +49,11 @@ class Job:
 
 
 def measure(job: Job, repeats: int = 1) -> dict[str, Any]:
-    """The bytes of all steps' "peak" and of the "peak_later" than two steps, the "growth" from the tenth on; or a "memory_error".
+    """The bytes of all steps' "peak" and of the "peak_later" than two steps, the "growth" from the tenth on;
+    or a "memory_error".
 
-    With more repeats that of the median peak: how an allocator cuts its memory up differs from process to process.
+    With more repeats that of the median peak: how an allocator cuts its memory up differs from process to
+    process.
     """
     results = [_in_a_process(job) for _ in range(repeats)]
     failed = [r for r in results if "peak" not in r]
@@ -59,7 +62,9 @@ def measure(job: Job, repeats: int = 1) -> dict[str, Any]:
 
 def _in_a_process(job: Job) -> dict[str, Any]:
     if _START == "forkserver":  # the server imports once what all processes need
-        _CONTEXT.set_forkserver_preload(["benchmarks.memory", "benchmarks.cases", "benchmarks.peers", "opacus", "backpack"])
+        _CONTEXT.set_forkserver_preload(
+            ["benchmarks.memory", "benchmarks.cases", "benchmarks.peers", "opacus", "backpack"]
+        )
     mine, theirs = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=_child, args=(job, theirs))
     process.start()
@@ -78,7 +83,8 @@ def _child(job: Job, pipe: Connection) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with limited() if job.device == "cpu" else contextlib.nullcontext():  # CUDA reserves addresses without end
+            # CUDA reserves addresses without end
+            with limited() if job.device == "cpu" else contextlib.nullcontext():
                 pipe.send(_run(job))
     except Exception as error:
         pipe.send({"memory_error": f"{type(error).__name__}: {error}"[:200]})
@@ -86,7 +92,9 @@ def _child(job: Job, pipe: Connection) -> None:
 
 @contextlib.contextmanager
 def limited(share: float = 0.9) -> Iterator[None]:
-    """Lets an allocation that the machine cannot serve fail where it is asked for, instead of ending processes at random."""
+    """Lets an allocation that the machine cannot serve fail where it is asked for, instead of ending
+    processes at random.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if (free := available()) is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (int(share * free), hard))
@@ -178,7 +186,9 @@ def peak(device: torch.device) -> int:
 
 
 def _own(field: str) -> int:
-    """The field without what is read from files (since these pages stay, a peak before some came is counted too low by them)."""
+    """The field without what is read from files (since these pages stay, a peak before some came is counted
+    too low by them).
+    """
     held = _status(field)
     return _most_ever() if held is None else held - (_status("RssFile") or 0)
 

@@ -1,4 +1,6 @@
-"""The networks of the study, as their sources give them; BatchNorm replaced by GroupNorm, since it mixes samples."""
+"""The networks of the study, as their sources give them; BatchNorm replaced by GroupNorm, since it mixes
+samples.
+"""
 
 from itertools import pairwise
 
@@ -31,7 +33,8 @@ class TutorialCNN(nn.Module):
 def mnist_cnn() -> nn.Sequential:
     """The MNIST network of fast-dpsgd (Subramani et al., 2020)."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1),
+        nn.Conv2d(1, 16, 8, 2, 3), nn.ReLU(), nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.MaxPool2d(2, 1),
         nn.Flatten(), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 10),
     )  # fmt: skip
 
@@ -52,7 +55,13 @@ def cifar_cnn() -> nn.Sequential:
     """The CIFAR network of fast-dpsgd: eight 3x3 convolutions, an average pool after each pair."""
     layers: list[nn.Module] = []
     for i, o in ((3, 32), (32, 64), (64, 128)):
-        layers += [nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.Conv2d(o, o, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2)]
+        layers += [
+            nn.Conv2d(i, o, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(o, o, 3, padding=1),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+        ]
     layers += [nn.Conv2d(128, 256, 3, padding=1), nn.ReLU(), nn.Conv2d(256, 10, 3, padding=1), MeanOver(2, 3)]
     return nn.Sequential(*layers)
 
@@ -67,7 +76,9 @@ class BasicBlock(nn.Module):
         self.norm1, self.norm2 = nn.GroupNorm(32, outputs), nn.GroupNorm(32, outputs)
         self.down: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.down = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs))
+            self.down = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, inputs, H, W) to (B, outputs, H / stride, W / stride)."""
@@ -100,7 +111,9 @@ class AudioStack(nn.Module):
     def __init__(self, channels: int = 32, layers: int = 8) -> None:
         super().__init__()
         self.stem = nn.Conv1d(1, channels, 3, padding=1)
-        self.convs = nn.ModuleList(nn.Conv1d(channels, channels, 3, padding=2**i, dilation=2**i) for i in range(layers))
+        self.convs = nn.ModuleList(
+            nn.Conv1d(channels, channels, 3, padding=2**i, dilation=2**i) for i in range(layers)
+        )
         self.out = nn.Linear(channels, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +181,9 @@ def transformer(dims: int, blocks: int = 2) -> nn.Sequential:
 
 def encoder(dims: int, blocks: int = 2) -> nn.Sequential:
     """The same from torch's own parts: nn.TransformerEncoder, thus nn.MultiheadAttention."""
-    layer = nn.TransformerEncoderLayer(dims, dims // 64, 4 * dims, dropout=0.0, batch_first=True, norm_first=True)
+    layer = nn.TransformerEncoderLayer(
+        dims, dims // 64, 4 * dims, dropout=0.0, batch_first=True, norm_first=True
+    )
     stack = nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
     return nn.Sequential(nn.Linear(32, dims), stack, MeanOver(1), nn.Linear(dims, 10))
 

@@ -1,4 +1,6 @@
-"""The peers, each run as its own documentation says; and the loop over samples, which is also the reference for all rows."""
+"""The peers, each run as its own documentation says; and the loop over samples, which is also the reference
+for all rows.
+"""
 
 from typing import Any
 
@@ -28,7 +30,9 @@ class Loop(Engine):
     def row(self, inputs: tuple[Tensor, ...], target: Tensor, i: int) -> tuple[Tensor, ...]:
         """The gradients of sample i's loss."""
         loss = self.forward(tuple(t[i : i + 1] for t in inputs), target[i : i + 1])
-        return torch.autograd.grad(loss, list(self.params().values()), allow_unused=True, materialize_grads=True)
+        return torch.autograd.grad(
+            loss, list(self.params().values()), allow_unused=True, materialize_grads=True
+        )
 
     def clear(self) -> None:
         """The rows too."""
@@ -114,7 +118,9 @@ def _fill_grads(params: dict[str, nn.Parameter]) -> None:
 
 
 class OpacusHooks(GradSamplePeer):
-    """Opacus in its default mode; recurrent layers and attention replaced by its own, as its validator demands."""
+    """Opacus in its default mode; recurrent layers and attention replaced by its own, as its validator
+    demands.
+    """
 
     name = "opacus-hooks"
     package = "opacus"
@@ -185,7 +191,9 @@ def _joined(tensors: dict[str, Tensor | None], dim: int) -> dict[str, Tensor | N
             result[name] = t
         elif prefix.endswith("q"):
             parts: list[Any] = [tensors[f"{prefix[:-1]}{x}linear.{last}"] for x in "qkv"]
-            result[f"{prefix[:-1]}in_proj_{last}"] = None if any(p is None for p in parts) else torch.cat(parts, dim)
+            result[f"{prefix[:-1]}in_proj_{last}"] = (
+                None if any(p is None for p in parts) else torch.cat(parts, dim)
+            )
     return result
 
 
@@ -222,4 +230,7 @@ class BackPACK(Engine):
 
     def rows(self) -> dict[str, Tensor | None]:
         """`grad_batch`, which holds each sample's share of the mean loss."""
-        return {k: p.grad_batch * self.size if hasattr(p, "grad_batch") else None for k, p in self.params().items()}
+        return {
+            k: p.grad_batch * self.size if hasattr(p, "grad_batch") else None
+            for k, p in self.params().items()
+        }

@@ -37,11 +37,21 @@ def all_plots(cells: list[Cell], stem: Path) -> list[Path]:
     for axis in AXES:
         panels = _panels(cells, axis)
         for what, value in (("time", _milliseconds), ("memory", _mebibytes)):
-            drawn = {title: p for title, p in panels.items() if any(value(c, k) is not None for c in p for k in c["engines"])}
+            drawn = {
+                title: p
+                for title, p in panels.items()
+                if any(value(c, k) is not None for c in p for k in c["engines"])
+            }
             if drawn:
                 unit = {"time": "ms a step", "memory": "peak MiB"}[what]
                 written.append(
-                    _grid(drawn, axis, value, unit, stem.with_name(f"{stem.name}-{what}-{AXES[axis].replace(' ', '-')}.svg"))
+                    _grid(
+                        drawn,
+                        axis,
+                        value,
+                        unit,
+                        stem.with_name(f"{stem.name}-{what}-{AXES[axis].replace(' ', '-')}.svg"),
+                    )
                 )
     if any(peers(c) and "median" in c["engines"].get("pslayers", {}) for c in cells):
         written.append(overview(cells, stem.with_name(f"{stem.name}-overview.svg")))
@@ -58,7 +68,9 @@ def _panels(cells: list[Cell], axis: str) -> dict[str, list[Cell]]:
             panels.setdefault(f"{c['case']}, B={c['batch_size']}, {c['device']}, {c['dtype']}", []).append(c)
     at = "batch_size" if axis == "batch_size" else "size"
     return {
-        t.replace(", cpu, float32", ""): sorted(p, key=lambda c: c[at]) for t, p in panels.items() if len({c[at] for c in p}) > 1
+        t.replace(", cpu, float32", ""): sorted(p, key=lambda c: c[at])
+        for t, p in panels.items()
+        if len({c[at] for c in p}) > 1
     }
 
 
@@ -76,10 +88,18 @@ def _mebibytes(cell: Cell, engine: str) -> float | None:
     return None if peak is None else max(peak / 2**20, 0.1)
 
 
-def _grid(panels: dict[str, list[Cell]], axis: str, value: Callable[[Cell, str], float | None], unit: str, path: Path) -> Path:
+def _grid(
+    panels: dict[str, list[Cell]],
+    axis: str,
+    value: Callable[[Cell, str], float | None],
+    unit: str,
+    path: Path,
+) -> Path:
     columns = min(4, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.5 * rows + 0.6), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(3.2 * columns, 2.5 * rows + 0.6), layout="constrained", squeeze=False
+    )
     for ax in axes.flat[len(panels) :]:
         ax.axis("off")
     for ax, (title, cells) in zip(axes.flat, panels.items(), strict=False):
@@ -117,7 +137,11 @@ def overview(cells: list[Cell], path: Path) -> Path:
             area, marker = (40, "|") if name == "limit" else (12, "o")
             ax.scatter(xs, ys, s=area, color=style["color"], marker=marker, label=name)
     ax.axvline(1, color="tab:red")
-    ax.set(xscale="log", xlabel="time over that of pslayers (right of the line: slower)", ylim=(len(cells) - 0.5, -0.5))
+    ax.set(
+        xscale="log",
+        xlabel="time over that of pslayers (right of the line: slower)",
+        ylim=(len(cells) - 0.5, -0.5),
+    )
     ax.set_yticks(range(len(cells)), [label(c) for c in cells], fontsize=6)
     ax.xaxis.set_major_formatter("{x:g}")
     ax.grid(axis="x", alpha=0.3)

@@ -13,7 +13,9 @@ BATCH_SIZES = (1, 16, 64, 256)
 
 @dataclass(frozen=True)
 class Problem:
-    """What is run: `loss(model(*inputs), target)` is a mean over the samples, which lie in dim 0 of all inputs and the target."""
+    """What is run: `loss(model(*inputs), target)` is a mean over the samples, which lie in dim 0 of all
+    inputs and the target.
+    """
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
@@ -26,7 +28,9 @@ class Problem:
         def moved(t: Tensor) -> Tensor:
             return t.to(device, dtype) if t.is_floating_point() else t.to(device)
 
-        return Problem(self.model.to(device, dtype), tuple(map(moved, self.inputs)), moved(self.target), self.loss)
+        return Problem(
+            self.model.to(device, dtype), tuple(map(moved, self.inputs)), moved(self.target), self.loss
+        )
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,9 @@ def peers(cell: Cell) -> list[str]:
 
 
 def ratio(cell: Cell, above: str, below: str) -> float | None:
-    """How many times the seconds of `below` those of `above` are: the median over the rounds that both took part in."""
+    """How many times the seconds of `below` those of `above` are: the median over the rounds that both took
+    part in.
+    """
     a, b = (cell["engines"].get(k, {}).get("times") for k in (above, below))
     return median(x / y for x, y in zip(a, b, strict=False)) if a and b else None
 
@@ -126,14 +128,21 @@ class Aim:
     def row(self) -> tuple[str, ...]:
         """As cells of a table."""
         value = "not measured" if self.value is None else f"{self.value:.2f}x"
-        return self.what, self.aim, value + (f" ({self.where})" if self.where else ""), "met" if self.met else "missed"
+        return (
+            self.what,
+            self.aim,
+            value + (f" ({self.where})" if self.where else ""),
+            "met" if self.met else "missed",
+        )
 
 
 Measure = Callable[[Cell], float | None]
 
 
 def aims(cells: Iterable[Cell]) -> list[Aim]:
-    """The study's aims, over cells of one device and dtype; sweeps repeat other cells, so they are not averaged."""
+    """The study's aims, over cells of one device and dtype; sweeps repeat other cells, so they are not
+    averaged.
+    """
     chosen = [c for c in cells if c["group"] != "sweeps" and "skipped" not in c]
 
     def judge(what: str, measure: Measure, least: float | None, most: float | None, average: bool) -> Aim:
@@ -145,8 +154,14 @@ def aims(cells: Iterable[Cell]) -> list[Aim]:
         if average:
             value, where = geometric_mean(values.values()), f"{len(values)} cells"
         else:
-            value, where = min((v, k) for k, v in values.items()) if most is None else max((v, k) for k, v in values.items())
-        return Aim(what, aim, value, (least is None or value >= least) and (most is None or value <= most), where)
+            value, where = (
+                min((v, k) for k, v in values.items())
+                if most is None
+                else max((v, k) for k, v in values.items())
+            )
+        return Aim(
+            what, aim, value, (least is None or value >= least) and (most is None or value <= most), where
+        )
 
     def worst(what: str, measure: Measure, least: float | None = None, most: float | None = None) -> Aim:
         return judge(what, measure, least, most, average=False)
@@ -160,7 +175,10 @@ def aims(cells: Iterable[Cell]) -> list[Aim]:
     return [
         worst("best peer's time / ours", to_best, least=1.0),
         mean("best peer's time / ours", to_best, least=1.9),
-        *(mean(f"{p}'s time / ours", over(p), least=2.4) for p in sorted({p for c in chosen for p in peers(c)})),
+        *(
+            mean(f"{p}'s time / ours", over(p), least=2.4)
+            for p in sorted({p for c in chosen for p in peers(c)})
+        ),
         mean("our time / limit", to_limit, most=1.2),
         worst("our time / limit", to_limit, most=1.6),
         worst("our peak memory / (plain + B x P)", memory_ratio, most=1.1),

@@ -1,13 +1,15 @@
 """The comparison study: any model over engines, batch sizes, devices and dtypes.
 
     python -m benchmarks.study --quick                                    # a first look, a minute or two
-    python -m benchmarks.study --cells mlp recurrent --batch-sizes 1 16   # some cells; the groups are networks, recurrent, ...
-    python -m benchmarks.study --model my.module:build                    # yours: build(batch_size) -> model, inputs, target, loss
-    python -m benchmarks.study --cells all sweeps --out benchmarks/results/study.json    # all of it, some hours
+    python -m benchmarks.study --cells mlp recurrent --batch-sizes 1 16   # some cells; the groups are
+    networks, recurrent, ... python -m benchmarks.study --model my.module:build                    # yours:
+    build(batch_size) -> model, inputs, target, loss python -m benchmarks.study --cells all sweeps --out
+    benchmarks/results/study.json    # all of it, some hours
 
-In each cell it first proves that all engines agree (with a loop over samples), then times them in turns, then measures each one's
-peak memory in a process of its own. The JSON is written after every cell, and `--resume` goes on where one ended; a Markdown table
-and plots come beside it. The status is 1 if pslayers was wrong or could not run anywhere.
+In each cell it first proves that all engines agree (with a loop over samples), then times them in turns, then
+measures each one's peak memory in a process of its own. The JSON is written after every cell, and `--resume`
+goes on where one ended; a Markdown table and plots come beside it. The status is 1 if pslayers was wrong or
+could not run anywhere.
 """
 
 import argparse
@@ -36,26 +38,52 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m benchmarks.study", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    p.add_argument("--cells", nargs="*", default=None, help='cells or groups of them (default "all"; the plots need "sweeps")')
+    p.add_argument(
+        "--cells",
+        nargs="*",
+        default=None,
+        help='cells or groups of them (default "all"; the plots need "sweeps")',
+    )
     p.add_argument("--model", nargs="*", default=[], help="your own, by import path: module:function")
-    p.add_argument("--engines", nargs="*", default=["all"], help='names, "all", "peers", or your own Engine: module:Class')
+    p.add_argument(
+        "--engines",
+        nargs="*",
+        default=["all"],
+        help='names, "all", "peers", or your own Engine: module:Class',
+    )
     p.add_argument("--batch-sizes", nargs="*", type=int, default=None, help="(default: each cell's)")
     p.add_argument("--device", nargs="*", default=["cpu"])
-    p.add_argument("--dtype", nargs="*", default=["float32"], choices=["float32", "float64", "bfloat16"], help="bfloat16: autocast")
+    p.add_argument(
+        "--dtype",
+        nargs="*",
+        default=["float32"],
+        choices=["float32", "float64", "bfloat16"],
+        help="bfloat16: autocast",
+    )
     p.add_argument("--measure", nargs="*", default=["time", "memory"], choices=["time", "memory"])
     p.add_argument("--out", type=Path, default=Path("study.json"))
     p.add_argument(
         "--resume",
         action="store_true",
-        help="keep what is in --out already: measure the cells, and of those the times or memory, that it lacks",
+        help=(
+            "keep what is in --out already: measure the cells, and of those the times or memory, that it"
+            " lacks"
+        ),
     )
     p.add_argument("--rounds", type=int, default=11)
     p.add_argument("--seconds", type=float, default=60.0, help="per cell, for the rounds")
     p.add_argument("--steps-memory", type=int, default=10, help="1000 shows whether memory stays steady")
-    p.add_argument("--memory-limit", type=float, default=None, help="GiB; larger cells are skipped (default: 70%% of what is free)")
+    p.add_argument(
+        "--memory-limit",
+        type=float,
+        default=None,
+        help="GiB; larger cells are skipped (default: 70%% of what is free)",
+    )
     p.add_argument("--threads", type=int, default=None)
     p.add_argument("--tf32", action="store_true", help="let GPUs round float32 products")
-    p.add_argument("--quick", action="store_true", help="first sizes, batches of 2 and 16, few and short rounds")
+    p.add_argument(
+        "--quick", action="store_true", help="first sizes, batches of 2 and 16, few and short rounds"
+    )
     return p
 
 
@@ -65,7 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     options.cells = options.cells if options.cells is not None else [] if options.model else ["all"]
     cases = choice.chosen_cells(options.cells, options.model)
     kinds = choice.chosen_engines(options.engines)
-    left_out = {k.name: f"{k.package} is not installed: pip install '.[peers]'" for k in kinds if not k.installed()}
+    left_out = {
+        k.name: f"{k.package} is not installed: pip install '.[peers]'" for k in kinds if not k.installed()
+    }
     kinds = [k for k in kinds if k.installed()]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
     torch.set_num_threads(options.threads or torch.get_num_threads())
@@ -77,7 +107,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.resume and options.out.exists():
         document["cells"] = json.loads(options.out.read_text())["cells"]
     have = {report.key(c): c for c in document["cells"]}
-    todo = [(case, cell, report.lacks(have.get(report.key(cell), cell), options.measure)) for case, cell in _cells(cases, options)]
+    todo = [
+        (case, cell, report.lacks(have.get(report.key(cell), cell), options.measure))
+        for case, cell in _cells(cases, options)
+    ]
     todo = [each for each in todo if each[2]]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -87,7 +120,9 @@ def main(argv: list[str] | None = None) -> int:
         for case, cell, measures in todo:
             try:
                 with memory.limited() if cell["device"] == "cpu" else nullcontext():
-                    cell |= _measure(case, cell, kinds, options, measures, partial(_say, progress, bar, report.label(cell)))
+                    cell |= _measure(
+                        case, cell, kinds, options, measures, partial(_say, progress, bar, report.label(cell))
+                    )
             except RuntimeError as error:
                 if "memory" not in str(error):
                     raise
@@ -140,13 +175,16 @@ def _measure(
 
     def problem(batch_size: int, dtype: torch.dtype) -> registry.Problem:
         torch.manual_seed(0)
-        return case.build(batch_size, cell["size"]).to(device, torch.float32 if dtype == torch.bfloat16 else dtype)
+        return case.build(batch_size, cell["size"]).to(
+            device, torch.float32 if dtype == torch.bfloat16 else dtype
+        )
 
     full = problem(cell["batch_size"], dtype)
     count = sum(p.numel() for p in full.model.parameters() if p.requires_grad)
     limit = 2**30 * options.memory_limit if options.memory_limit else 0.7 * _free(device)
     rows = count * cell["batch_size"] * report.BYTES[cell["dtype"]]
-    if 3.5 * rows > limit:  # what a peer needs at its worst: the rows, their copy, and what they were made from
+    # what a peer needs at its worst: the rows, their copy, and what they were made from
+    if 3.5 * rows > limit:
         return {"parameters": count, "skipped": f"3.5 x {rows / 2**30:.1f} GiB of rows do not fit"}
 
     tick("reference")
@@ -157,8 +195,12 @@ def _measure(
     for kind in kinds:
         tick(f"agreement of {kind.name}")
         verdict = agreement.verdict(kind, full, reference, dtype)
-        results[kind.name] = {"verdict": agreement.exact_verdict(kind, small, truth) if verdict == "ok" else verdict}
-    largest = max(sum(p.numel() for p in m.parameters(recurse=False) if p.requires_grad) for m in full.model.modules())
+        results[kind.name] = {
+            "verdict": agreement.exact_verdict(kind, small, truth) if verdict == "ok" else verdict
+        }
+    largest = max(
+        sum(p.numel() for p in m.parameters(recurse=False) if p.requires_grad) for m in full.model.modules()
+    )
     del reference, small, truth
     agreed = [k for k in kinds if results[k.name]["verdict"] == "ok"]
     if "time" in measures:

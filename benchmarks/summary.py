@@ -1,7 +1,8 @@
 """The tables and pictures of docs/benchmarks.md, from committed results.
 
-python -m benchmarks.summary                                        # the files of results/ into docs/benchmarks.md
-python -m benchmarks.summary mine.json --page none                  # print the table, draw the pictures beside the first file
+python -m benchmarks.summary                                        # the files of results/ into
+docs/benchmarks.md python -m benchmarks.summary mine.json --page none                  # print the table, draw
+the pictures beside the first file
 """
 
 import argparse
@@ -22,18 +23,32 @@ BEGIN, END = "<!-- study: begin -->", "<!-- study: end -->"
 
 def main(argv: list[str] | None = None) -> int:
     """Run it."""
-    p = argparse.ArgumentParser("python -m benchmarks.summary", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p = argparse.ArgumentParser(
+        "python -m benchmarks.summary", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     p.add_argument("results", nargs="*", type=Path, default=sorted((HERE / "results").glob("study*.json")))
     p.add_argument(
         "--page",
         default=str(HERE.parent / "docs" / "benchmarks.md"),
         help='file whose block between the marks is replaced, or "none"',
     )
-    p.add_argument("--compiled", type=Path, default=HERE / "results" / "compiled.json", help="results of the compiled engines")
     p.add_argument(
-        "--architectures", type=Path, default=HERE / "results" / "architectures.json", help="results of the public architectures"
+        "--compiled",
+        type=Path,
+        default=HERE / "results" / "compiled.json",
+        help="results of the compiled engines",
     )
-    p.add_argument("--slow", action="store_true", help="list the cells that are slower than a peer, or far from the limit")
+    p.add_argument(
+        "--architectures",
+        type=Path,
+        default=HERE / "results" / "architectures.json",
+        help="results of the public architectures",
+    )
+    p.add_argument(
+        "--slow",
+        action="store_true",
+        help="list the cells that are slower than a peer, or far from the limit",
+    )
     options = p.parse_args(argv)
     if not options.results:
         p.error("there are no results: run python -m benchmarks.study --out benchmarks/results/study.json")
@@ -64,7 +79,9 @@ def merged(documents: list[Document]) -> Document:
     cells: dict[Any, Cell] = {}
     for c in (c for d in documents for c in d["cells"]):
         have = cells.setdefault(key(c), c)
-        engines = have["engines"] | {name: have["engines"].get(name, {}) | e for name, e in c["engines"].items()}
+        engines = have["engines"] | {
+            name: have["engines"].get(name, {}) | e for name, e in c["engines"].items()
+        }
         cells[key(c)] = have | c | {"engines": engines}
     left_out = {name: why for d in documents for name, why in d["left_out"].items()}
     return {"environment": documents[0]["environment"], "left_out": left_out, "cells": list(cells.values())}

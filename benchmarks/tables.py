@@ -74,11 +74,16 @@ def full(document: Document) -> str:
         parts += [f"## {title}\n", markdown_table(HEADS, (aim.row() for aim in aims(cells)))]
         parts += ["### Ratios\n", markdown_table(RATIOS, map(_ratios, cells))]
         parts += ["### Milliseconds a step: median (quartiles)\n"]
-        parts += [markdown_table(("cell", *engines), ([label(c), *(_time(c, k) for k in engines)] for c in cells))]
+        parts += [
+            markdown_table(("cell", *engines), ([label(c), *(_time(c, k) for k in engines)] for c in cells))
+        ]
         parts += ["### Peak memory, MiB\n"]
         peaks = ([label(c), f"{rows_bytes(c) / 2**20:.1f}", *(_peak(c, k) for k in engines)] for c in cells)
         parts += [markdown_table(("cell", "B x P", *engines), peaks)]
-    parts += ["## Who could not, and why\n", markdown_table(("engine", "why", "cells"), _reasons(document["cells"]))]
+    parts += [
+        "## Who could not, and why\n",
+        markdown_table(("engine", "why", "cells"), _reasons(document["cells"])),
+    ]
     parts += [f"- {name} was left out: {why}\n" for name, why in document["left_out"].items()]
     parts += [f"- {label(c)} was skipped: {c['skipped']}\n" for c in document["cells"] if "skipped" in c]
     parts += ["\n## Environment\n", "\n".join(f"- {k}: {v}" for k, v in document["environment"].items()), ""]
@@ -109,22 +114,39 @@ def short(document: Document) -> str:
     measured = (str(c.get("commit", env["commit"])).split(", ") for c in document["cells"])  # time and memory
     commits = ", ".join(dict.fromkeys(commit for each in measured for commit in each))
     parts += [
-        f"Measured on {where}, {versions}; pslayers at {commits}." + (f" Note: {env['note']}." if "note" in env else "") + "\n"
+        f"Measured on {where}, {versions}; pslayers at {commits}."
+        + (f" Note: {env['note']}." if "note" in env else "")
+        + "\n"
     ]
     return "\n".join(parts)
 
 
 def compiled(cells: Iterable[Cell]) -> str:
     """For the documentation: what torch.compile does to a step's time; nothing where it was not measured."""
-    pairs = (("plain-compiled", "plain"), ("pslayers-compiled", "pslayers"), ("pslayers-compiled", "plain-compiled"))
-    rows = [(label(c), *(number(ratio(c, *pair)) for pair in pairs)) for c in cells if "pslayers-compiled" in c["engines"]]
+    pairs = (
+        ("plain-compiled", "plain"),
+        ("pslayers-compiled", "pslayers"),
+        ("pslayers-compiled", "plain-compiled"),
+    )
+    rows = [
+        (label(c), *(number(ratio(c, *pair)) for pair in pairs))
+        for c in cells
+        if "pslayers-compiled" in c["engines"]
+    ]
     head = ("torch.compile", "plain: compiled / eager", "ours: compiled / eager", "compiled: ours / plain")
     return markdown_table(head, rows) if rows else ""
 
 
 def architectures(cells: Iterable[Cell]) -> str:
     """For the documentation: a row for each public architecture."""
-    head = ("architecture", "parameters", "best peer", "its time / ours", "our time / limit", "our time / plain")
+    head = (
+        "architecture",
+        "parameters",
+        "best peer",
+        "its time / ours",
+        "our time / limit",
+        "our time / plain",
+    )
     rows = [
         (
             f"{c['case'].rpartition(':')[2]}, B={c['batch_size']}",
@@ -170,7 +192,13 @@ def _reasons(cells: list[Cell]) -> list[tuple[str, str, str]]:
     found: dict[tuple[str, str], list[str]] = {}
     for c in cells:
         for name, e in c["engines"].items():
-            why = e["verdict"] if e["verdict"] != "ok" else f"memory: {e['memory_error']}" if "memory_error" in e else None
+            why = (
+                e["verdict"]
+                if e["verdict"] != "ok"
+                else f"memory: {e['memory_error']}"
+                if "memory_error" in e
+                else None
+            )
             if why:
                 found.setdefault((name, why.replace("|", "/")), []).append(label(c))
     return [(name, why, "; ".join(where)) for (name, why), where in found.items()]
@@ -192,10 +220,17 @@ def _peak(cell: Cell, engine: str) -> str:
 def slow(cells: Iterable[Cell], least: float = 1.0, most: float = 1.6) -> list[str]:
     """The cells in which a peer is faster, or the limit too far, the farthest first."""
     found = [(to_best(c), to_limit(c), c) for c in cells if "skipped" not in c]
-    bad = [(b, limit, c) for b, limit, c in found if (b is not None and b < least) or (limit is not None and limit > most)]
+    bad = [
+        (b, limit, c)
+        for b, limit, c in found
+        if (b is not None and b < least) or (limit is not None and limit > most)
+    ]
     bad.sort(key=lambda x: (x[0] if x[0] is not None else 9.0, -(x[1] or 0)))
     lines = []
     for b, limit, c in bad:
         best = f"{peers(c)[0]} / ours {number(b)}" if peers(c) else "no peer"
-        lines.append(f"{label(c)}: {best}, ours / limit {number(limit)}, ours / plain {number(ratio(c, 'pslayers', 'plain'))}")
+        lines.append(
+            f"{label(c)}: {best}, ours / limit {number(limit)}, ours / plain"
+            f" {number(ratio(c, 'pslayers', 'plain'))}"
+        )
     return lines

@@ -1,4 +1,6 @@
-"""Time: the engines take turns, round after round, so that whatever else the machine does meets all of them alike."""
+"""Time: the engines take turns, round after round, so that whatever else the machine does meets all of them
+alike.
+"""
 
 import contextlib
 import copy
@@ -23,7 +25,8 @@ class Effort:
     least_rounds: int = 5
     turn: float = 0.05  # seconds: a turn has as many steps as fit, at least one
     cell: float = 60.0  # seconds: fewer rounds, but not fewer than the least, where all turns take longer
-    patience: float = 4.0  # after two rounds a peer so many times slower than the best has lost; after one: three times so many
+    # after two rounds a peer so many times slower than the best has lost; after one: three times so many
+    patience: float = 4.0
 
 
 def timed(engine: Engine, problem: Problem, steps: int) -> float:
@@ -59,9 +62,15 @@ def quiet_collector() -> Iterator[None]:
 
 
 def interleaved(
-    kinds: list[type[Engine]], problem: Problem, autocast: torch.dtype | None, effort: Effort, tick: Callable[[str], object]
+    kinds: list[type[Engine]],
+    problem: Problem,
+    autocast: torch.dtype | None,
+    effort: Effort,
+    tick: Callable[[str], object],
 ) -> dict[str, list[float]]:
-    """{engine: seconds a step, for each round}. An engine's memory is freed at the end of its turn, and warm again when timed."""
+    """{engine: seconds a step, for each round}. An engine's memory is freed at the end of its turn, and warm
+    again when timed.
+    """
     engines = {k.name: k(copy.deepcopy(problem.model), problem.loss, autocast) for k in kinds}
     peers = {k.name for k in kinds if k.peer}
     times: dict[str, list[float]] = {name: [] for name in engines}
@@ -82,7 +91,8 @@ def interleaved(
                 for name in [p for p in peers if p in engines and median(times[p]) > patience * best]:
                     del engines[name]
             order = list(engines.items())
-            for name, engine in order[n % len(order) :] + order[: n % len(order)]:  # nobody always follows the same engine
+            # nobody always follows the same engine
+            for name, engine in order[n % len(order) :] + order[: n % len(order)]:
                 tick(f"{name}, round {n + 1} of {rounds}")
                 times[name].append(timed(engine, problem, steps[name]))
                 engine.release()

@@ -1,13 +1,16 @@
-"""Train a classifier of digits with differential privacy: pslayers' gradients, Opacus' sampling, clipping, noise and accounting.
+"""Train a classifier of digits with differential privacy: pslayers' gradients, Opacus' sampling, clipping,
+noise and accounting.
 
-DP-SGD (Abadi et al. 2016, arXiv:1607.00133) clips the gradient of each sample, adds Gaussian noise to their sum, and draws batches
-by Poisson sampling; then no single scan can change the trained model by much, and (epsilon, delta) says how much. Opacus does all
-that as soon as parameters have a `grad_sample`, and with ``grad_sample_mode="no_op"`` it leaves these to us:
+DP-SGD (Abadi et al. 2016, arXiv:1607.00133) clips the gradient of each sample, adds Gaussian noise to their
+sum, and draws batches by Poisson sampling; then no single scan can change the trained model by much, and
+(epsilon, delta) says how much. Opacus does all that as soon as parameters have a `grad_sample`, and with
+``grad_sample_mode="no_op"`` it leaves these to us:
 
     ps.convert_model(model)
     model, optimizer, loader = PrivacyEngine().make_private_with_epsilon(..., grad_sample_mode="no_op")
 
-The training loop stays as it is. The data: scikit-learn's digits (1,797 real 8x8 scans), 400 of them held out.
+The training loop stays as it is. The data: scikit-learn's digits (1,797 real 8x8 scans), 400 of them held
+out.
 
 Run it (half a minute on one core), and see ``--help`` for the options:
 
@@ -16,9 +19,10 @@ Run it (half a minute on one core), and see ``--help`` for the options:
 
 It prints the accuracy on held-out scans with and without privacy, by the epsilon that was spent.
 
-What was found (mean and standard deviation of seeds 10 to 12; learning rates and batch size were chosen on seeds 0 and 1, and that
-choice is not in the epsilon): 98.2 ± 0.6 % without privacy, 95.7 ± 0.5 % with epsilon 8, 92.7 ± 0.3 % with 3, 60.5 ± 5.0 % with 1.
-1,397 scans are few: the noise that hides one of them is large beside what they say together.
+What was found (mean and standard deviation of seeds 10 to 12; learning rates and batch size were chosen on
+seeds 0 and 1, and that choice is not in the epsilon): 98.2 ± 0.6 % without privacy, 95.7 ± 0.5 % with epsilon
+8, 92.7 ± 0.3 % with 3, 60.5 ± 5.0 % with 1. 1,397 scans are few: the noise that hides one of them is large
+beside what they say together.
 """
 
 import argparse
@@ -68,7 +72,9 @@ def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train(epsilon: float | None, epochs: int, seed: int, tick: Callable[[], object]) -> tuple[float, float]:
-    """Train one network; returns the epsilon that was spent (inf: no privacy) and the accuracy on held-out scans."""
+    """Train one network; returns the epsilon that was spent (inf: no privacy) and the accuracy on held-out
+    scans.
+    """
     torch.manual_seed(seed)
     x, y, x_held, y_held = load()
     model: nn.Module = network()
@@ -102,18 +108,25 @@ def train(epsilon: float | None, epochs: int, seed: int, tick: Callable[[], obje
 
 def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     """Train with and without privacy, print the table; returns what was printed."""
-    parser = argparse.ArgumentParser(description="Private training on the digits with Opacus' accountant and pslayers' gradients.")
-    parser.add_argument("--epsilon", type=float, nargs="+", default=[1.0, 3.0, 8.0], help="privacy budgets (default 1 3 8)")
+    parser = argparse.ArgumentParser(
+        description="Private training on the digits with Opacus' accountant and pslayers' gradients."
+    )
+    parser.add_argument(
+        "--epsilon", type=float, nargs="+", default=[1.0, 3.0, 8.0], help="privacy budgets (default 1 3 8)"
+    )
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training set (default 30)")
     parser.add_argument("--seed", type=int, default=10, help="the first repetition's seed (default 10)")
-    parser.add_argument("--seeds", type=int, default=3, help="repetitions, each with the next seed (default 3)")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="repetitions, each with the next seed (default 3)"
+    )
     parser.add_argument("--quick", action="store_true", help="one repetition of 4 epochs")
     options = parser.parse_args(argv)
     if options.quick:
         options.epochs, options.seeds = 4, 1
     if min(options.epsilon) <= 0 or options.epochs < 1 or options.seeds < 1:
         parser.error("--epsilon must be above 0, --epochs and --seeds at least 1")
-    warnings.filterwarnings("ignore", message="Secure RNG turned off")  # for a release: PrivacyEngine(secure_mode=True)
+    # for a release: PrivacyEngine(secure_mode=True)
+    warnings.filterwarnings("ignore", message="Secure RNG turned off")
     warnings.filterwarnings("ignore", message="Optimal order is the largest alpha")
 
     found: dict[str, dict[str, float]] = {}
@@ -121,7 +134,9 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     for head in ("epsilon spent", "accuracy, %"):
         table.add_column(head, justify="right")
     budgets = [*options.epsilon, None]
-    with tqdm(total=len(budgets) * options.seeds * options.epochs, unit="epoch", desc="training", mininterval=0.5) as bar:
+    with tqdm(
+        total=len(budgets) * options.seeds * options.epochs, unit="epoch", desc="training", mininterval=0.5
+    ) as bar:
         for budget in budgets:
             runs = [train(budget, options.epochs, options.seed + i, bar.update) for i in range(options.seeds)]
             spent, accuracy = runs[0][0], 100 * torch.tensor([a for _, a in runs])

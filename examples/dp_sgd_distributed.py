@@ -1,16 +1,18 @@
 """Differentially private training over several processes, whose result is that of one process, to rounding.
 
-DP-SGD clips the gradient of each sample, sums, and adds Gaussian noise of one scale to the sum; batches are drawn by Poisson
-sampling. Over several processes that stays the same algorithm only if
+DP-SGD clips the gradient of each sample, sums, and adds Gaussian noise of one scale to the sum; batches are
+drawn by Poisson sampling. Over several processes that stays the same algorithm only if
 
-- each sample is in a step's batch or not by its own coin, whichever process holds it; then a process's part may be empty;
+- each sample is in a step's batch or not by its own coin, whichever process holds it; then a process's part
+  may be empty;
 - noise is added once to the sum over all processes, not once by each;
 - the sum is divided by the *expected* batch size, not by how many samples there were.
 
-Here each process holds its share of the data. Coins and noise come from generators that all processes seed alike; each takes the
-coins of its own samples, and process 0 alone adds the noise to its part of the sum before the parts are summed. (Generators that
-all know are for showing that the results are equal: keep the seed secret, and use a cryptographic generator, to publish a model.)
-Nobody but this loop sends gradients: DistributedDataParallel would send the sums of unclipped ones, which nobody needs.
+Here each process holds its share of the data. Coins and noise come from generators that all processes seed
+alike; each takes the coins of its own samples, and process 0 alone adds the noise to its part of the sum
+before the parts are summed. (Generators that all know are for showing that the results are equal: keep the
+seed secret, and use a cryptographic generator, to publish a model.) Nobody but this loop sends gradients:
+DistributedDataParallel would send the sums of unclipped ones, which nobody needs.
 
 Run it (seconds), and see ``--help`` for the options:
 
@@ -47,7 +49,9 @@ HELD_OUT, DELTA, CLIP, LR = 400, 1e-4, 1.0, 0.5
 
 
 def network() -> nn.Sequential:
-    """A small convolutional network; in double precision, so that rounding is far below what a mistake would do."""
+    """A small convolutional network; in double precision, so that rounding is far below what a mistake would
+    do.
+    """
     return nn.Sequential(
         nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(), nn.MaxPool2d(2),  # (B, 8, 4, 4)
         nn.Conv2d(8, 16, 3, padding=1), nn.GroupNorm(2, 16), nn.Tanh(), nn.MaxPool2d(2),  # (B, 16, 2, 2)
@@ -66,14 +70,18 @@ def load(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def clipped_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The sum of the samples' gradients, each scaled down to norm CLIP where it is longer, as one vector; zeros for no sample."""
+    """The sum of the samples' gradients, each scaled down to norm CLIP where it is longer, as one vector;
+    zeros for no sample.
+    """
     rows = ps.per_sample_grads(model, lambda out, y: F.cross_entropy(out, y, reduction="none"), x, y)
     grads = torch.cat([g.flatten(1) for g in rows.values()], 1)  # (B, P)
     return (CLIP / grads.square().sum(1).sqrt().clamp(min=CLIP)) @ grads  # (P,)
 
 
 def train(options: argparse.Namespace, rank: int, world: int) -> tuple[nn.Module, list[int]]:
-    """Train on this process's share of the data, together with the others; also returns the sizes of its batches."""
+    """Train on this process's share of the data, together with the others; also returns the sizes of its
+    batches.
+    """
     torch.manual_seed(options.seed)
     model = ps.convert_model(network())
     x, y, _, _ = load(options.seed)
@@ -104,11 +112,19 @@ def epsilon_of(options: argparse.Namespace, samples: int) -> float:
 
 def main(argv: list[str] | None = None) -> float:
     """Train over all processes, and in process 0 alone; returns how far the results are apart."""
-    parser = argparse.ArgumentParser(description="DP-SGD over several processes, equal to one process. Run it under torchrun.")
+    parser = argparse.ArgumentParser(
+        description="DP-SGD over several processes, equal to one process. Run it under torchrun."
+    )
     parser.add_argument("--steps", type=int, default=200, help="steps of training (default 200)")
-    parser.add_argument("--batch", type=int, default=128, help="the expected batch size over all processes (default 128)")
-    parser.add_argument("--noise", type=float, default=1.5, help="noise, in multiples of the clipping norm (default 1.5)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, split, coins and noise (default 0)")
+    parser.add_argument(
+        "--batch", type=int, default=128, help="the expected batch size over all processes (default 128)"
+    )
+    parser.add_argument(
+        "--noise", type=float, default=1.5, help="noise, in multiples of the clipping norm (default 1.5)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of weights, split, coins and noise (default 0)"
+    )
     options = parser.parse_args(argv)
     if options.steps < 1 or not 1 <= options.batch <= 1397 or options.noise <= 0:
         parser.error("--steps must be at least 1, --batch in 1..1397, --noise above 0")
@@ -124,14 +140,18 @@ def main(argv: list[str] | None = None) -> float:
         dist.all_reduce(empty)
     if rank == 0:
         alone, _ = train(options, 0, 1)
-        apart = max(float((p - q).detach().abs().max()) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+        apart = max(
+            float((p - q).detach().abs().max())
+            for p, q in zip(model.parameters(), alone.parameters(), strict=True)
+        )
         x, _, x_held, y_held = load(options.seed)
         with torch.no_grad():
             accuracy = (model(x_held).argmax(1) == y_held).double().mean().item()
         print(
-            f"{world} process{'es' * (world > 1)}, {options.steps} steps: epsilon {epsilon_of(options, len(x)):.2f} at delta "
-            f"{DELTA:g}, accuracy on held-out digits {accuracy:.1%}; {int(empty)} of {world * options.steps} parts of batches were "
-            f"empty.\nThe weights differ from those of one process by {apart:.0e} at most."
+            f"{world} process{'es' * (world > 1)}, {options.steps} steps: epsilon"
+            f" {epsilon_of(options, len(x)):.2f} at delta {DELTA:g}, accuracy on held-out digits"
+            f" {accuracy:.1%}; {int(empty)} of {world * options.steps} parts of batches were empty.\nThe"
+            f" weights differ from those of one process by {apart:.0e} at most."
         )
     if world > 1:
         dist.barrier()

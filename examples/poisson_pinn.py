@@ -1,18 +1,21 @@
-"""Solve a Poisson problem with a neural network, by Gauss-Newton steps on per-sample gradients of the residuals.
+"""Solve a Poisson problem with a neural network, by Gauss-Newton steps on per-sample gradients of the
+residuals.
 
-A physics-informed network u (Raissi et al. 2019) is to fulfil  -laplace u = f  inside the unit square and  u = 0  on its boundary;
-with f = 2 pi^2 sin(pi x) sin(pi y) the solution is known: u = sin(pi x) sin(pi y). At each point the network leaves a residual
-r_i, and training makes the sum of their squares small. Such losses are badly conditioned: Adam takes thousands of steps to an
-error below a percent. With the gradient of *each* residual, the Jacobian J (points x weights), a step can solve the
-least-squares problem
+A physics-informed network u (Raissi et al. 2019) is to fulfil  -laplace u = f  inside the unit square and  u
+= 0  on its boundary; with f = 2 pi^2 sin(pi x) sin(pi y) the solution is known: u = sin(pi x) sin(pi y). At
+each point the network leaves a residual r_i, and training makes the sum of their squares small. Such losses
+are badly conditioned: Adam takes thousands of steps to an error below a percent. With the gradient of *each*
+residual, the Jacobian J (points x weights), a step can solve the least-squares problem
 
     (J^T J + damping) step = J^T r
 
-instead: Gauss-Newton with damping, as Levenberg and Marquardt have it. (Energy natural gradients, Mueller & Zeinhofer 2023,
-arXiv:2302.13163, take the same step with another inner product, and find the same jump in accuracy.)
+instead: Gauss-Newton with damping, as Levenberg and Marquardt have it. (Energy natural gradients, Mueller &
+Zeinhofer 2023, arXiv:2302.13163, take the same step with another inner product, and find the same jump in
+accuracy.)
 
-A row of J is a per-sample gradient of a loss that holds second derivatives of the network with respect to its input. With pslayers
-that is ``ps.per_sample_grads(model, residual, points)``, and no word about second derivatives.
+A row of J is a per-sample gradient of a loss that holds second derivatives of the network with respect to its
+input. With pslayers that is ``ps.per_sample_grads(model, residual, points)``, and no word about second
+derivatives.
 
 Run it (half a minute on one core), and see ``--help`` for the options:
 
@@ -21,9 +24,10 @@ Run it (half a minute on one core), and see ``--help`` for the options:
 
 It prints the error of both against the exact solution, given the same time, and draws where they err.
 
-What was found (relative L2 errors, seeds 0 and 1, 10 seconds for each method on one core): Gauss-Newton 3e-5 and 2e-5; Adam between
-2e-3 and 2e-2, over first learning rates from 5e-3 to 5e-2. The network is small: a step solves a system in all its 697 weights.
-With many more, solve the one in the points instead, (J J^T + damping), which needs the same rows.
+What was found (relative L2 errors, seeds 0 and 1, 10 seconds for each method on one core): Gauss-Newton 3e-5
+and 2e-5; Adam between 2e-3 and 2e-2, over first learning rates from 5e-3 to 5e-2. The network is small: a
+step solves a system in all its 697 weights. With many more, solve the one in the points instead, (J J^T +
+damping), which needs the same rows.
 """
 
 import argparse
@@ -50,13 +54,18 @@ from torch import Tensor, nn
 
 import pslayers as ps
 
-INSIDE, EDGE, WEIGHT = 400, 100, 10.0  # points inside and on the boundary; how much a residual of the boundary counts
+# points inside and on the boundary; how much a residual of the boundary counts
+INSIDE, EDGE, WEIGHT = 400, 100, 10.0
 Curve = list[tuple[float, float]]  # (seconds, error)
 
 
 def network(width: int = 24) -> nn.Sequential:
-    """697 parameters at the default width, in double precision: the errors get smaller than single precision resolves."""
-    layers = nn.Sequential(nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+    """697 parameters at the default width, in double precision: the errors get smaller than single precision
+    resolves.
+    """
+    layers = nn.Sequential(
+        nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
+    )
     return layers.double()
 
 
@@ -81,7 +90,9 @@ def edge(n: int) -> Tensor:
 def laplacian(u: Tensor, x: Tensor) -> Tensor:
     """The sum of second derivatives of u (B, 1) at x (B, 2), one for each point, (B,)."""
     (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-    second = [torch.autograd.grad(slope[:, d].sum(), x, create_graph=True)[0][:, d] for d in range(x.shape[1])]
+    second = [
+        torch.autograd.grad(slope[:, d].sum(), x, create_graph=True)[0][:, d] for d in range(x.shape[1])
+    ]
     return torch.stack(second).sum(0)
 
 
@@ -188,11 +199,15 @@ def picture(path: Path, models: dict[str, nn.Module], curves: dict[str, Curve]) 
 
 def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     """Train both, print their errors, draw; returns what was printed."""
-    parser = argparse.ArgumentParser(description="A Poisson problem by a physics-informed network: Gauss-Newton against Adam.")
+    parser = argparse.ArgumentParser(
+        description="A Poisson problem by a physics-informed network: Gauss-Newton against Adam."
+    )
     parser.add_argument("--steps", type=int, default=300, help="Gauss-Newton steps (default 300)")
     parser.add_argument("--lr", type=float, default=3e-2, help="Adam's first learning rate (default 3e-2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and points (default 0)")
-    parser.add_argument("--output", type=Path, default=Path("poisson_pinn.png"), help="where the picture goes")
+    parser.add_argument(
+        "--output", type=Path, default=Path("poisson_pinn.png"), help="where the picture goes"
+    )
     parser.add_argument("--quick", action="store_true", help="15 steps")
     options = parser.parse_args(argv)
     if options.steps < 1 or options.lr <= 0:
@@ -207,9 +222,16 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
         curves = {"Gauss-Newton": gauss_newton(models["Gauss-Newton"], steps, bar.update)}
     seconds = curves["Gauss-Newton"][-1][0]
     with tqdm(total=seconds, desc="Adam", bar_format="{l_bar}{bar}| {n:.1f}/{total:.1f} s") as bar:
-        curves["Adam"] = adam(models["Adam"], seconds, options.lr, lambda passed: bar.update(min(passed, seconds - bar.n)))
+        curves["Adam"] = adam(
+            models["Adam"], seconds, options.lr, lambda passed: bar.update(min(passed, seconds - bar.n))
+        )
 
-    table = Table("method", "relative L2 error", "seconds", title="Poisson problem on the unit square, from the same first weights")
+    table = Table(
+        "method",
+        "relative L2 error",
+        "seconds",
+        title="Poisson problem on the unit square, from the same first weights",
+    )
     found = {}
     for name, curve in curves.items():
         found[name] = {"error": curve[-1][1], "seconds": curve[-1][0]}

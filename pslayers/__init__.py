@@ -1,4 +1,6 @@
-"""Per-sample gradients for PyTorch: the weight, un-shared. See README.md, or ``help(pslayers.convert_model)``."""
+"""Per-sample gradients for PyTorch: the weight, un-shared. See README.md, or
+``help(pslayers.convert_model)``.
+"""
 
 from . import torch_api  # noqa: F401  # isort: skip  # first: it says so where torch is too old
 

@@ -1,4 +1,6 @@
-"""check_layer and check_model: prove on given inputs that every per-sample gradient is right, or name what is not."""
+"""check_layer and check_model: prove on given inputs that every per-sample gradient is right, or name what is
+not.
+"""
 
 import copy
 from collections.abc import Callable
@@ -20,10 +22,11 @@ from .modules.converted import Converted
 
 @dataclass
 class Check:
-    """The answer of a check: true where everything is right; printed, it says what is wrong, and what was not checked.
+    """The answer of a check: true where everything is right; printed, it says what is wrong, and what was not
+    checked.
 
-    ``problems`` name the parameter, the row and the error, or the samples that interact and the batch in which they do;
-    ``notes`` say what could not be checked.
+    ``problems`` name the parameter, the row and the error, or the samples that interact and the batch in
+    which they do; ``notes`` say what could not be checked.
     """
 
     samples: int
@@ -66,43 +69,49 @@ def check_model(
     seed: int = 0,
     **keywords: Any,
 ) -> Check:
-    """Prove on these inputs that every per-sample gradient of `model` is right, or name what is not: in it, or in your loss.
+    """Prove on these inputs that every per-sample gradient of `model` is right, or name what is not: in it,
+    or in your loss.
 
-    Give the call as you train with it: the batch, the loss, the targets. On copies of the model (`model` itself, its ``.grad``
-    and the random generators stay as they are) it is checked that
+    Give the call as you train with it: the batch, the loss, the targets. On copies of the model (`model`
+    itself, its ``.grad`` and the random generators stay as they are) it is checked that
 
     1. outputs, loss and summed gradients are those of the original layers;
-    2. each row is the gradient that the original layers give for that sample's loss (a loop over samples). Of losses (B,), each
-       is back-propagated by itself, too: no other sample's row may be touched;
-    3. samples do not interact, also where autograd does not see it: what a sample gives alone it must give in every batch, of
-       other sizes, in another order, each sample twice, among samples whose values, ids or lengths are changed;
-    4. a loss that is one number is the mean of its samples' losses (or their sum, with ``loss_reduction="sum"``), as the rows of
-       a mean (a sum) are told from it. If it is not, the answer says what it is instead, and the way out.
+    2. each row is the gradient that the original layers give for that sample's loss (a loop over samples). Of
+       losses (B,), each is back-propagated by itself, too: no other sample's row may be touched;
+    3. samples do not interact, also where autograd does not see it: what a sample gives alone it must give in
+       every batch, of other sizes, in another order, each sample twice, among samples whose values, ids or
+       lengths are changed;
+    4. a loss that is one number is the mean of its samples' losses (or their sum, with
+       ``loss_reduction="sum"``), as the rows of a mean (a sum) are told from it. If it is not, the answer
+       says what it is instead, and the way out.
 
-    Random layers (dropout) see the same random numbers each time. What compares a sample alone with its batch is done without
-    them, and the answer says so. Give three samples or more, that differ in length where yours do, and as many as no other dim is
-    long: then it is plain which dim holds them.
+    Random layers (dropout) see the same random numbers each time. What compares a sample alone with its batch
+    is done without them, and the answer says so. Give three samples or more, that differ in length where
+    yours do, and as many as no other dim is long: then it is plain which dim holds them.
 
     Args:
         model: any model, converted (then with its ``loss_reduction``) or not.
-        inputs: what the model is called with (`keywords` too; one that is called like an option here goes into a closure). Tensors
-            that have a row for each sample in their batch dim are split; others are the same for all samples.
-        loss_fn: ``loss_fn(output)``, or ``loss_fn(output, targets)``: the losses of the samples (B,), or the one loss that you
-            train with. For a model that returns its own loss: ``lambda output: output.loss``. By default a fixed projection of
-            everything floating in the output.
-        targets: what `loss_fn` takes beside the output: a tensor, or a structure of tensors, with a row for each sample.
-        closure: in the place of both, where a step is more than ``loss_fn(model(*inputs), targets)``: ``closure(model, *inputs,
-            **keywords)`` returns the loss or the losses. Targets are then among the inputs.
+        inputs: what the model is called with (`keywords` too; one that is called like an option here goes
+            into a closure). Tensors that have a row for each sample in their batch dim are split; others are
+            the same for all samples.
+        loss_fn: ``loss_fn(output)``, or ``loss_fn(output, targets)``: the losses of the samples (B,), or the
+            one loss that you train with. For a model that returns its own loss: ``lambda output:
+            output.loss``. By default a fixed projection of everything floating in the output.
+        targets: what `loss_fn` takes beside the output: a tensor, or a structure of tensors, with a row for
+            each sample.
+        closure: in the place of both, where a step is more than ``loss_fn(model(*inputs), targets)``:
+            ``closure(model, *inputs, **keywords)`` returns the loss or the losses. Targets are then among the
+            inputs.
         dtype: the copies', the inputs' and the targets' floating dtype; None leaves them as they are.
-        tolerance: the error allowed, relative to the largest value of the parameter's gradients; by default by the lowest
-            precision that the model computes in.
+        tolerance: the error allowed, relative to the largest value of the parameter's gradients; by default
+            by the lowest precision that the model computes in.
         seed: of random layers, and of the projection.
 
     Raises:
         ConversionError: the model cannot be converted.
         TypeError: `loss_fn` or `closure` cannot be called so, or does not return a tensor.
-        ValueError: the batch size is unknown, an output has no batch dim, the loss has another shape than () or (B,), no target
-            has a row for each sample, or options exclude one another.
+        ValueError: the batch size is unknown, an output has no batch dim, the loss has another shape than ()
+            or (B,), no target has a row for each sample, or options exclude one another.
 
     Example:
         >>> import torch, pslayers as ps
@@ -124,7 +133,9 @@ def check_model(
     if not any(isinstance(m, Converted) for m in twin.modules()):
         convert_model(twin)
     if not isinstance(twin, Converted):
-        raise ValueError(f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model.")
+        raise ValueError(
+            f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model."
+        )
     if local.explicit is None and next(tensors_in((inputs, keywords)), None) is None:
         raise ValueError("check_model was given no tensor, so the batch size is unknown.")
     if dtype is not None:

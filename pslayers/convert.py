@@ -1,4 +1,6 @@
-"""convert_model and restore_model: swapping the classes of a model's modules, all or nothing, and the report of it."""
+"""convert_model and restore_model: swapping the classes of a model's modules, all or nothing, and the report
+of it.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ ON_UNSUPPORTED = ("general", "error", "skip", "freeze")
 
 
 class ConversionError(ValueError):
-    """A model that cannot be converted as it is; the message lists every module at fault. The model is untouched."""
+    """A model that cannot be converted as it is; the message lists every module at fault. The model is
+    untouched.
+    """
 
 
 def convert_model(
@@ -42,36 +46,42 @@ def convert_model(
     on_unsupported: str = "general",
     example: Any = None,
 ) -> M:
-    """Give every parameter of `model` a per-sample gradient, ``p.grad_sample`` of shape ``(B, *p.shape)``, after a backward pass.
+    """Give every parameter of `model` a per-sample gradient, ``p.grad_sample`` of shape ``(B, *p.shape)``,
+    after a backward pass.
 
-    The conversion is in place, by swapping the class of each module: parameters, their names, hooks, optimizers and state_dict
-    stay what they are, and ``.grad`` is what plain training gives. It is idempotent, and `restore_model` undoes it.
+    The conversion is in place, by swapping the class of each module: parameters, their names, hooks,
+    optimizers and state_dict stay what they are, and ``.grad`` is what plain training gives. It is
+    idempotent, and `restore_model` undoes it.
 
     Args:
         model: any module, the root included.
         loss_reduction: how the loss reduces over the batch, "mean" (``grad_sample.mean(0) == grad``) or "sum"
-            (``grad_sample.sum(0) == grad``). A mean that is not over samples (class weights, ignore_index) is neither: use "sum"
-            with a sum of per-sample losses.
-        batch_first: whether the batch is in dim 0 of the first tensor that the model is called with, else in dim 1.
-        on_unsupported: what to do about trainable parameters in a module without a replacement: "general" runs the module with
-            per-sample parameters, as it is, under vmap or in a loop over samples, whichever is proved right first, "error" lists
-            them all, "skip" leaves them without per-sample gradients, "freeze" sets requires_grad to False.
-        example: an example batch (a tensor, a tuple of positional or a dict of keyword arguments): the model runs on it a few
-            times, to track which rows of each layer's input belong to which sample. Otherwise that is done at the first call
-            whose shapes leave it open.
+            (``grad_sample.sum(0) == grad``). A mean that is not over samples (class weights, ignore_index) is
+            neither: use "sum" with a sum of per-sample losses.
+        batch_first: whether the batch is in dim 0 of the first tensor that the model is called with, else in
+            dim 1.
+        on_unsupported: what to do about trainable parameters in a module without a replacement: "general"
+            runs the module with per-sample parameters, as it is, under vmap or in a loop over samples,
+            whichever is proved right first, "error" lists them all, "skip" leaves them without per-sample
+            gradients, "freeze" sets requires_grad to False.
+        example: an example batch (a tensor, a tuple of positional or a dict of keyword arguments): the model
+            runs on it a few times, to track which rows of each layer's input belong to which sample.
+            Otherwise that is done at the first call whose shapes leave it open.
 
     Returns:
         `model` itself.
 
     Raises:
-        ConversionError: something in the model cannot be converted; every such module is listed, and nothing has changed.
+        ConversionError: something in the model cannot be converted; every such module is listed, and nothing
+            has changed.
         TypeError: `model` is no module.
         ValueError: an option is not one of those above.
 
     Example:
         >>> import torch, pslayers as ps
-        >>> model = ps.convert_model(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)))
-        >>> torch.nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.tensor([0, 1, 1, 0, 1])).backward()
+        >>> from torch import nn
+        >>> model = ps.convert_model(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)))
+        >>> nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.tensor([0, 1, 1, 0, 1])).backward()
         >>> model[0].weight.grad_sample.shape
         torch.Size([5, 3, 4])
     """
@@ -82,7 +92,10 @@ def convert_model(
     rows = _plan(model, on_unsupported)
     partial = on_unsupported == "skip"
     settings = Settings(loss_reduction, bool(batch_first), partial=partial, on_unsupported=on_unsupported)
-    before = [(row.module, type(row.module), {k: row.module.__dict__.get(k) for k in ("_ps", "forward")}) for row in rows]
+    before = [
+        (row.module, type(row.module), {k: row.module.__dict__.get(k) for k in ("_ps", "forward")})
+        for row in rows
+    ]
     fresh = [p for p in model.parameters() if "grad_sample" not in p.__dict__]
     frozen: list[nn.Parameter] = []
     try:
@@ -119,7 +132,8 @@ def _swap(row: Row, settings: Settings) -> None:
         row.module.__class__ = row.target
     except TypeError as error:  # a class with an object layout of its own
         raise ConversionError(
-            f"`{row.path or row.original.__name__}` ({row.original.__name__}) cannot change its class: {error}."
+            f"`{row.path or row.original.__name__}` ({row.original.__name__}) cannot change its class:"
+            f" {error}."
         ) from error
     assert isinstance(row.module, Converted)
     earlier = row.module.__dict__.get("_ps")
@@ -133,7 +147,9 @@ def _swap(row: Row, settings: Settings) -> None:
 
 
 def _adopt(model: Any) -> None:
-    """Convert what has been put into a converted model, and prove all of it anew; ConversionError where that cannot be."""
+    """Convert what has been put into a converted model, and prove all of it anew; ConversionError where that
+    cannot be.
+    """
     state = model._ps_state()
     settings: Settings = state.settings
     rows = _plan(model, settings.on_unsupported)
@@ -155,13 +171,16 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     size = model._ps_batch_size(args, kwargs)
     if size is None or size < 2 or not isinstance(model, PSContainer):  # one sample tells nothing
         return
-    before = [(p, p.detach().clone(), p._version) for p in model.parameters()]  # a forward may write to them (max_norm)
+    # a forward may write to them (max_norm)
+    before = [(p, p.detach().clone(), p._version) for p in model.parameters()]
     with trial(model):
         try:
             kind = model._ps_kind(model._ps_sizes(args, kwargs), size)
             model._ps_learn(PSContainer._ps_run, args, kwargs, size, kind)
         except ValueError as error:
-            raise ConversionError(f"{type(model).__name__} cannot be converted, and has not been changed: {error}") from error
+            raise ConversionError(
+                f"{type(model).__name__} cannot be converted, and has not been changed: {error}"
+            ) from error
         finally:
             with torch.no_grad():
                 for param, value, version in before:
@@ -178,7 +197,9 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @functools.cache
 def _clear_with_optimizers() -> None:
-    """Let every optimizer's zero_grad clear `grad_sample` too. Torch has no hook for it, so its method is wrapped, once."""
+    """Let every optimizer's zero_grad clear `grad_sample` too. Torch has no hook for it, so its method is
+    wrapped, once.
+    """
     original = torch.optim.Optimizer.zero_grad
 
     @functools.wraps(original)
@@ -193,9 +214,11 @@ def _clear_with_optimizers() -> None:
 
 
 def restore_model(model: M) -> M:
-    """Undo `convert_model`: the original classes again, and nothing left on modules or parameters. Returns `model`.
+    """Undo `convert_model`: the original classes again, and nothing left on modules or parameters. Returns
+    `model`.
 
-    Layers that were built as PS layers (``ps.PSLinear(3, 2)``) become torch's own; a PS layer that replaces none stays.
+    Layers that were built as PS layers (``ps.PSLinear(3, 2)``) become torch's own; a PS layer that replaces
+    none stays.
     """
     for module in model.modules():
         if isinstance(module, Converted):
@@ -214,7 +237,9 @@ def settings_of(model: nn.Module) -> list[Settings]:
     """The settings that the converted modules of `model` go by (one, unless parts were converted apart)."""
     found = (model._ps_inventory() if isinstance(model, Converted) else Inventory(model, "", 0)).settings
     if not found:
-        raise ValueError(f"{type(model).__name__} has no converted module: call ps.convert_model(model) first.")
+        raise ValueError(
+            f"{type(model).__name__} has no converted module: call ps.convert_model(model) first."
+        )
     return list(found)
 
 
@@ -223,7 +248,7 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}.")
 
 
-# ---------------------------------------------------------------------------------------------------------------- the plan
+# --------------------------------------------------------------------------------------------------- the plan
 def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
     """What to do with each module; raises before anything is changed."""
     rows: list[Row] = []
@@ -245,21 +270,31 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
             row = Row(path, module, original_class(cls), None)
             if not callable_module(module) and path:
                 continue  # what it holds is its caller's
-            general = on_unsupported == "general" and callable_module(module) and (path in whole or bool(row.trainable))
+            general = (
+                on_unsupported == "general"
+                and callable_module(module)
+                and (path in whole or bool(row.trainable))
+            )
             if general or _calls_layers(module, on_unsupported == "general"):
                 row = replace(row, target=container_class(row.original), general=general)
             if row.trainable:
                 names = ", ".join(n for n, p in own_parameters(module) if p.requires_grad)
-                unsupported.append(f"{name} {why or _no_replacement(cls)}; its trainable parameters: {names}.")
+                unsupported.append(
+                    f"{name} {why or _no_replacement(cls)}; its trainable parameters: {names}."
+                )
                 if on_unsupported == "general" and not callable_module(module):
-                    refused.append(f"{name} holds parameters of its own ({names}) but has no forward: convert what uses them.")
+                    refused.append(
+                        f"{name} holds parameters of its own ({names}) but has no forward: convert what uses"
+                        " them."
+                    )
             if row.trainable or row.target is not None:
                 rows.append(row)
     problems = refused + (unsupported if on_unsupported == "error" else [])
     if problems:
         way_out = (
-            "\nWrite a layer for it (class PSName(ps.PSLayer, Name, replaces=Name)), or choose on_unsupported='general' (run it "
-            "with per-sample parameters, the default), 'skip' (no per-sample gradients there) or 'freeze' (no gradients there)."
+            "\nWrite a layer for it (class PSName(ps.PSLayer, Name, replaces=Name)), or choose"
+            " on_unsupported='general' (run it with per-sample parameters, the default), 'skip' (no"
+            " per-sample gradients there) or 'freeze' (no gradients there)."
         )
         raise ConversionError(
             f"{type(model).__name__} cannot be converted, and has not been changed:\n- "
@@ -268,9 +303,8 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
         )
     if not any(row.recorded for row in rows):
         raise ConversionError(
-            f"{type(model).__name__} holds no module that has a replacement, so there is nothing to convert. These have one: "
-            + ", ".join(sorted(c.__name__ for c in REGISTRY))
-            + "."
+            f"{type(model).__name__} holds no module that has a replacement, so there is nothing to convert."
+            " These have one: " + ", ".join(sorted(c.__name__ for c in REGISTRY)) + "."
         )
     return rows
 
@@ -282,27 +316,42 @@ def _refusal(module: nn.Module) -> str | None:
         and not isinstance(module, PSLayer)
         and (type(module).__bases__[1] in REGISTRY or any(p.requires_grad for p in module.parameters(False)))
     ):
-        return "is sharded already (fully_shard): convert the model before its layers are sharded by themselves"
+        return (
+            "is sharded already (fully_shard): convert the model before its layers are sharded by themselves"
+        )
     if isinstance(module, torch.jit.ScriptModule):
-        return "is compiled by TorchScript, so its layers cannot be replaced: convert the model before scripting it"
+        return (
+            "is compiled by TorchScript, so its layers cannot be replaced: convert the model before"
+            " scripting it"
+        )
     if torch_api.is_compiled(module):
-        return "is what torch.compile returned: convert the model first, then compile it, torch.compile(ps.convert_model(model))"
+        return (
+            "is what torch.compile returned: convert the model first, then compile it,"
+            " torch.compile(ps.convert_model(model))"
+        )
     if any(
-        isinstance(t, (UninitializedParameter, UninitializedBuffer)) for t in (*module.parameters(False), *module.buffers(False))
+        isinstance(t, (UninitializedParameter, UninitializedBuffer))
+        for t in (*module.parameters(False), *module.buffers(False))
     ):
         return "is lazy and has not seen an input yet: run one batch through the model first"
-    if "forward" in module.__dict__ and _own_method(module) is None and any(True for _ in module.parameters()):
+    if (
+        "forward" in module.__dict__
+        and _own_method(module) is None
+        and any(True for _ in module.parameters())
+    ):
         return (
-            "has a forward of its own set on the instance, which would bypass the replacement: move it into the class (a method "
-            "of that very module, self.forward = self.forward_other, is fine)"
+            "has a forward of its own set on the instance, which would bypass the replacement: move it into"
+            " the class (a method of that very module, self.forward = self.forward_other, is fine)"
         )
     if isinstance(module, torch_api.AnyBatchNorm) and (module.training or not module.track_running_stats):
         return (
-            "mixes samples in training mode, so per-sample gradients are undefined: call .eval() on it, or turn it into a "
-            "GroupNorm, ps.replace_batch_norm(model)"
+            "mixes samples in training mode, so per-sample gradients are undefined: call .eval() on it, or"
+            " turn it into a GroupNorm, ps.replace_batch_norm(model)"
             if module.track_running_stats
-            else "normalises over the batch (track_running_stats=False), which mixes samples: turn it into a GroupNorm, "
-            "ps.replace_batch_norm(model)"
+            else (
+                "normalises over the batch (track_running_stats=False), which mixes samples: turn it into a"
+                " GroupNorm, ps.replace_batch_norm(model)"
+            )
         )
     if type(module) in REGISTRY:
         return REGISTRY[type(module)].unsupported(module)
@@ -312,7 +361,11 @@ def _refusal(module: nn.Module) -> str | None:
 def _own_method(module: nn.Module) -> MethodType | None:
     """What was set as `forward` on a module, where it is a method of that very module."""
     own = module.__dict__.get("forward")
-    return own if isinstance(own, MethodType) and own.__self__ is module and not isinstance(module, PSLayer) else None
+    return (
+        own
+        if isinstance(own, MethodType) and own.__self__ is module and not isinstance(module, PSLayer)
+        else None
+    )
 
 
 def _unlike(module: nn.Module) -> str | None:
@@ -335,7 +388,9 @@ def _calls_layers(module: nn.Module, general: bool) -> bool:
     """Whether the module has a forward, and below it layers, or with `general` whatever has parameters."""
     below = (m for m in module.modules() if m is not module)
     return callable_module(module) and any(
-        isinstance(m, PSLayer) or type(m) in REGISTRY or (general and any(p.requires_grad for _, p in own_parameters(m)))
+        isinstance(m, PSLayer)
+        or type(m) in REGISTRY
+        or (general and any(p.requires_grad for _, p in own_parameters(m)))
         for m in below
     )
 

@@ -1,4 +1,6 @@
-"""Reading per-sample gradients: in one call, in chunks, in functional form; recording, accumulating, clearing."""
+"""Reading per-sample gradients: in one call, in chunks, in functional form; recording, accumulating,
+clearing.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .convert import ConversionError, arguments, convert_model, converted_parameters, restore_model, settings_of
+from .convert import (
+    ConversionError,
+    arguments,
+    convert_model,
+    converted_parameters,
+    restore_model,
+    settings_of,
+)
 from .core.context import Settings, clear, recorded_or_not
 from .core.sharding import is_shard
 from .core.trees import map_tensors, tensors_in
@@ -54,8 +63,8 @@ def accumulating(model: nn.Module, how: str) -> Iterator[None]:
 
     Args:
         model: a converted model.
-        how: "replace" (the default outside), "append" (the rows of micro-batches one after the other), or "add" (several losses
-            on one batch: rows are added).
+        how: "replace" (the default outside), "append" (the rows of micro-batches one after the other), or
+            "add" (several losses on one batch: rows are added).
 
     Raises:
         ValueError: `how` is none of these, or the model is not converted.
@@ -77,11 +86,12 @@ def accumulating(model: nn.Module, how: str) -> Iterator[None]:
 
 @contextmanager
 def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterator[None]:
-    """Hand each parameter's rows to `take` as soon as the backward pass has them, and keep none, inside a ``with`` block.
+    """Hand each parameter's rows to `take` as soon as the backward pass has them, and keep none, inside a
+    ``with`` block.
 
-    So norms, clipped sums or projections of all per-sample gradients cost the memory of the largest layer's, not of all: the
-    rows lie in memory that the next parameter's are written to, unless `take` keeps them. ``.grad`` is filled as always,
-    ``.grad_sample`` stays None. Runs of ``per_sample_grads`` are not streamed.
+    So norms, clipped sums or projections of all per-sample gradients cost the memory of the largest layer's,
+    not of all: the rows lie in memory that the next parameter's are written to, unless `take` keeps them.
+    ``.grad`` is filled as always, ``.grad_sample`` stays None. Runs of ``per_sample_grads`` are not streamed.
 
     Args:
         model: a converted model.
@@ -94,7 +104,8 @@ def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterat
 
     Example:
         >>> import torch, pslayers as ps
-        >>> model, squares = ps.convert_model(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))), torch.zeros(5)
+        >>> model = ps.convert_model(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)))
+        >>> squares = torch.zeros(5)
         >>> with ps.streaming(model, lambda name, rows: squares.add_(rows.flatten(1).square().sum(1))):
         ...     model(torch.randn(5, 3)).sum(1).mean().backward()
         >>> squares.sqrt().shape                               # the norm of each sample's gradient
@@ -121,11 +132,13 @@ def clear_grad_samples(model: nn.Module) -> None:
 
 
 def expand_params(model: nn.Module, batch_size: int) -> dict[str, Tensor]:
-    """The functional form: every trainable parameter expanded to the batch, ``{name: (batch_size, *shape)}``, without memory.
+    """The functional form: every trainable parameter expanded to the batch, ``{name: (batch_size, *shape)}``,
+    without memory.
 
-    For ``torch.func.functional_call(model, params, (x,))``: the gradient of an entry is the per-sample gradient of whatever was
-    differentiated (of a mean over B samples: 1/B of each sample's). The entries are views of the parameters and part of their
-    graph; they may be replaced by weights that truly differ from sample to sample.
+    For ``torch.func.functional_call(model, params, (x,))``: the gradient of an entry is the per-sample
+    gradient of whatever was differentiated (of a mean over B samples: 1/B of each sample's). The entries are
+    views of the parameters and part of their graph; they may be replaced by weights that truly differ from
+    sample to sample.
 
     Raises:
         ValueError: the model is not converted, or `batch_size` is negative.
@@ -158,26 +171,28 @@ def per_sample_grads(
 ) -> dict[str, Tensor]:
     """The gradient of each sample's loss, in one call: ``{name: (B, *shape)}`` for every trainable parameter.
 
-    Nothing is left behind: ``.grad`` and ``.grad_sample`` stay as they are, and a model that is not converted is converted for
-    the call alone. A parameter that the loss does not reach has rows of zeros (stride 0, no memory).
+    Nothing is left behind: ``.grad`` and ``.grad_sample`` stay as they are, and a model that is not converted
+    is converted for the call alone. A parameter that the loss does not reach has rows of zeros (stride 0, no
+    memory).
 
     Args:
         model: any model that `convert_model` takes.
-        loss_fn: ``loss_fn(model(inputs), *targets)`` returns the per-sample losses (B,), as with ``reduction="none"``; or one
-            loss, which must be reduced as the model was told (``loss_reduction``, "mean" by default).
+        loss_fn: ``loss_fn(model(inputs), *targets)`` returns the per-sample losses (B,), as with
+            ``reduction="none"``; or one loss, which must be reduced as the model was told
+            (``loss_reduction``, "mean" by default).
         inputs: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
         targets: what else the loss takes.
-        chunk_size: samples a pass, which bounds the memory of activations; None takes all at once. Tensors whose batch dim has
-            the size of the batch are split, others go to each chunk whole.
-        memory_budget: bytes that a pass may take beside the result: what its graph saves, and its rows. The chunk size is chosen
-            for it, at least one sample, by what the first two samples take.
+        chunk_size: samples a pass, which bounds the memory of activations; None takes all at once. Tensors
+            whose batch dim has the size of the batch are split, others go to each chunk whole.
+        memory_budget: bytes that a pass may take beside the result: what its graph saves, and its rows. The
+            chunk size is chosen for it, at least one sample, by what the first two samples take.
         create_graph: keep the graph, so that the result can be differentiated again.
         progress: show a bar over the chunks (needs tqdm).
 
     Raises:
         ConversionError: the model cannot be converted.
-        ValueError: the loss is neither one number nor one a sample; `chunk_size` or `memory_budget` is not positive, or both
-            are given.
+        ValueError: the loss is neither one number nor one a sample; `chunk_size` or `memory_budget` is not
+            positive, or both are given.
 
     Example:
         >>> import torch, pslayers as ps
@@ -190,7 +205,9 @@ def per_sample_grads(
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1, or None; got {value}.")
     if chunk_size is not None and memory_budget is not None:
-        raise ValueError("`chunk_size` and `memory_budget` both say how many samples go into a pass: give one of them.")
+        raise ValueError(
+            "`chunk_size` and `memory_budget` both say how many samples go into a pass: give one of them."
+        )
     options: dict[str, Any] = {"chunk_size": chunk_size, "memory_budget": memory_budget}
     with _CONVERTING:
         apart = not any(isinstance(m, Converted) for m in model.modules())
@@ -198,11 +215,15 @@ def per_sample_grads(
         with _CONVERTING:
             convert_model(model)
             try:
-                return per_sample_grads(model, loss_fn, inputs, *targets, **options, create_graph=create_graph, progress=progress)
+                return per_sample_grads(
+                    model, loss_fn, inputs, *targets, **options, create_graph=create_graph, progress=progress
+                )
             finally:
                 restore_model(model)
     if not isinstance(model, Converted):
-        raise ConversionError(f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model.")
+        raise ConversionError(
+            f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model."
+        )
     args, kwargs = arguments(inputs)
     size = model._ps_batch_size(args, kwargs)
     if size is None:
@@ -211,7 +232,11 @@ def per_sample_grads(
     result: dict[str, Tensor] = {}
     step = chunk_size or max(size, 1)
     if memory_budget is not None and size > 1:
-        step = max(memory_budget // _bytes_of_a_sample(model, loss_fn, _narrow((args, kwargs, targets), dim, size, 0, 2)), 1)
+        step = max(
+            memory_budget
+            // _bytes_of_a_sample(model, loss_fn, _narrow((args, kwargs, targets), dim, size, 0, 2)),
+            1,
+        )
     for start in _bar(range(0, max(size, 1), step), progress):
         stop = min(start + step, size)
         whole = stop - start == size
@@ -244,7 +269,9 @@ def _one_pass(
     if not params:
         return {}
     if any(is_shard(p) for _, p in params):
-        raise ValueError("parameters are sharded (fully_shard): call loss.backward(), and read `grad_sample` after it.")
+        raise ValueError(
+            "parameters are sharded (fully_shard): call loss.backward(), and read `grad_sample` after it."
+        )
     settings: Settings = model._ps_state().settings
     with torch.enable_grad(), recording(model, True):
         loss = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
@@ -252,7 +279,8 @@ def _one_pass(
             loss = loss.mean() if settings.loss_reduction == "mean" and size else loss.sum()
         elif loss.numel() != 1:
             raise ValueError(
-                f"loss_fn returned a tensor of shape {tuple(loss.shape)}: expected one loss, or the losses of {size} samples."
+                f"loss_fn returned a tensor of shape {tuple(loss.shape)}: expected one loss, or the losses of"
+                f" {size} samples."
             )
     if not size:
         return {name: p.new_zeros(0, *p.shape) for name, p in params}
@@ -262,7 +290,10 @@ def _one_pass(
         if leaf is not None and leaf.shape[0] == size:
             leaves[name] = leaf
     for _, p in params:  # a grad_sample that is there stays there: its memory is not ours to write to
-        if getattr(p, "grad_sample", None) is not None and (recorder := p.__dict__.get("_ps_recorder")) is not None:
+        if (
+            getattr(p, "grad_sample", None) is not None
+            and (recorder := p.__dict__.get("_ps_recorder")) is not None
+        ):
             recorder.memory = None
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *(p for _, p in params)]
@@ -273,11 +304,20 @@ def _one_pass(
         settings.collecting_grads = False
     found = dict(zip(leaves, grads, strict=False))
     if size == 1:  # the sum is the one row
-        found = {name: g if g is None else g.unsqueeze(0) for (name, _), g in zip(params, grads[len(leaves) :], strict=True)}
+        found = {
+            name: g if g is None else g.unsqueeze(0)
+            for (name, _), g in zip(params, grads[len(leaves) :], strict=True)
+        }
     for (name, _), total in zip(params, grads[len(leaves) :], strict=True):
         if total is not None and found.get(name) is None:
-            raise ValueError(f"`{name}` has a gradient, but none per sample: its module is not converted (see ps.report(model)).")
-    return {name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(size, *p.shape) for name, p in params}
+            raise ValueError(
+                f"`{name}` has a gradient, but none per sample: its module is not converted (see"
+                " ps.report(model))."
+            )
+    return {
+        name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(size, *p.shape)
+        for name, p in params
+    }
 
 
 def _bytes_of_a_sample(model: Converted, loss_fn: Callable[..., Tensor], two: Any) -> int:
@@ -292,7 +332,11 @@ def _bytes_of_a_sample(model: Converted, loss_fn: Callable[..., Tensor], two: An
         return t
 
     args, kwargs, targets = two
-    with torch.random.fork_rng(), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t), torch.enable_grad():
+    with (
+        torch.random.fork_rng(),
+        torch.autograd.graph.saved_tensors_hooks(see, lambda t: t),
+        torch.enable_grad(),
+    ):
         graph = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
     rows = sum(p.numel() * p.element_size() for _, p in converted_parameters(model))  # type: ignore[arg-type]
     del graph

@@ -16,14 +16,15 @@ _REPLACED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def replace_batch_norm(model: M, groups: int = 32) -> M:
     """Turn every BatchNorm of `model` into a GroupNorm, in place; weight and bias are carried over.
 
-    BatchNorm in training mode normalises each sample by the others', so that no sample has a gradient of its own. GroupNorm
-    normalises within the sample. Its outputs are other ones: train on, or anew. The parameters stay the same tensors (optimizers,
-    tied weights and names keep working), hooks stay; running statistics are dropped, also from the state_dict.
+    BatchNorm in training mode normalises each sample by the others', so that no sample has a gradient of its
+    own. GroupNorm normalises within the sample. Its outputs are other ones: train on, or anew. The parameters
+    stay the same tensors (optimizers, tied weights and names keep working), hooks stay; running statistics
+    are dropped, also from the state_dict.
 
     Args:
         model: any module, a BatchNorm itself included; not yet converted.
-        groups: how many groups at most: the largest number that divides the channels and leaves two of them a group (32, as in
-            Wu and He 2018, arXiv:1803.08494).
+        groups: how many groups at most: the largest number that divides the channels and leaves two of them a
+            group (32, as in Wu and He 2018, arXiv:1803.08494).
 
     Returns:
         `model` itself.
@@ -48,7 +49,9 @@ def replace_batch_norm(model: M, groups: int = 32) -> M:
         if type(module) in _REPLACED:
             found.append(module)
         elif isinstance(module, torch_api.AnyBatchNorm) and not isinstance(module, Converted):
-            raise TypeError(f"{name} is a subclass of BatchNorm that may compute something else: replace it by hand.")
+            raise TypeError(
+                f"{name} is a subclass of BatchNorm that may compute something else: replace it by hand."
+            )
     for module in found:
         channels = module.num_features
         most = max(min(groups, channels // 2), 1)

@@ -19,10 +19,19 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module]:
     if is_sharded(cls):
         before = original_class(cls.__bases__[1])
         same = before is cls.__bases__[1]
-        return cls if same else type(f"FSDP{before.__name__}", (base, before), {"__deepcopy__": vars(cls)["__deepcopy__"]})
-    if cls.__name__ == f"Parametrized{base.__name__}" and issubclass(base, Converted):  # parametrised after conversion
+        return (
+            cls
+            if same
+            else type(f"FSDP{before.__name__}", (base, before), {"__deepcopy__": vars(cls)["__deepcopy__"]})
+        )
+    # parametrised after conversion
+    if cls.__name__ == f"Parametrized{base.__name__}" and issubclass(base, Converted):
         original = original_class(base)
-        return type(f"Parametrized{original.__name__}", (original,), {k: v for k, v in vars(cls).items() if k != "__dict__"})
+        return type(
+            f"Parametrized{original.__name__}",
+            (original,),
+            {k: v for k, v in vars(cls).items() if k != "__dict__"},
+        )
     if issubclass(cls, PSContainer):
         return cls._ps_original
     return cls.replaces or cls if issubclass(cls, PSLayer) else cls
@@ -43,12 +52,14 @@ class Row:
     @property
     def recorded(self) -> bool:
         """Whether the module's own parameters get per-sample gradients."""
-        return self.general or bool(self.way) or (self.target is not None and issubclass(self.target, PSLayer))
+        return (
+            self.general or bool(self.way) or (self.target is not None and issubclass(self.target, PSLayer))
+        )
 
     @property
     def handled(self) -> str:
-        """The replacement's name; how it is run without one ("direct", "vmap", "loop", by itself or with a container
-        of it); "skipped" (trainable parameters without rows); or "container" of other modules.
+        """The replacement's name; how it is run without one ("direct", "vmap", "loop", by itself or with a
+        container of it); "skipped" (trainable parameters without rows); or "container" of other modules.
         """
         if self.general or self.way:
             return self.way or "general, at the first call"
@@ -91,12 +102,16 @@ class Report:
     @property
     def bytes_per_sample(self) -> int:
         """Memory of the per-sample gradients, in bytes a sample, shared parameters counted once."""
-        found = {id(p): p.numel() * p.element_size() for row in self.rows if row.recorded for p in row.trainable}
+        found = {
+            id(p): p.numel() * p.element_size() for row in self.rows if row.recorded for p in row.trainable
+        }
         return sum(found.values())
 
     @property
     def fast(self) -> float:
-        """The share of the trainable values that are on fast ops (replacements, and what other ways send there)."""
+        """The share of the trainable values that are on fast ops (replacements, and what other ways send
+        there).
+        """
         found = {id(p): p.numel() for row in self.rows for p in row.fast}
         return sum(found.values()) / max(self.parameters, 1)
 
@@ -115,7 +130,10 @@ class Report:
         table.append(("total", "", "", f"{self.parameters:,}", f"{self.bytes_per_sample:,}"))
         widths = [max(len(line[i]) for line in (head, *table)) for i in range(len(head))]
         lines = [
-            "  ".join(cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
+            "  ".join(
+                cell.ljust(w) if i < 3 else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            )
             for line in (head, tuple("-" * w for w in widths), *table)
         ]
         return "\n".join(line.rstrip() for line in lines)
@@ -124,9 +142,11 @@ class Report:
 
 
 def report(model: nn.Module) -> Report:
-    """How each module of a converted model is handled: path, class, replacement, parameters, bytes per sample.
+    """How each module of a converted model is handled: path, class, replacement, parameters, bytes per
+    sample.
 
-    Modules without a replacement are proved in the first call (or with an example): before, their way is not known.
+    Modules without a replacement are proved in the first call (or with an example): before, their way is not
+    known.
 
     Example:
         >>> import torch, pslayers as ps
@@ -143,21 +163,53 @@ def report(model: nn.Module) -> Report:
     for path, module in model.named_modules():
         if isinstance(module, Converted):
             state = module._ps_state()
-            way = "/".join(sorted({plan.way for plan in state.plans.values()})) if state.per_sample_forward else ""
-            above = next((f"{w} of {p or '(model)'}" for p, w in ways.items() if path.startswith(f"{p}." if p else "")), "")
+            way = (
+                "/".join(sorted({plan.way for plan in state.plans.values()}))
+                if state.per_sample_forward
+                else ""
+            )
+            above = next(
+                (
+                    f"{w} of {p or '(model)'}"
+                    for p, w in ways.items()
+                    if path.startswith(f"{p}." if p else "")
+                ),
+                "",
+            )
             if state.includes_children and not above:
                 ways[path] = way
-            rows.append(Row(path, module, original_class(type(module)), type(module), state.per_sample_forward, above or way, slow))
+            rows.append(
+                Row(
+                    path,
+                    module,
+                    original_class(type(module)),
+                    type(module),
+                    state.per_sample_forward,
+                    above or way,
+                    slow,
+                )
+            )
         elif callable_module(module) and any(p.requires_grad for _, p in own_parameters(module)):
-            above = next((f"{w} of {p or '(model)'}" for p, w in ways.items() if path.startswith(f"{p}." if p else "")), "")
+            above = next(
+                (
+                    f"{w} of {p or '(model)'}"
+                    for p, w in ways.items()
+                    if path.startswith(f"{p}." if p else "")
+                ),
+                "",
+            )
             rows.append(Row(path, module, type(module), None, way=above, slow=slow))
     return Report(rows)
 
 
 def _slow(model: nn.Module) -> Iterator[int]:
-    """The ids of parameters of general modules that some call of theirs does not use by a fast op, or has not used so far."""
+    """The ids of parameters of general modules that some call of theirs does not use by a fast op, or has not
+    used so far.
+    """
     for module in model.modules():
         if isinstance(module, PSContainer) and (state := module._ps_state()).per_sample_forward:
             for name, param in parameters_of(module, own=not state.includes_children).items():
-                if not state.plans or any(name not in plan.fast | plan.others for plan in state.plans.values()):
+                if not state.plans or any(
+                    name not in plan.fast | plan.others for plan in state.plans.values()
+                ):
                     yield id(param)

@@ -1,7 +1,8 @@
 """What is used of torch beyond its public interface, in one place: what it does, and what it needs.
 
-Nothing else in the package reaches into ``torch._C`` and its like. All of it is looked up here, at import, and what a version of
-torch lacks, or what means something else there, is found out here: an ImportError then, and never wrong rows.
+Nothing else in the package reaches into ``torch._C`` and its like. All of it is looked up here, at import,
+and what a version of torch lacks, or what means something else there, is found out here: an ImportError then,
+and never wrong rows.
 """
 
 import functools
@@ -18,7 +19,9 @@ FLOOR = "2.8"  # the oldest torch that the tests pass on; in setup.cfg and READM
 
 
 def _unfit(reason: str) -> ImportError:
-    return ImportError(f"pslayers needs torch >= {FLOOR}: found {torch.__version__}, {reason}; pip install -U torch")
+    return ImportError(
+        f"pslayers needs torch >= {FLOOR}: found {torch.__version__}, {reason}; pip install -U torch"
+    )
 
 
 def _find(path: str, root: Any = torch) -> Any:
@@ -35,14 +38,17 @@ def _find(path: str, root: Any = torch) -> Any:
 if torch.__version__ < FLOOR:
     raise _unfit("which is older")
 
-# ---------------------------------------------------------------------------------------------------------- torch.func
-peek = _find("_C._functorch.peek_interpreter_stack")  # the innermost transform of torch.func that runs, None if none does
-is_batched = _find("_C._functorch.is_batchedtensor")  # whether vmap has wrapped a tensor, and hides a dim of it
+# ------------------------------------------------------------------------------------------------- torch.func
+# the innermost transform of torch.func that runs, None if none does
+peek = _find("_C._functorch.peek_interpreter_stack")
+# whether vmap has wrapped a tensor, and hides a dim of it
+is_batched = _find("_C._functorch.is_batchedtensor")
 is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor")  # the same of any transform
 unwrapped = _find("_C._functorch.get_unwrapped")  # what one transform has wrapped
 batch_dim_of = _find("_C._functorch.maybe_get_bdim")  # the dim that vmap hides
 add_batch_dim = _find("_C._functorch._add_batch_dim")  # (tensor, dim, level): a tensor as vmap wraps it
-functions_transformed = _find("_C._are_functorch_transforms_active")  # whether an autograd.Function has to know of a transform
+# whether an autograd.Function has to know of a transform
+functions_transformed = _find("_C._are_functorch_transforms_active")
 _warn_of_loops = _find("_C._functorch._set_vmap_fallback_warning_enabled")
 
 
@@ -58,7 +64,9 @@ def transforms_run() -> bool:
 
 @contextmanager
 def quiet_vmap() -> Iterator[None]:
-    """Have torch say nothing of ops that vmap runs one after the other, of which a user that has not called it knows nothing."""
+    """Have torch say nothing of ops that vmap runs one after the other, of which a user that has not called
+    it knows nothing.
+    """
     _warn_of_loops(False)
     try:
         yield
@@ -66,10 +74,11 @@ def quiet_vmap() -> Iterator[None]:
         _warn_of_loops(True)
 
 
-# ----------------------------------------------------------------------------------------------------- backward passes
+# -------------------------------------------------------------------------------------------- backward passes
 # the number of the backward pass that runs in this thread, -1 if none does
 current_pass: Callable[[], int] = _find("_C._current_graph_task_id")
-# whether the pass that runs goes to a node of the graph; RuntimeError for a leaf that torch.autograd.grad was asked for
+# whether the pass that runs goes to a node of the graph; RuntimeError for a leaf that torch.autograd.grad was
+# asked for
 will_execute: Callable[[Any], bool] = _find("_C._will_engine_execute_node")
 top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
 _engine = _find("autograd.Variable._execution_engine")
@@ -89,7 +98,9 @@ _with_others: set[int] = set()  # outermost passes that run, of all threads
 
 
 def outer_pass() -> int:
-    """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their own in it."""
+    """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their
+    own in it.
+    """
     task = current_pass()
     if task == -1:
         _end_of_outer_pass()  # also after a pass that broke off, and called nobody back
@@ -103,7 +114,8 @@ def outer_pass() -> int:
 def running_pass(noted: int = -1) -> int:
     """The same, where one that runs others inside has said so by `outer_pass`; else the one that runs.
 
-    Nodes may run in another thread than their pass was begun in: `noted` is what `outer_pass` gave there, in this one or before.
+    Nodes may run in another thread than their pass was begun in: `noted` is what `outer_pass` gave there, in
+    this one or before.
     """
     if noted in _with_others:
         return noted
@@ -117,7 +129,9 @@ def _end_of_outer_pass() -> None:
 
 
 def lives(node: torch.autograd.graph.Node) -> bool:
-    """Whether a node is still part of a graph: up to 2.8, the Python object of an autograd.Function's may have outlived it."""
+    """Whether a node is still part of a graph: up to 2.8, the Python object of an autograd.Function's may
+    have outlived it.
+    """
     try:
         return node.next_functions is not None
     except RuntimeError:
@@ -136,7 +150,9 @@ _one_of, _several = _find("_remove_batch_dim"), _find("_add_batch_dim")
 
 
 def is_several(t: Tensor | None) -> bool:
-    """Whether a tensor is several, for which ``torch.autograd.grad(is_grads_batched=True)`` goes backward at once."""
+    """Whether a tensor is several, for which ``torch.autograd.grad(is_grads_batched=True)`` goes backward at
+    once.
+    """
     return t is not None and _is_several(t)
 
 
@@ -149,31 +165,40 @@ def one_by_one(fn: Callable[..., Any], tensors: Sequence[Tensor | None]) -> tupl
         apart = [None if t is None else _one_of(t, level, 0, 0) for t in tensors]
         if count := max(len(t) for t in apart if t is not None):
             break
-    chosen = [[t if a is None or not len(a) else a[k] for t, a in zip(tensors, apart, strict=True)] for k in range(count)]
+    chosen = [
+        [t if a is None or not len(a) else a[k] for t, a in zip(tensors, apart, strict=True)]
+        for k in range(count)
+    ]
     found = zip(*(fn(*each) for each in chosen), strict=True)
     return tuple(None if each[0] is None else _several(torch.stack(each), 0, level) for each in found)
 
 
-# ------------------------------------------------------------------------------------------------------------- tensors
-without_torch_function = _find("_C.DisableTorchFunction")  # a context in which no mode and no subclass sees a function
+# ---------------------------------------------------------------------------------------------------- tensors
+# a context in which no mode and no subclass sees a function
+without_torch_function = _find("_C.DisableTorchFunction")
 without_subclasses = _find("_C.DisableTorchFunctionSubclass")  # a context in which no subclass does
 without_autocast = _find("_C._DisableAutocast")
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled")
 copy_each = _find("_foreach_copy_")  # several tensors, by one call
-reparametrized = _find("nn.utils.stateless._reparametrize_module")  # a context in which a module has other parameters
+# a context in which a module has other parameters
+reparametrized = _find("nn.utils.stateless._reparametrize_module")
 
-# ------------------------------------------------------------------------------------------------- whether memory is in use
+# ----------------------------------------------------------------------------------- whether memory is in use
 _use_count = _find("_C._storage_Use_Count")
 _find("UntypedStorage._cdata")
 
 
 def _uses(storage: torch.UntypedStorage) -> int:
-    """How many hold a storage: the tensors in it, and its Python object, which is to have a name while they are counted."""
+    """How many hold a storage: the tensors in it, and its Python object, which is to have a name while they
+    are counted.
+    """
     return _use_count(storage._cdata)  # type: ignore[no-any-return]
 
 
 def _calibrated() -> tuple[int, int]:
-    """What is counted for memory that no tensor lies in, and for memory that one does: torch does not say, and it has changed."""
+    """What is counted for memory that no tensor lies in, and for memory that one does: torch does not say,
+    and it has changed.
+    """
     made = torch.empty(4, dtype=torch.uint8, device="cpu").untyped_storage()
     found = torch.empty(4, dtype=torch.uint8, device="cpu")
     empty, alone = [], []
@@ -210,11 +235,11 @@ def held_elsewhere(t: Tensor) -> bool:
     return _uses(storage) != _ALONE
 
 
-# ------------------------------------------------------------------------------------------------------------- classes
+# ---------------------------------------------------------------------------------------------------- classes
 AnyBatchNorm = torch.nn.modules.batchnorm._BatchNorm
 AdaptiveOutput = torch.nn.modules.adaptive._ASMoutput
 
-# ------------------------------------------------------------------------------------------------------------- kernels
+# ---------------------------------------------------------------------------------------------------- kernels
 lstm, gru = _find("_VF.lstm"), _find("_VF.gru")
 rnn_tanh, rnn_relu = _find("_VF.rnn_tanh"), _find("_VF.rnn_relu")
 attention_choice = _find("_fused_sdp_choice")  # which kernel scaled_dot_product_attention would take
@@ -226,17 +251,21 @@ ATTENTION: dict[str, tuple[Any, Any]] = {
         _find("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward"),
     )
 }
-unsafe_view = _find("ops.aten._unsafe_view")  # the same memory, in a tensor that autograd does not take for a view
+# the same memory, in a tensor that autograd does not take for a view
+unsafe_view = _find("ops.aten._unsafe_view")
 canonical_mask = _find("nn.functional._canonical_mask")  # a mask of attention, as floats to be added
 none_or_dtype = _find("nn.functional._none_or_dtype")
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not in every build
 
 
 _fused_rms_norm = _find("ops.aten._fused_rms_norm")
-_FUSED_RMS_NORM = len(_fused_rms_norm.default._schema.returns) == 2  # from 2.9 on; before, it was one for another device
+# from 2.9 on; before, it was one for another device
+_FUSED_RMS_NORM = len(_fused_rms_norm.default._schema.returns) == 2
 
 
-def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+def fused_rms_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     """RMSNorm, and the reciprocal of the root of the mean square: (N, ..., 1, ..)."""
     if _FUSED_RMS_NORM:
         return _fused_rms_norm(x, shape, weight, eps)  # type: ignore[no-any-return]
@@ -250,12 +279,14 @@ Dropouts = _find("nn.modules.dropout._DropoutNd")  # what nn.Dropout and its lik
 dispatch_mode = _find("utils._python_dispatch.TorchDispatchMode")  # sees every op that runs
 
 
-# ------------------------------------------------------------------------------------------------------------- tracing
+# ---------------------------------------------------------------------------------------------------- tracing
 is_tracing: Callable[[], Any] = _find("_C._get_tracing_state")  # by torch.jit.trace; None if it is not
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces; a constant to torch.compile, which up to 2.10 takes torch's own for True at all times."""
+    """Whether torch.export traces; a constant to torch.compile, which up to 2.10 takes torch's own for True
+    at all times.
+    """
     return torch.compiler.is_exporting()
 
 
@@ -279,10 +310,12 @@ def not_compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------------------------------------------------- torch.compile
+# ---------------------------------------------------------------------------------------------- torch.compile
 # its own decorators import the compiler, which takes a second
 def mark_constant(function: Any) -> None:
-    """As ``torch.compiler.assume_constant_result``: called while torch.compile traces, its result a constant."""
+    """As ``torch.compiler.assume_constant_result``: called while torch.compile traces, its result a
+    constant.
+    """
     function._dynamo_marked_constant = True
 
 
@@ -295,11 +328,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def mark_disabled(function: Any, reason: str) -> None:
-    """As ``torch.compiler.disable``: torch.compile leaves calls of it as they are, and says why where it may not."""
+    """As ``torch.compiler.disable``: torch.compile leaves calls of it as they are, and says why where it may
+    not.
+    """
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
 
 
-# --------------------------------------------------------------------------------------------------------- checkpoints
+# ------------------------------------------------------------------------------------------------ checkpoints
 _Noted = Callable[[Any], Callable[[Any], None]]
 
 
@@ -317,7 +352,9 @@ def in_reentrant_forward() -> bool:
 
 @contextmanager
 def reentrant_checkpoints_straight() -> Iterator[None]:
-    """Inside the block a reentrant checkpoint keeps what it computes, so that torch.autograd.grad may go through it."""
+    """Inside the block a reentrant checkpoint keeps what it computes, so that torch.autograd.grad may go
+    through it.
+    """
     before, _reentrant.straight = _reentrant.straight, True
     try:
         yield
@@ -327,7 +364,9 @@ def reentrant_checkpoints_straight() -> Iterator[None]:
 
 @contextmanager
 def reentrant_checkpoints_otherwise() -> Iterator[None]:
-    """Inside the block a reentrant checkpoint is one of the other kind, whose graph torch.autograd.grad may go through."""
+    """Inside the block a reentrant checkpoint is one of the other kind, whose graph torch.autograd.grad may
+    go through.
+    """
     before, _reentrant.otherwise = _reentrant.otherwise, True
     try:
         yield
@@ -370,12 +409,15 @@ def _note_inputs_of_node(noted: _Noted) -> None:
 
 
 def on_checkpoint(
-    situation: Callable[[], Callable[[], AbstractContextManager[None]]], noted: Callable[[Any], Callable[[Any], None]]
+    situation: Callable[[], Callable[[], AbstractContextManager[None]]],
+    noted: Callable[[Any], Callable[[Any], None]],
 ) -> None:
-    """Have every part of a forward that `torch.utils.checkpoint` computes again run in the context that it ran in at first.
+    """Have every part of a forward that `torch.utils.checkpoint` computes again run in the context that it
+    ran in at first.
 
-    `situation()` is called where the part runs at first, and gives a function that makes the context. `noted` is given the part's
-    inputs, and gives a function to be told what it gets in their place the second time: other tensors, in a checkpoint in another.
+    `situation()` is called where the part runs at first, and gives a function that makes the context. `noted`
+    is given the part's inputs, and gives a function to be told what it gets in their place the second time:
+    other tensors, in a checkpoint in another.
     """
     frame_init = _find("_CheckpointFrame.__init__", checkpoint)
 

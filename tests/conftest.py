@@ -15,7 +15,9 @@ gc.freeze()
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen() -> Iterator[None]:
-    """What a module's tests have imported and cached (torch's compiler) is not searched through again and again after them."""
+    """What a module's tests have imported and cached (torch's compiler) is not searched through again and
+    again after them.
+    """
     yield
     gc.collect()
     gc.freeze()

@@ -1,6 +1,7 @@
 """The patterns that public architectures are made of, one small model each, named after its pattern.
 
-Each takes the keyword arguments that `PATTERNS` gives it, the batch in dim 0; most take `x` (B, T, 4), some `ids` (B, T).
+Each takes the keyword arguments that `PATTERNS` gives it, the batch in dim 0; most take `x` (B, T, 4), some
+`ids` (B, T).
 """
 
 from collections.abc import Callable
@@ -95,7 +96,11 @@ class SubclassOfALayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.conv, self.fc = self.Scaled(9, DIMS), self.Standardised(DIMS, 3, 3), self.Transposed(3, 3)
+        self.tokens, self.conv, self.fc = (
+            self.Scaled(9, DIMS),
+            self.Standardised(DIMS, 3, 3),
+            self.Transposed(3, 3),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.fc(self.conv(self.tokens(ids).transpose(1, 2)).transpose(1, 2))
@@ -128,7 +133,9 @@ class LayerWithoutTheBatch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ids = torch.arange(x.shape[1])
-        return self.fc(torch.tanh(x + self.rows(ids[None]) + self.columns(ids) * self.table(self.coordinates)))
+        return self.fc(
+            torch.tanh(x + self.rows(ids[None]) + self.columns(ids) * self.table(self.coordinates))
+        )
 
 
 class RowsOfABatchMajor(nn.Module):
@@ -145,7 +152,9 @@ class RowsOfABatchMajor(nn.Module):
 
 
 class WindowsWithASharedBias(nn.Module):
-    """Attention in windows, with relative position biases that a module without inputs gives to all of them."""
+    """Attention in windows, with relative position biases that a module without inputs gives to all of
+    them.
+    """
 
     class Bias(nn.Module):
         def __init__(self) -> None:
@@ -207,7 +216,9 @@ class MixtureOfExperts(nn.Module):
             out = torch.zeros_like(rows)
             for e in range(3):
                 where = torch.where(chosen == e)[0]
-                out.index_add_(0, where, torch.tanh(rows[where] @ self.up[e]) @ self.down[e] * gates[where, None])
+                out.index_add_(
+                    0, where, torch.tanh(rows[where] @ self.up[e]) @ self.down[e] * gates[where, None]
+                )
             return out
 
     def __init__(self) -> None:
@@ -230,7 +241,11 @@ class OutputChangedInPlace(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2, self.norm = nn.Conv1d(DIMS, 4, 3, padding=1), nn.Conv1d(4, DIMS, 1), nn.GroupNorm(2, DIMS)
+        self.conv1, self.conv2, self.norm = (
+            nn.Conv1d(DIMS, 4, 3, padding=1),
+            nn.Conv1d(4, DIMS, 1),
+            nn.GroupNorm(2, DIMS),
+        )
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -245,7 +260,11 @@ class StridedInputOfAConvolution(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2, self.conv3 = nn.Conv1d(DIMS, 4, 3), nn.Conv1d(4, 4, 1, groups=2), nn.Conv1d(2, 3, 2)
+        self.conv1, self.conv2, self.conv3 = (
+            nn.Conv1d(DIMS, 4, 3),
+            nn.Conv1d(4, 4, 1, groups=2),
+            nn.Conv1d(2, 3, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.conv2(self.conv1(x.transpose(1, 2))[..., ::2])
@@ -282,7 +301,11 @@ class OneParameterTwoNames(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.fc, self.out = nn.Embedding(9, DIMS), nn.Linear(DIMS, DIMS), nn.Linear(DIMS, 9, bias=False)
+        self.tokens, self.fc, self.out = (
+            nn.Embedding(9, DIMS),
+            nn.Linear(DIMS, DIMS),
+            nn.Linear(DIMS, 9, bias=False),
+        )
         self.out.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -328,7 +351,9 @@ class CalledByKeywords(nn.Module):
             super().__init__()
             self.q, self.k = nn.Linear(DIMS, 4), nn.Linear(DIMS, 4)
 
-        def forward(self, *, queries: Tensor, keys: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        def forward(
+            self, *, queries: Tensor, keys: Tensor | None = None, mask: Tensor | None = None
+        ) -> Tensor:
             scores = self.q(input=queries) @ self.k(input=queries if keys is None else keys).transpose(1, 2)
             return torch.softmax(scores if mask is None else scores + mask, -1)
 
@@ -338,7 +363,9 @@ class CalledByKeywords(nn.Module):
 
     def forward(self, *, x: Tensor, mask: Tensor | None = None) -> Tensor:
         causal = torch.full((TIME, TIME), -1e4, dtype=x.dtype).triu(1)[None]
-        return self.out(input=self.attend(queries=x, mask=causal) @ self.attend(queries=x, keys=x.flip(1), mask=mask) @ x)
+        return self.out(
+            input=self.attend(queries=x, mask=causal) @ self.attend(queries=x, keys=x.flip(1), mask=mask) @ x
+        )
 
 
 class CalledWithoutATensor(nn.Module):
@@ -403,7 +430,12 @@ class UnusedAndFrozenParameters(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.fc, self.head, self.skipped = nn.Embedding(9, DIMS), nn.Linear(DIMS, 3), nn.Linear(3, 2), nn.Linear(3, 3)
+        self.tokens, self.fc, self.head, self.skipped = (
+            nn.Embedding(9, DIMS),
+            nn.Linear(DIMS, 3),
+            nn.Linear(3, 2),
+            nn.Linear(3, 3),
+        )
         self.unused = nn.Parameter(torch.randn(3))
         self.tokens.weight.requires_grad_(False)
 
@@ -451,11 +483,17 @@ class WithoutPadding(nn.Module):
 
 
 class TwoBatchesInOne(nn.Module):
-    """Both inputs go through the layers in one batch of twice the size, with learned "null" samples beside them."""
+    """Both inputs go through the layers in one batch of twice the size, with learned "null" samples beside
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.out, self.null = nn.Linear(DIMS, DIMS), nn.Linear(DIMS, 3), nn.Parameter(torch.randn(1, TIME, DIMS))
+        self.fc, self.out, self.null = (
+            nn.Linear(DIMS, DIMS),
+            nn.Linear(DIMS, 3),
+            nn.Parameter(torch.randn(1, TIME, DIMS)),
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         first, second, null = self.fc(torch.cat([x, y, self.null.expand(len(x), -1, -1)])).tanh().chunk(3)
@@ -463,7 +501,9 @@ class TwoBatchesInOne(nn.Module):
 
 
 class WeightsThatTheSampleMakes(nn.Module):
-    """A hypernetwork, and a convolution with a mixture of kernels for each sample, as groups of one convolution."""
+    """A hypernetwork, and a convolution with a mixture of kernels for each sample, as groups of one
+    convolution.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -527,7 +567,10 @@ class RecurrentAttendingTransposed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lstm, self.gru = nn.LSTM(DIMS, 4, bidirectional=True, batch_first=True), nn.GRU(8, 4)
-        self.attention, self.up = nn.MultiheadAttention(4, 2, batch_first=True), nn.ConvTranspose1d(4, 3, 2, stride=2)
+        self.attention, self.up = (
+            nn.MultiheadAttention(4, 2, batch_first=True),
+            nn.ConvTranspose1d(4, 3, 2, stride=2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.gru(self.lstm(x)[0].transpose(0, 1))[0].transpose(0, 1)
@@ -619,7 +662,11 @@ TEXT = (SubclassOfALayer, WeightUsedPastItsModule, OneParameterTwoNames, UnusedA
 PATTERNS: dict[str, tuple[type[nn.Module], Callable[[int], dict[str, Any]]]] = {
     cls.__name__: (
         cls,
-        _ids if cls in TEXT else {OneModuleInTwoPlaces: _two, TwoBatchesInOne: _two, NestedInputsAndOutputs: _nested}.get(cls, _x),
+        _ids
+        if cls in TEXT
+        else {OneModuleInTwoPlaces: _two, TwoBatchesInOne: _two, NestedInputsAndOutputs: _nested}.get(
+            cls, _x
+        ),
     )
     for cls in list(vars().values())
     if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == __name__

@@ -1,4 +1,6 @@
-"""check_layer and check_model: they agree with what is right, and name what is wrong. See also `test_check_*.py`."""
+"""check_layer and check_model: they agree with what is right, and name what is wrong. See also
+`test_check_*.py`.
+"""
 
 import random
 
@@ -32,13 +34,18 @@ def test_wrong_row_is_named_with_its_error() -> None:
     answer = ps.check_layer(PSDouble(3, 2), torch.randn(4, 3))
     assert not answer
     assert len(answer.problems) == 1
-    assert answer.problems[0].startswith("`weight`: row 0 is off by ") and "1 of 4 rows are wrong" in answer.problems[0]
+    assert (
+        answer.problems[0].startswith("`weight`: row 0 is off by ")
+        and "1 of 4 rows are wrong" in answer.problems[0]
+    )
 
 
 def test_rows_of_one_loss_are_compared_with_samples_alone() -> None:
     answer = ps.check_layer(PSDouble(3, 2), torch.randn(4, 3), loss_fn=lambda out: out.square().mean())
     assert any(problem.startswith("`weight`: row 0 is off by ") for problem in answer.problems)
-    assert "`weight`: what its rows add up to is not the gradient that plain training gives" in answer.problems
+    assert (
+        "`weight`: what its rows add up to is not the gradient that plain training gives" in answer.problems
+    )
 
     class PSNext(ps.PSLayer, nn.Linear):  # rows of the next sample, which add up to the right gradient
         def forward(self, x: Tensor) -> Tensor:
@@ -69,7 +76,8 @@ def test_mixing_of_samples_is_named(rolled: bool) -> None:
 
 
 def test_samples_that_mix_only_in_the_gradient_of_others_are_named() -> None:
-    class Leaky(nn.Module):  # every row is right for the sum of losses, but one sample's loss reaches the others' rows
+    # every row is right for the sum of losses, but one sample's loss reaches the others' rows
+    class Leaky(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.fc = nn.Linear(3, 2)
@@ -91,9 +99,14 @@ def test_forgotten_expand_is_named() -> None:
 
 
 def test_nothing_of_the_users_is_touched() -> None:
-    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.InstanceNorm1d(5, track_running_stats=True), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Linear(3, 8), nn.Dropout(0.5), nn.InstanceNorm1d(5, track_running_stats=True), nn.Linear(8, 2)
+    )
     model[0].weight.grad = torch.ones(8, 3)
-    x, before = torch.randn(4, 5, 3, requires_grad=True), {k: v.clone() for k, v in model.state_dict().items()}
+    x, before = (
+        torch.randn(4, 5, 3, requires_grad=True),
+        {k: v.clone() for k, v in model.state_dict().items()},
+    )
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(7)
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].copy()
@@ -102,7 +115,9 @@ def test_nothing_of_the_users_is_touched() -> None:
     assert numpy.array_equal(states[2], numpy.random.get_state()[1])
     assert type(model) is nn.Sequential and model.training and x.grad is None
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert torch.equal(model[0].weight.grad, torch.ones(8, 3)) and all(not p.__dict__ for p in model.parameters())
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 3)) and all(
+        not p.__dict__ for p in model.parameters()
+    )
 
 
 def test_own_loss_and_errors() -> None:

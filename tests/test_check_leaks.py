@@ -1,4 +1,6 @@
-"""check_model sees every way in which samples interact that autograd does not see; and where they do not, it says so."""
+"""check_model sees every way in which samples interact that autograd does not see; and where they do not, it
+says so.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,42 +75,72 @@ def sequences() -> Tensor:
 LEAKS: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Tensor, ...]]]] = {
     "size of the batch": (lambda h, x: h.tanh() / len(x), lambda: (flat(),)),
     "branch on a sum": (lambda h, x: h.tanh() if x.sum() > 0 else h.sigmoid(), lambda: (flat(),)),
-    "branch on a sum that is positive": (lambda h, x: h.tanh() if x.sum() > 0 else h.sigmoid(), lambda: (flat().abs(),)),
+    "branch on a sum that is positive": (
+        lambda h, x: h.tanh() if x.sum() > 0 else h.sigmoid(),
+        lambda: (flat().abs(),),
+    ),
     "largest of the batch": (largest, lambda: (flat(),)),
     "rank in the batch": (lambda h, x: h * (x[:, 0].argsort().argsort()[:, None] + 1.0), lambda: (flat(),)),
     "capacity of an expert": (capacity, lambda: (flat(),)),
     "longest": (lambda h, x, n: h[:, : int(n.max())].tanh().mean(1), lambda: (sequences(), SEVERAL)),
     "longest of equals": (lambda h, x, n: h[:, : int(n.max())].tanh().mean(1), lambda: (sequences(), ONE)),
-    "mean length": (lambda h, x, n: h[:, : int(n.double().mean())].tanh().mean(1), lambda: (sequences(), SEVERAL)),
-    "lengths by a mask": (lambda h, x, m: h[:, : int(m.sum(1).max())].tanh().mean(1), lambda: (sequences(), SOME)),
-    "lengths by a full mask": (lambda h, x, m: h[:, : int(m.sum(1).max())].tanh().mean(1), lambda: (sequences(), FULL)),
+    "mean length": (
+        lambda h, x, n: h[:, : int(n.double().mean())].tanh().mean(1),
+        lambda: (sequences(), SEVERAL),
+    ),
+    "lengths by a mask": (
+        lambda h, x, m: h[:, : int(m.sum(1).max())].tanh().mean(1),
+        lambda: (sequences(), SOME),
+    ),
+    "lengths by a full mask": (
+        lambda h, x, m: h[:, : int(m.sum(1).max())].tanh().mean(1),
+        lambda: (sequences(), FULL),
+    ),
     "lengths by a mask of integers": (
         lambda h, x, m: h[:, : int(m.sum(1).max())].tanh().mean(1),
         lambda: (sequences(), FULL.long()),
     ),
-    "lengths by a mask of padding": (lambda h, x, m: h[:, : int((~m).sum(1).max())].tanh().mean(1), lambda: (sequences(), ~FULL)),
-    "any of some flags": (lambda h, x, f: h.tanh() if f.any() else h, lambda: (flat(), torch.zeros(SIZE, dtype=torch.bool))),
+    "lengths by a mask of padding": (
+        lambda h, x, m: h[:, : int((~m).sum(1).max())].tanh().mean(1),
+        lambda: (sequences(), ~FULL),
+    ),
+    "any of some flags": (
+        lambda h, x, f: h.tanh() if f.any() else h,
+        lambda: (flat(), torch.zeros(SIZE, dtype=torch.bool)),
+    ),
     "detached statistics": (standardised, lambda: (flat(),)),
     "largest value": (lambda h, x: h / h.detach().abs().max(), lambda: (flat(),)),
-    "largest id": (lambda h, x, i: h * (i == i.max())[:, None], lambda: (flat(), torch.tensor([0, 1, 2, 3, 3]))),
+    "largest id": (
+        lambda h, x, i: h * (i == i.max())[:, None],
+        lambda: (flat(), torch.tensor([0, 1, 2, 3, 3])),
+    ),
     "how often an id occurs": (counted, lambda: (flat(), torch.tensor([2, 2, 2, 2, 2]))),
     "gradient alone": (lambda h, x: TimesTheBatch.apply(h), lambda: (flat(),)),
 }
 # the same of each sample by itself
 RIGHT: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Tensor, ...]]]] = {
     "size of a sample": (lambda h, x: h.tanh() / x.shape[1], lambda: (flat(),)),
-    "branch on a sum": (lambda h, x: torch.where(x.sum(1, keepdim=True) > 0, h.tanh(), h.sigmoid()), lambda: (flat(),)),
+    "branch on a sum": (
+        lambda h, x: torch.where(x.sum(1, keepdim=True) > 0, h.tanh(), h.sigmoid()),
+        lambda: (flat(),),
+    ),
     "largest of the sample": (lambda h, x: h.scatter(1, h.topk(2).indices, 0.0), lambda: (flat(),)),
     "own length": (
         lambda h, x, n: (h * (torch.arange(TIME) < n[:, None])[..., None]).sum(1) / n[:, None],
         lambda: (sequences(), SEVERAL),
     ),
-    "own mask": (lambda h, x, m: (h * m[..., None]).sum(1) / m.sum(1, keepdim=True), lambda: (sequences(), SOME)),
+    "own mask": (
+        lambda h, x, m: (h * m[..., None]).sum(1) / m.sum(1, keepdim=True),
+        lambda: (sequences(), SOME),
+    ),
     "longest, of which only a sample's own is used": (
         lambda h, x, n: (h[:, : int(n.max())] * (torch.arange(int(n.max())) < n[:, None])[..., None]).sum(1),
         lambda: (sequences(), SEVERAL),
     ),
-    "own flag": (lambda h, x, f: torch.where(f[:, None], h.tanh(), h), lambda: (flat(), torch.zeros(SIZE, dtype=torch.bool))),
+    "own flag": (
+        lambda h, x, f: torch.where(f[:, None], h.tanh(), h),
+        lambda: (flat(), torch.zeros(SIZE, dtype=torch.bool)),
+    ),
     "own statistics": (lambda h, x: h - h.detach().mean(1, keepdim=True), lambda: (flat(),)),
     "own largest value": (lambda h, x: h / h.detach().abs().amax(1, keepdim=True), lambda: (flat(),)),
     "shared by all": (lambda h, x, t: h @ t.mT, lambda: (flat(), torch.randn(4, 4))),
@@ -127,7 +159,9 @@ def test_interactions_that_autograd_does_not_see_are_seen(leak: str, loss: str) 
     how, inputs = LEAKS[leak]
     answer = ps.check_model(Net(how), *inputs(), **LOSSES[loss])
     assert not answer
-    assert "amples interact in the " + ("backward" if leak == "gradient alone" else "model") in str(answer), str(answer)
+    assert "amples interact in the " + ("backward" if leak == "gradient alone" else "model") in str(answer), (
+        str(answer)
+    )
     if leak != "gradient alone":
         assert "first seen in what `out` (Linear) is given" in str(answer)
 
@@ -145,7 +179,9 @@ def test_outputs_as_long_as_the_longest_sample_are_compared_as_far_as_they_go_al
     model = Net(lambda h, x, n: h[:, : int(n.max())].tanh())
     answer = ps.check_model(model, sequences(), SEVERAL)
     assert answer and not answer.notes, str(answer)
-    centred = Net(lambda h, x, n: h[:, : int(n.max())].tanh() - h[:, : int(n.max())].detach().mean(1, keepdim=True))
+    centred = Net(
+        lambda h, x, n: h[:, : int(n.max())].tanh() - h[:, : int(n.max())].detach().mean(1, keepdim=True)
+    )
     assert not ps.check_model(centred, sequences(), SEVERAL)
 
 
@@ -193,8 +229,13 @@ def test_a_model_of_one_batch_size_is_not_called_wrong() -> None:
             return super().forward(x.view(SIZE, 4))
 
     answer = ps.check_model(Fixed(lambda h, x: h.tanh()), flat())
-    assert answer and "was not checked: one sample alone cannot be called (RuntimeError: shape" in answer.notes[0]
-    with pytest.raises(ValueError, match="cannot be compared with a loop over samples: one sample alone cannot be called"):
+    assert (
+        answer
+        and "was not checked: one sample alone cannot be called (RuntimeError: shape" in answer.notes[0]
+    )
+    with pytest.raises(
+        ValueError, match="cannot be compared with a loop over samples: one sample alone cannot be called"
+    ):
         ps.check_model(Fixed(lambda h, x: h.tanh()), flat(), **LOSSES["one loss"])
 
 

@@ -1,4 +1,6 @@
-"""check_model looks at the loss that the user trains with: whether rows are told from it rightly, and if not, what it is."""
+"""check_model looks at the loss that the user trains with: whether rows are told from it rightly, and if not,
+what it is.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,11 +40,15 @@ class Language(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Output:
         logits = self.out(self.dropout(self.tokens(input_ids).tanh()))
-        return Output(None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
+        return Output(
+            None if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+        )
 
 
 def classifier(reduction: str = "mean") -> nn.Module:
-    return ps.convert_model(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), loss_reduction=reduction)
+    return ps.convert_model(
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), loss_reduction=reduction
+    )
 
 
 def over_tokens(output: Output, labels: Tensor, reduction: str = "mean") -> Tensor:
@@ -68,24 +74,38 @@ RIGHT: dict[str, Callable[[], ps.Check]] = {
     "mean, divided for accumulation": lambda: ps.check_model(
         classifier(), X, loss_fn=lambda out, y: F.cross_entropy(out, y) / 4, targets=LABELS
     ),
-    "losses": lambda: ps.check_model(classifier(), X, loss_fn=nn.CrossEntropyLoss(reduction="none"), targets=LABELS),
+    "losses": lambda: ps.check_model(
+        classifier(), X, loss_fn=nn.CrossEntropyLoss(reduction="none"), targets=LABELS
+    ),
     "losses of samples with class weights": lambda: ps.check_model(
         classifier(), X, loss_fn=nn.CrossEntropyLoss(CLASSES, reduction="none"), targets=LABELS
     ),
-    "sum under sum": lambda: ps.check_model(classifier("sum"), X, loss_fn=nn.CrossEntropyLoss(reduction="sum"), targets=LABELS),
+    "sum under sum": lambda: ps.check_model(
+        classifier("sum"), X, loss_fn=nn.CrossEntropyLoss(reduction="sum"), targets=LABELS
+    ),
     "sum with class weights under sum": lambda: ps.check_model(
         classifier("sum"), X, loss_fn=nn.CrossEntropyLoss(CLASSES, reduction="sum"), targets=LABELS
     ),
-    "mean over samples of means over tokens": lambda: ps.check_model(language(), IDS, loss_fn=over_samples, targets=PADDED),
+    "mean over samples of means over tokens": lambda: ps.check_model(
+        language(), IDS, loss_fn=over_samples, targets=PADDED
+    ),
     "sum over tokens under sum": lambda: ps.check_model(
         language("sum"), IDS, loss_fn=lambda out, y: over_tokens(out, y, "sum"), targets=PADDED
     ),
-    "mean over tokens, as many a sample": lambda: ps.check_model(language(), IDS, loss_fn=over_tokens, targets=IDS),
-    "own loss, as many tokens a sample": lambda: ps.check_model(language(), IDS, labels=IDS, loss_fn=lambda out: out.loss),
-    "closure": lambda: ps.check_model(
-        language(), {"input_ids": IDS, "labels": PADDED}, closure=lambda m, b: over_samples(m(b["input_ids"]), b["labels"])
+    "mean over tokens, as many a sample": lambda: ps.check_model(
+        language(), IDS, loss_fn=over_tokens, targets=IDS
     ),
-    "closure with losses": lambda: ps.check_model(classifier(), X, closure=lambda model, x: model(x).square().sum(1)),
+    "own loss, as many tokens a sample": lambda: ps.check_model(
+        language(), IDS, labels=IDS, loss_fn=lambda out: out.loss
+    ),
+    "closure": lambda: ps.check_model(
+        language(),
+        {"input_ids": IDS, "labels": PADDED},
+        closure=lambda m, b: over_samples(m(b["input_ids"]), b["labels"]),
+    ),
+    "closure with losses": lambda: ps.check_model(
+        classifier(), X, closure=lambda model, x: model(x).square().sum(1)
+    ),
     "derivatives in the loss": lambda: ps.check_model(classifier(), X, closure=slopes),
     "targets of several tensors": lambda: ps.check_model(
         classifier(),
@@ -115,7 +135,12 @@ WEIGHTED = "it is a weighted mean of them in which samples count differently, wi
 WRONG: dict[str, tuple[Callable[[], ps.Check], tuple[str, ...]]] = {
     "mean over tokens": (
         lambda: ps.check_model(language(), IDS, loss_fn=over_tokens, targets=PADDED),
-        ("the loss in the batch of 4", WEIGHTED + "0.133 to 0.4 instead of 0.25", "Reduce the losses of each sample", "'sum'"),
+        (
+            "the loss in the batch of 4",
+            WEIGHTED + "0.133 to 0.4 instead of 0.25",
+            "Reduce the losses of each sample",
+            "'sum'",
+        ),
     ),
     "own loss": (
         lambda: ps.check_model(language(), input_ids=IDS, labels=PADDED, loss_fn=lambda out: out.loss),
@@ -123,10 +148,15 @@ WRONG: dict[str, tuple[Callable[[], ps.Check], tuple[str, ...]]] = {
     ),
     "own loss, with dropout": (
         lambda: ps.check_model(Language(0.5), IDS, labels=PADDED, loss_fn=lambda out: out.loss),
-        (WEIGHTED + "0.133 to 0.4 instead of 0.25", "compared with themselves alone with dropout switched off"),
+        (
+            WEIGHTED + "0.133 to 0.4 instead of 0.25",
+            "compared with themselves alone with dropout switched off",
+        ),
     ),
     "closure": (
-        lambda: ps.check_model(language(), {"input_ids": IDS, "labels": PADDED}, closure=lambda model, batch: model(**batch).loss),
+        lambda: ps.check_model(
+            language(), {"input_ids": IDS, "labels": PADDED}, closure=lambda model, batch: model(**batch).loss
+        ),
         (WEIGHTED + "0.133 to 0.4 instead of 0.25",),
     ),
     "class weights": (
@@ -134,7 +164,9 @@ WRONG: dict[str, tuple[Callable[[], ps.Check], tuple[str, ...]]] = {
         (WEIGHTED + "0.037 to 0.556 instead of 0.2", "class weights"),
     ),
     "a sample of which nothing counts": (
-        lambda: ps.check_model(language(), IDS, loss_fn=over_tokens, targets=PADDED.index_fill(0, torch.tensor(2), -100)),
+        lambda: ps.check_model(
+            language(), IDS, loss_fn=over_tokens, targets=PADDED.index_fill(0, torch.tensor(2), -100)
+        ),
         ("with factors from 0 to ", "The loss of sample 2 alone is nan: perhaps nothing in it counts"),
     ),
     "sum under mean": (
@@ -147,13 +179,19 @@ WRONG: dict[str, tuple[Callable[[], ps.Check], tuple[str, ...]]] = {
     ),
     "another factor": (
         lambda: ps.check_model(
-            classifier(), X, loss_fn=lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(out) ** 0.5, targets=LABELS
+            classifier(),
+            X,
+            loss_fn=lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(out) ** 0.5,
+            targets=LABELS,
         ),
         ("it is 2.236 times that, a factor that changes with the batch", "Take losses.mean()"),
     ),
     "another factor under sum": (
         lambda: ps.check_model(
-            classifier("sum"), X, loss_fn=lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(out) ** 0.5, targets=LABELS
+            classifier("sum"),
+            X,
+            loss_fn=lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(out) ** 0.5,
+            targets=LABELS,
         ),
         ("it is 0.4472 times that", "Take losses.sum()"),
     ),
@@ -161,21 +199,35 @@ WRONG: dict[str, tuple[Callable[[], ps.Check], tuple[str, ...]]] = {
         lambda: ps.check_model(
             classifier(),
             X,
-            loss_fn=lambda out, y: (F.cross_entropy(out, y, reduction="none") * (1 + torch.arange(len(y)))).mean(),
+            loss_fn=lambda out, y: (
+                F.cross_entropy(out, y, reduction="none") * (1 + torch.arange(len(y)))
+            ).mean(),
             targets=LABELS,
         ),
-        ("it is a weighted sum of them in which samples count differently, with factors from 0.2 to 1 instead of 0.2",),
+        (
+            (
+                "it is a weighted sum of them in which samples count differently, with factors from 0.2 to 1"
+                " instead of 0.2"
+            ),
+        ),
     ),
     "contrastive": (
         lambda: ps.check_model(classifier(), X, loss_fn=contrastive),
-        ("it is no weighted sum of them. Samples interact in the loss (the model's outputs are the same)", ". Such a loss ("),
+        (
+            "it is no weighted sum of them. Samples interact in the loss (the model's outputs are the same)",
+            ". Such a loss (",
+        ),
     ),
     "contrastive, of two parameters": (
-        lambda: ps.check_model(nn.Linear(1, 1), X[:, :1], loss_fn=lambda out: out.sigmoid().mean() * out.mean().exp()),
+        lambda: ps.check_model(
+            nn.Linear(1, 1), X[:, :1], loss_fn=lambda out: out.sigmoid().mean() * out.mean().exp()
+        ),
         ("it is something else, and there are too few parameters to tell",),
     ),
     "losses that interact": (
-        lambda: ps.check_model(classifier(), X, loss_fn=lambda out: (out - out.detach().mean(0)).square().sum(1)),
+        lambda: ps.check_model(
+            classifier(), X, loss_fn=lambda out: (out - out.detach().mean(0)).square().sum(1)
+        ),
         ("the loss of sample ", "samples interact in the loss (the model's outputs are the same)"),
     ),
     "targets from around": (
@@ -188,7 +240,9 @@ WRONG: dict[str, tuple[Callable[[], ps.Check], tuple[str, ...]]] = {
     ),
     "a penalty on weights": (
         lambda: ps.check_model(
-            classifier(), X, closure=lambda m, x: m(x).square().mean() + sum(p.square().sum() for p in m.parameters())
+            classifier(),
+            X,
+            closure=lambda m, x: m(x).square().mean() + sum(p.square().sum() for p in m.parameters()),
         ),
         ("received a gradient that did not come through its layer",),
     ),
@@ -208,7 +262,8 @@ def test_combination() -> None:
     samples = torch.randn(7, 3, dtype=torch.float64)
     factors = torch.tensor([0.2, 0.0, 1.5], dtype=torch.float64)
     torch.testing.assert_close(combination(samples @ factors, samples), factors)
-    assert combination(samples @ (factors - 0.5), samples) is None  # nobody weights samples by less than nothing
+    # nobody weights samples by less than nothing
+    assert combination(samples @ (factors - 0.5), samples) is None
     assert combination(torch.randn(7, dtype=torch.float64), samples) is None
     assert combination(samples[:3] @ factors, samples[:3]).isnan().all()
     assert combination(samples[:, 0] * torch.nan, samples) is None
@@ -227,14 +282,18 @@ def test_what_rows_of_a_mean_over_tokens_are() -> None:
 
 
 def test_losses_of_targets_from_around_are_checked_in_the_batch() -> None:
-    answer = ps.check_model(classifier(), X, loss_fn=lambda out: F.cross_entropy(out, LABELS, reduction="none"))
+    answer = ps.check_model(
+        classifier(), X, loss_fn=lambda out: F.cross_entropy(out, LABELS, reduction="none")
+    )
     assert answer and "checked by the outputs alone. loss_fn holds `LABELS`" in answer.notes[0]
 
     class Leaky(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) / len(x)
 
-    assert not ps.check_model(Leaky(nn.Linear(4, 3)), X, loss_fn=lambda out: F.cross_entropy(out, LABELS, reduction="none"))
+    assert not ps.check_model(
+        Leaky(nn.Linear(4, 3)), X, loss_fn=lambda out: F.cross_entropy(out, LABELS, reduction="none")
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,19 +302,43 @@ def test_losses_of_targets_from_around_are_checked_in_the_batch() -> None:
         ({"loss_fn": 3}, TypeError, "`loss_fn` must be a function that returns a loss; got int"),
         ({"closure": "x"}, TypeError, "`closure` must be a function that returns a loss; got str"),
         ({"loss_fn": F.cross_entropy}, TypeError, "cannot be called with the output alone"),
-        ({"loss_fn": lambda out: out.sum(), "targets": LABELS}, TypeError, "cannot be called with the output and the targets"),
+        (
+            {"loss_fn": lambda out: out.sum(), "targets": LABELS},
+            TypeError,
+            "cannot be called with the output and the targets",
+        ),
         ({"targets": LABELS}, ValueError, "`targets` are what loss_fn"),
-        ({"closure": lambda m, x: m(x), "loss_fn": F.cross_entropy}, ValueError, "`closure` computes the loss by itself"),
-        ({"closure": lambda m, x: m(x).sum(), "targets": LABELS}, ValueError, "`closure` computes the loss by itself"),
+        (
+            {"closure": lambda m, x: m(x), "loss_fn": F.cross_entropy},
+            ValueError,
+            "`closure` computes the loss by itself",
+        ),
+        (
+            {"closure": lambda m, x: m(x).sum(), "targets": LABELS},
+            ValueError,
+            "`closure` computes the loss by itself",
+        ),
         ({"loss_fn": lambda out: out.sum().item()}, TypeError, "loss_fn returned float: expected a tensor"),
-        ({"loss_fn": lambda out: out}, ValueError, r"loss_fn returned \(5, 3\): expected the losses of 5 samples"),
-        ({"closure": lambda m, x: m(x)[:2, 0]}, ValueError, r"closure returned \(2,\): expected the losses of 5 samples"),
+        (
+            {"loss_fn": lambda out: out},
+            ValueError,
+            r"loss_fn returned \(5, 3\): expected the losses of 5 samples",
+        ),
+        (
+            {"closure": lambda m, x: m(x)[:2, 0]},
+            ValueError,
+            r"closure returned \(2,\): expected the losses of 5 samples",
+        ),
         (
             {"loss_fn": lambda out, t: out.sum(), "targets": LABELS[:3]},
             ValueError,
             "no tensor with a row for each of the 5 samples",
         ),
-        ({"loss_fn": lambda out, t: out.sum(), "targets": [1, 2]}, ValueError, "no tensor with a row for each of the 5 samples"),
+        (
+            {"loss_fn": lambda out, t: out.sum(), "targets": [1, 2]},
+            ValueError,
+            "no tensor with a row for each of the 5 samples",
+        ),
         (
             {"loss_fn": lambda out: F.cross_entropy(out, LABELS)},
             ValueError,
@@ -283,7 +366,7 @@ def test_a_model_that_returns_its_loss_is_asked_for() -> None:
     assert ps.check_model(Own(nn.Linear(4, 3)), X, loss_fn=lambda output: output)
 
 
-# --------------------------------------------------------------------------------------- what models are called with, and how
+# ----------------------------------------------------------------------- what models are called with, and how
 class Checkpointed(nn.Module):
     """A part of it is computed again in the backward pass."""
 
@@ -379,17 +462,25 @@ class Nested(nn.Module):
         super().__init__()
         self.fc = nn.Linear(4, 3)
 
-    def forward(self, batch: dict[str, Any], scale: tuple[Tensor, float] = (torch.ones(4), 1.0)) -> dict[str, Any]:
+    def forward(
+        self, batch: dict[str, Any], scale: tuple[Tensor, float] = (torch.ones(4), 1.0)
+    ) -> dict[str, Any]:
         batch["x"][0].mul_(2)
         return {"out": [self.fc(batch["x"][0] * scale[0]) * scale[1]], "none": None}
 
 
 CALLS: dict[str, Callable[[], ps.Check]] = {
     "batch in dim 1": lambda: ps.check_model(
-        ps.convert_model(Recurrent(), batch_first=False), torch.randn(6, 5, 4), torch.randn(2, 5, 5), torch.randn(2, 5, 5)
+        ps.convert_model(Recurrent(), batch_first=False),
+        torch.randn(6, 5, 4),
+        torch.randn(2, 5, 5),
+        torch.randn(2, 5, 5),
     ),
     "batch in dim 1, as long as the sequences": lambda: ps.check_model(
-        ps.convert_model(Recurrent(), batch_first=False), torch.randn(5, 5, 4), torch.randn(2, 5, 5), torch.randn(2, 5, 5)
+        ps.convert_model(Recurrent(), batch_first=False),
+        torch.randn(5, 5, 4),
+        torch.randn(2, 5, 5),
+        torch.randn(2, 5, 5),
     ),
     "batch in dim 1, one loss": lambda: ps.check_model(
         ps.convert_model(Recurrent(), batch_first=False),
@@ -401,22 +492,33 @@ CALLS: dict[str, Callable[[], ps.Check]] = {
         ReadsStates(), torch.randn(5, 6, 4), torch.randn(2, 5, 5), torch.randn(2, 5, 5)
     ),
     "shared positions": lambda: ps.check_model(Places(), IDS, places=torch.arange(6)),
-    "shared positions with a batch dim": lambda: ps.check_model(Places(), IDS[:, :4], places=torch.arange(4)[None]),
+    "shared positions with a batch dim": lambda: ps.check_model(
+        Places(), IDS[:, :4], places=torch.arange(4)[None]
+    ),
     "shared positions, one loss": lambda: ps.check_model(
         Places(), IDS, places=torch.arange(6), loss_fn=lambda out: out.square().mean()
     ),
-    "ids that look like positions": lambda: ps.check_model(Users(), X, torch.arange(5), loss_fn=F.cross_entropy, targets=LABELS),
+    "ids that look like positions": lambda: ps.check_model(
+        Users(), X, torch.arange(5), loss_fn=F.cross_entropy, targets=LABELS
+    ),
     "nested": lambda: ps.check_model(Nested(), {"x": (X.clone(),)}, scale=(torch.randn(4), 2.0)),
     "nested, one loss": lambda: ps.check_model(
-        Nested(), {"x": (X.clone(),)}, loss_fn=lambda out, y: F.cross_entropy(out["out"][0], y), targets=LABELS
+        Nested(),
+        {"x": (X.clone(),)},
+        loss_fn=lambda out, y: F.cross_entropy(out["out"][0], y),
+        targets=LABELS,
     ),
     "packed sequences": lambda: ps.check_layer(
         nn.LSTM(4, 5, batch_first=True),
-        pack_padded_sequence(torch.randn(5, 6, 4), torch.tensor([3, 6, 4, 2, 5]), batch_first=True, enforce_sorted=False),
+        pack_padded_sequence(
+            torch.randn(5, 6, 4), torch.tensor([3, 6, 4, 2, 5]), batch_first=True, enforce_sorted=False
+        ),
     ),
     "packed sequences, one loss": lambda: ps.check_layer(
         nn.LSTM(4, 5, batch_first=True),
-        pack_padded_sequence(torch.randn(5, 6, 4), torch.tensor([3, 6, 4, 2, 5]), batch_first=True, enforce_sorted=False),
+        pack_padded_sequence(
+            torch.randn(5, 6, 4), torch.tensor([3, 6, 4, 2, 5]), batch_first=True, enforce_sorted=False
+        ),
         loss_fn=lambda out, y: F.cross_entropy(out[1][0][-1], y),
         targets=LABELS,
     ),
@@ -472,7 +574,11 @@ def test_positions_as_many_as_samples_are_shared() -> None:
 
 def test_batch_sizes_that_are_said() -> None:
     with ps.batch_size(2):  # two rows a sample: one sample alone cannot be told from the inputs
-        answer = ps.check_model(classifier(), X[:4], loss_fn=lambda out: out.square().sum(1).view(2, 2).sum(1))
+        answer = ps.check_model(
+            classifier(), X[:4], loss_fn=lambda out: out.square().sum(1).view(2, 2).sum(1)
+        )
         assert answer and "no tensor among the inputs has a row for each of the 2 samples" in answer.notes[0]
-        with pytest.raises(ValueError, match="no tensor among the inputs has a row for each of the 2 samples"):
+        with pytest.raises(
+            ValueError, match="no tensor among the inputs has a row for each of the 2 samples"
+        ):
             ps.check_model(classifier(), X[:4], loss_fn=lambda out: out.square().mean())

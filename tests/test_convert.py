@@ -42,9 +42,9 @@ class Net(nn.Module):
 
 
 def untouched(model: nn.Module) -> bool:
-    return all(not type(m).__module__.startswith("pslayers") and "_ps" not in m.__dict__ for m in model.modules()) and not any(
-        p.__dict__ for p in model.parameters()
-    )
+    return all(
+        not type(m).__module__.startswith("pslayers") and "_ps" not in m.__dict__ for m in model.modules()
+    ) and not any(p.__dict__ for p in model.parameters())
 
 
 def with_forward() -> nn.Module:
@@ -54,11 +54,20 @@ def with_forward() -> nn.Module:
 
 
 REFUSED = {
-    "custom": (lambda: nn.Sequential(nn.Linear(4, 4), Custom()), r"`1` \(Custom\) has no replacement; .*parameters: scale"),
-    "subclass": (lambda: nn.Sequential(MyLinear(4, 4)), r"`0` \(MyLinear\) has no replacement \(as a subclass of Linear"),
+    "custom": (
+        lambda: nn.Sequential(nn.Linear(4, 4), Custom()),
+        r"`1` \(Custom\) has no replacement; .*parameters: scale",
+    ),
+    "subclass": (
+        lambda: nn.Sequential(MyLinear(4, 4)),
+        r"`0` \(MyLinear\) has no replacement \(as a subclass of Linear",
+    ),
     "batch-norm": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
-        r"`1` \(BatchNorm1d\) mixes samples in training mode.*undefined: call \.eval\(\) on it, or .*replace_batch_norm",
+        (
+            r"`1` \(BatchNorm1d\) mixes samples in training mode.*undefined: call \.eval\(\) on it, or"
+            r" .*replace_batch_norm"
+        ),
     ),
     "batch-norm-without-parameters": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)),
@@ -79,7 +88,10 @@ REFUSED = {
         lambda: nn.Sequential(torch.jit.script(nn.Linear(4, 4))),
         r"`0` \(RecursiveScriptModule\) is compiled",
     ),
-    "old-weight-norm": (lambda: nn.Sequential(weight_norm(nn.Linear(4, 4))), r"computed from other parameters"),
+    "old-weight-norm": (
+        lambda: nn.Sequential(weight_norm(nn.Linear(4, 4))),
+        r"computed from other parameters",
+    ),
     "parametrized": (
         lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4))),
         r"ParametrizedLinear.*has no",
@@ -103,7 +115,10 @@ def test_all_problems_are_listed_at_once() -> None:
     model = nn.Sequential(Custom(), nn.Sequential(MyLinear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 4))
     with pytest.raises(ps.ConversionError) as error:
         ps.convert_model(model, on_unsupported="error")
-    assert all(part in str(error.value) for part in ("`0` (Custom)", "`1.0` (MyLinear)", "`1.1` (BatchNorm1d)", "'skip'"))
+    assert all(
+        part in str(error.value)
+        for part in ("`0` (Custom)", "`1.0` (MyLinear)", "`1.1` (BatchNorm1d)", "'skip'")
+    )
 
 
 def test_bad_options() -> None:
@@ -111,7 +126,10 @@ def test_bad_options() -> None:
         ps.convert_model([nn.Linear(2, 2)])  # type: ignore[type-var]
     with pytest.raises(ValueError, match=r"`loss_reduction` must be one of 'mean', 'sum'; got 'none'"):
         ps.convert_model(nn.Linear(2, 2), loss_reduction="none")
-    with pytest.raises(ValueError, match=r"`on_unsupported` must be one of 'general', 'error', 'skip', 'freeze'; got 'ignore'"):
+    with pytest.raises(
+        ValueError,
+        match=r"`on_unsupported` must be one of 'general', 'error', 'skip', 'freeze'; got 'ignore'",
+    ):
         ps.convert_model(nn.Linear(2, 2), on_unsupported="ignore")
 
 
@@ -134,7 +152,10 @@ def test_same_parameters_names_hooks_optimizer_and_aliases() -> None:
     model.eval()
     ours = ps.convert_model(model)
     assert ours is model and isinstance(ours, Net) and type(ours).__name__ == "Net" and not ours.training
-    assert all(p is q for p, q in zip(params, ours.parameters(), strict=True)) and list(ours.state_dict()) == names
+    assert (
+        all(p is q for p, q in zip(params, ours.parameters(), strict=True))
+        and list(ours.state_dict()) == names
+    )
     assert ours.alias is ours.head and type(ours.head) is ps.PSLinear
     x = torch.randn(3, 4, dtype=torch.float64)
     before = ours.head.weight.detach().clone()
@@ -154,14 +175,18 @@ def test_idempotent_and_reconfigurable() -> None:
         assert type(model).__mro__.count(Net) == 1
         model.zero_grad()
         getattr(squares(model(x)), reduction)().backward()
-        torch.testing.assert_close(getattr(model.head.weight.grad_sample, reduction)(0), model.head.weight.grad)
+        torch.testing.assert_close(
+            getattr(model.head.weight.grad_sample, reduction)(0), model.head.weight.grad
+        )
     assert_rows_right(twin, x)
 
 
 def test_parts_converted_apart_then_whole() -> None:
     model = Net().double()
     ps.convert_model(model.encoder)
-    assert_rows_right(copy.deepcopy(ps.restore_model(copy.deepcopy(model))), torch.randn(3, 4, dtype=torch.float64))
+    assert_rows_right(
+        copy.deepcopy(ps.restore_model(copy.deepcopy(model))), torch.randn(3, 4, dtype=torch.float64)
+    )
     ours = ps.convert_model(model)
     assert ours._ps.settings is ours.encoder._ps.settings
 
@@ -192,7 +217,9 @@ def test_wrong_input_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(torch.cat([x, x.sort(0)[0][: len(x) // 2]]))
 
-    with pytest.raises(ValueError, match=r"`encoder\.0` \(PSLinear\) got an input of shape \(6, 4\) in a batch of 4 samples"):
+    with pytest.raises(
+        ValueError, match=r"`encoder\.0` \(PSLinear\) got an input of shape \(6, 4\) in a batch of 4 samples"
+    ):
         ps.convert_model(Halves())(torch.randn(4, 4))
 
 
@@ -202,7 +229,12 @@ def test_report() -> None:
     lines = str(table).splitlines()
     assert lines[0].split() == ["module", "class", "replacement", "parameters", "bytes/sample"]
     found = {line.split()[0]: line.split()[1:] for line in lines[2:]}
-    assert found["0.encoder.0"] == ["Linear", "PSLinear", "20", "80"] and found["1"] == ["Custom", "skipped", "4", "0"]
+    assert found["0.encoder.0"] == ["Linear", "PSLinear", "20", "80"] and found["1"] == [
+        "Custom",
+        "skipped",
+        "4",
+        "0",
+    ]
     assert found["0"] == ["Net", "container", "0", "0"]
 
 
@@ -324,7 +356,11 @@ def test_a_forward_that_is_one_of_the_modules_own_methods() -> None:
         assert assert_rows_right(model, x, converted=twin) is twin
         assert ps.report(twin).fast == 1
         back = ps.restore_model(twin)[1]
-        assert type(back) is Chooses and back.forward.__self__ is back and back.forward.__func__ is Chooses.forward_split
+        assert (
+            type(back) is Chooses
+            and back.forward.__self__ is back
+            and back.forward.__func__ is Chooses.forward_split
+        )
         torch.testing.assert_close(twin(x), model(x))
 
 

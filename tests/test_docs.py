@@ -1,4 +1,6 @@
-"""The documents: README.md, CONTRIBUTING.md and docs/. What they show runs, what they name exists, no public name is missing."""
+"""The documents: README.md, CONTRIBUTING.md and docs/. What they show runs, what they name exists, no public
+name is missing.
+"""
 
 import inspect
 import re
@@ -29,7 +31,9 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
 
 
 def run(page: Path) -> dict[str, object]:
-    """Run the Python blocks of a page in order, in one scope; what they enter in the registry is taken out again."""
+    """Run the Python blocks of a page in order, in one scope; what they enter in the registry is taken out
+    again.
+    """
     scope: dict[str, object] = {"__name__": page.stem}
     before = dict(REGISTRY)
     try:
@@ -57,11 +61,20 @@ def test_what_the_pages_say_of_their_code(capsys: pytest.CaptureFixture[str]) ->
     torch.manual_seed(0)
     scope = run(ROOT / "README.md")
     assert scope["norms"].shape == (64,) and scope["grads"]["0.weight"].shape == (16, 32, 20)  # type: ignore[attr-defined, index]
-    assert "right: 6 parameters x 16 samples" in (out := capsys.readouterr().out) and "right: 1 parameters x 6 samples" in out
+    assert (
+        "right: 6 parameters x 16 samples" in (out := capsys.readouterr().out)
+        and "right: 1 parameters x 6 samples" in out
+    )
     scope = run(ROOT / "docs/transformers.md")
-    assert scope["right"] and "a weighted mean" in str(scope["own"]) and "factors from 0.133 to 0.4" in str(scope["own"])
+    assert (
+        scope["right"]
+        and "a weighted mean" in str(scope["own"])
+        and "factors from 0.133 to 0.4" in str(scope["own"])
+    )
     run(ROOT / "docs/modules.md")
-    assert "`1` (LayerScale)" in (out := capsys.readouterr().out) and "its trainable parameters: gamma." in out
+    assert (
+        "`1` (LayerScale)" in (out := capsys.readouterr().out) and "its trainable parameters: gamma." in out
+    )
     assert re.search(r"^1 +LayerScale +direct +6 +24$", out, re.MULTILINE)
 
 
@@ -76,7 +89,9 @@ def test_readme_commands_install_what_the_extras_hold() -> None:
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
     assert "opacus" not in extras["examples"] and "opacus" in extras["private"]
-    for extra in re.findall(r"'\.\[([\w,]+)\]'", "".join(page.read_text() for page in [*PAGES, ROOT / "CONTRIBUTING.md"])):
+    for extra in re.findall(
+        r"'\.\[([\w,]+)\]'", "".join(page.read_text() for page in [*PAGES, ROOT / "CONTRIBUTING.md"])
+    ):
         assert set(extra.split(",")) <= set(extras), extra
 
 
@@ -86,16 +101,23 @@ def test_readme_is_short() -> None:
 
 
 def test_readme_figures_are_those_of_the_pages() -> None:
-    measured = set(EXACT.findall("".join((ROOT / f"docs/{name}.md").read_text() for name in ("benchmarks", "coverage"))))
+    measured = set(
+        EXACT.findall("".join((ROOT / f"docs/{name}.md").read_text() for name in ("benchmarks", "coverage")))
+    )
     assert EXACT.findall(README) and set(EXACT.findall(README)) <= measured
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    told = re.findall(r"^\.\. auto(?:class|function|exception):: (\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    told = re.findall(
+        r"^\.\. auto(?:class|function|exception):: (\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE
+    )
     names = {f"pslayers.{name}" for name in {*ps.__all__, *ps.layers.__all__} - {"functional"}}
     names |= {f"pslayers.functional.{name}" for name in ps.functional.__all__}
     assert len(told) == len(set(told)) and set(told) == names
-    assert inspect.getdoc(ps.functional) and ".. automodule:: pslayers.functional" in (ROOT / "docs/api.md").read_text()
+    assert (
+        inspect.getdoc(ps.functional)
+        and ".. automodule:: pslayers.functional" in (ROOT / "docs/api.md").read_text()
+    )
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -117,7 +139,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         path, _, part = target.partition("#")
         there = page.parent / path if path else page
         assert there.exists(), target
-        assert not part or part in {anchor(h) for h in re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)}, target
+        assert not part or part in {
+            anchor(h) for h in re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+        }, target
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)

@@ -32,7 +32,9 @@ def test_per_sample_grads(chunk_size: int | None, converted: bool | str, kind: s
     if converted:
         ps.convert_model(model, loss_reduction="sum" if converted == "sum" else "mean")
     reduction = "none" if kind == "per-sample" else "sum" if converted == "sum" else "mean"
-    found = ps.per_sample_grads(model, lambda out, y: F.cross_entropy(out, y, reduction=reduction), x, y, chunk_size=chunk_size)
+    found = ps.per_sample_grads(
+        model, lambda out, y: F.cross_entropy(out, y, reduction=reduction), x, y, chunk_size=chunk_size
+    )
     torch.testing.assert_close(found, expected)
     assert all(p.grad is None and getattr(p, "grad_sample", None) is None for p in model.parameters())
     assert (type(model[0]) is nn.Linear) is not bool(converted)
@@ -57,7 +59,9 @@ def test_inputs_as_tuple_and_dict_and_several_targets() -> None:
     again = ps.per_sample_grads(model, loss, {"a": 2 * x, "b": -x, "scale": 0.5}, y, weight, chunk_size=4)
     for i in range(7):
         one = (loss(model(x[i : i + 1], -x[i : i + 1]), y[i : i + 1], weight[i : i + 1])).sum()
-        for (name, _), g in zip(model.named_parameters(), torch.autograd.grad(one, list(model.parameters())), strict=True):
+        for (name, _), g in zip(
+            model.named_parameters(), torch.autograd.grad(one, list(model.parameters())), strict=True
+        ):
             torch.testing.assert_close(found[name][i], g)
             torch.testing.assert_close(again[name][i], g)
 
@@ -102,13 +106,19 @@ def test_create_graph() -> None:
     (gx,) = torch.autograd.grad(sum((g**2).sum() for g in found.values()), x)
     for i in range(7):
         one = x[i : i + 1].detach().requires_grad_()
-        grads = torch.autograd.grad(F.cross_entropy(model(one), y[i : i + 1]), list(model.parameters()), create_graph=True)
-        torch.testing.assert_close(gx[i : i + 1], torch.autograd.grad(sum((g**2).sum() for g in grads), one)[0])
+        grads = torch.autograd.grad(
+            F.cross_entropy(model(one), y[i : i + 1]), list(model.parameters()), create_graph=True
+        )
+        torch.testing.assert_close(
+            gx[i : i + 1], torch.autograd.grad(sum((g**2).sum() for g in grads), one)[0]
+        )
 
 
 def test_empty_batch() -> None:
     model, x, y = model_and_data()
-    found = ps.per_sample_grads(model, lambda out, y: F.cross_entropy(out, y, reduction="none"), x[:0], y[:0], chunk_size=2)
+    found = ps.per_sample_grads(
+        model, lambda out, y: F.cross_entropy(out, y, reduction="none"), x[:0], y[:0], chunk_size=2
+    )
     assert {k: v.shape for k, v in found.items()} == {k: (0, *p.shape) for k, p in model.named_parameters()}
 
 
@@ -158,7 +168,10 @@ def test_expand_params_of_any_loss() -> None:
     model, x, _ = model_and_data()
     ours = ps.convert_model(copy.deepcopy(model))
     params = ps.expand_params(ours, 7)
-    assert all(p.untyped_storage().data_ptr() == dict(ours.named_parameters())[k].data_ptr() for k, p in params.items())
+    assert all(
+        p.untyped_storage().data_ptr() == dict(ours.named_parameters())[k].data_ptr()
+        for k, p in params.items()
+    )
     out = torch.func.functional_call(ours, params, (x,))
     grads = torch.autograd.grad(squares(out).mean(), list(params.values()))
     for (_, expected), g in zip(loop(model, square, (x,)).items(), grads, strict=True):
@@ -168,7 +181,9 @@ def test_expand_params_of_any_loss() -> None:
 def test_wrong_number_of_per_sample_weights_is_named() -> None:
     model, x, _ = model_and_data()
     ours = ps.convert_model(model)
-    with pytest.raises(ValueError, match=r"`0\.weight` was given as 5 per-sample weights for a batch of 7 samples"):
+    with pytest.raises(
+        ValueError, match=r"`0\.weight` was given as 5 per-sample weights for a batch of 7 samples"
+    ):
         torch.func.functional_call(ours, ps.expand_params(ours, 5), (x,))
 
 
@@ -185,10 +200,14 @@ def test_one_step_of_maml_on_a_batch_of_tasks() -> None:
     total = [torch.zeros_like(p) for p in model.parameters()]
     for s, q in zip(support, query, strict=True):
         own = dict(model.named_parameters())
-        g = torch.autograd.grad(square(torch.func.functional_call(model, own, (s,)), 0), list(own.values()), create_graph=True)
+        g = torch.autograd.grad(
+            square(torch.func.functional_call(model, own, (s,)), 0), list(own.values()), create_graph=True
+        )
         own = {k: p - 0.01 * d for (k, p), d in zip(own.items(), g, strict=True)}
         loss = square(torch.func.functional_call(model, own, (q,)), 0)
-        total = [t + d for t, d in zip(total, torch.autograd.grad(loss, list(model.parameters())), strict=True)]
+        total = [
+            t + d for t, d in zip(total, torch.autograd.grad(loss, list(model.parameters())), strict=True)
+        ]
     torch.testing.assert_close(list(found), total)
 
 
@@ -212,7 +231,9 @@ def test_functional_form_before_any_other_call() -> None:
     for time in (3, 4, 6):
         ids = torch.randint(0, 11, (4, time))
         params = ps.expand_params(ours, 4)
-        found = torch.autograd.grad(squares(torch.func.functional_call(ours, params, (ids,))).sum(), list(params.values()))
+        found = torch.autograd.grad(
+            squares(torch.func.functional_call(ours, params, (ids,))).sum(), list(params.values())
+        )
         for g, expected in zip(found, loop(model, square, (ids,)).values(), strict=True):
             torch.testing.assert_close(g, expected, rtol=1e-8, atol=1e-9)
 
@@ -220,12 +241,16 @@ def test_functional_form_before_any_other_call() -> None:
 def test_transforms_of_torch_func() -> None:
     model, x, _ = model_and_data()
     ours = ps.convert_model(copy.deepcopy(model))
-    torch.testing.assert_close(torch.func.vmap(torch.func.jacrev(ours))(x), torch.func.vmap(torch.func.jacrev(model))(x))
+    torch.testing.assert_close(
+        torch.func.vmap(torch.func.jacrev(ours))(x), torch.func.vmap(torch.func.jacrev(model))(x)
+    )
     torch.testing.assert_close(
         torch.func.hessian(lambda v: ours(v).sum())(x[0]), torch.func.hessian(lambda v: model(v).sum())(x[0])
     )
     tangents = torch.randn_like(x)
-    torch.testing.assert_close(torch.func.jvp(ours, (x,), (tangents,)), torch.func.jvp(model, (x,), (tangents,)))
+    torch.testing.assert_close(
+        torch.func.jvp(ours, (x,), (tangents,)), torch.func.jvp(model, (x,), (tangents,))
+    )
     params = {k: p.detach() for k, p in ps.expand_params(ours, 7).items()}
 
     def losses(weights: dict[str, Tensor]) -> Tensor:
@@ -266,7 +291,9 @@ def test_two_threads_in_one_model() -> None:
 
 
 def _streamed() -> tuple[nn.Module, Tensor, dict[str, Tensor]]:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)).double()
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+    ).double()
     x = torch.randn(5, 6, dtype=torch.float64)
     return model, x, loop(model, square, (x,))  # type: ignore[return-value]
 
@@ -318,7 +345,9 @@ def test_streamed_names_are_those_of_the_models_parameters(size: int) -> None:
                 model.body[0](torch.randn(size, 3)).sum().backward()
                 assert sorted(names) == ["body.0.bias", "body.0.weight"]
                 names.clear()
-            squares(model(torch.randn(size, 1, 3) if isinstance(model, Scaled) else torch.randn(size, 3))).mean().backward()
+            squares(
+                model(torch.randn(size, 1, 3) if isinstance(model, Scaled) else torch.randn(size, 3))
+            ).mean().backward()
         assert sorted(names) == sorted(n for n, _ in model.named_parameters())
 
 
@@ -327,7 +356,10 @@ def test_memory_for_rows_is_there_before_activations_are() -> None:
     there: list[list[bool]] = []
     model[0].register_forward_pre_hook(
         lambda *_: there.append(
-            [p._ps_recorder.memory is not None and len(p._ps_recorder.memory) == size for p in model.parameters()]
+            [
+                p._ps_recorder.memory is not None and len(p._ps_recorder.memory) == size
+                for p in model.parameters()
+            ]
         )
     )
     for size in (5, 4):
@@ -343,11 +375,14 @@ def test_runs_on_trial_have_the_memory_of_rows() -> None:
 
     def look(*_: Any) -> None:
         recorders = [p.__dict__.get("_ps_recorder") for p in model.parameters()]
-        seen.append((local.tracker is not None, any(r is not None and r.memory is not None for r in recorders)))
+        seen.append(
+            (local.tracker is not None, any(r is not None and r.memory is not None for r in recorders))
+        )
 
     model[0].register_forward_pre_hook(look)
     model(torch.randn(5, 5, 3)).sum().backward()
-    assert (True, False) in seen and (True, True) in seen and seen[-1] == (False, True)  # trial, plain, recorded
+    # trial, plain, recorded
+    assert (True, False) in seen and (True, True) in seen and seen[-1] == (False, True)
     assert all(p.grad_sample.shape[0] == 5 for p in model.parameters())
 
 
@@ -365,7 +400,10 @@ def test_streamed_rows_lie_in_the_same_memory() -> None:
 def test_streaming_refuses_what_it_cannot_do() -> None:
     model, x, _ = _streamed()
     ps.convert_model(model)
-    with pytest.raises(TypeError, match="`take` must be a function of a name and a tensor; got int"), ps.streaming(model, 3):  # type: ignore[arg-type]
+    with (
+        pytest.raises(TypeError, match="`take` must be a function of a name and a tensor; got int"),
+        ps.streaming(model, 3),
+    ):  # type: ignore[arg-type]
         pass
     with pytest.raises(ValueError, match="no converted module"), ps.streaming(nn.Linear(2, 2), print):
         pass

@@ -1,4 +1,6 @@
-"""How the house is built: imports go one way, from room to room and from file to file; each file has its place in the map."""
+"""How the house is built: imports go one way, from room to room and from file to file; each file has its
+place in the map.
+"""
 
 import ast
 import re
@@ -10,7 +12,17 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pslayers"
 
 # from the ground up: a room imports from those above it in this list, and from itself
-ROOMS = ["torch_api", "core", "functional", "parameters", "attribution", "general", "compiled", "modules", "layers"]
+ROOMS = [
+    "torch_api",
+    "core",
+    "functional",
+    "parameters",
+    "attribution",
+    "general",
+    "compiled",
+    "modules",
+    "layers",
+]
 DOORS = [["reports"], ["convert", "replace"], ["gradients"], ["checking"], ["check"], ["__init__"]]
 LEVELS = {room: level for level, room in enumerate(ROOMS)} | {
     door: len(ROOMS) + level for level, doors in enumerate(DOORS) for door in doors
@@ -19,7 +31,9 @@ LEVELS = {room: level for level, room in enumerate(ROOMS)} | {
 
 def files(folder: Path) -> dict[str, Path]:
     """{dotted name: file} of a package, which `__init__` stands for."""
-    names = {".".join(path.relative_to(folder.parent).with_suffix("").parts): path for path in folder.rglob("*.py")}
+    names = {
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts): path for path in folder.rglob("*.py")
+    }
     return {name.removesuffix(".__init__"): path for name, path in names.items()}
 
 
@@ -55,7 +69,9 @@ def test_arrows_between_rooms_go_one_way() -> None:
     for name, targets in GRAPH.items():
         for target in targets:
             ok = room(target) == room(name) or LEVELS[room(target)] < LEVELS[room(name)]
-            assert ok or target == "pslayers", f"{name} imports {target}: {room(name)} stands below {room(target)}"
+            assert ok or target == "pslayers", (
+                f"{name} imports {target}: {room(name)} stands below {room(target)}"
+            )
         assert "pslayers" not in targets or room(name) == "checking", f"{name} imports the whole package"
 
 
@@ -83,6 +99,12 @@ def test_every_layer_file_has_tests_of_its_name() -> None:
 def test_contributing_has_a_line_for_every_file() -> None:
     told = set(re.findall(r"^\| `([\w/.]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))
     tops = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir()} - {"__pycache__/", "py.typed"}
-    rooms = [path for path in PACKAGE.iterdir() if path.is_dir() and path.name not in ("__pycache__", "functional", "layers")]
-    inside = {f"{path.name}/{file.name}" for path in rooms for file in path.glob("*.py") if file.stem != "__init__"}
+    rooms = [
+        path
+        for path in PACKAGE.iterdir()
+        if path.is_dir() and path.name not in ("__pycache__", "functional", "layers")
+    ]
+    inside = {
+        f"{path.name}/{file.name}" for path in rooms for file in path.glob("*.py") if file.stem != "__init__"
+    }
     assert told == tops | inside

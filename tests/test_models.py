@@ -76,7 +76,9 @@ def test_in_chunks_and_in_functional_form(model_and_batch: tuple[nn.Module, Call
     ours = ps.convert_model(copy.deepcopy(model))
     found = ps.per_sample_grads(ours, squares, x, chunk_size=2)
     params = ps.expand_params(ours, 5)
-    grads = torch.autograd.grad(squares(torch.func.functional_call(ours, params, (x,))).sum(), list(params.values()))
+    grads = torch.autograd.grad(
+        squares(torch.func.functional_call(ours, params, (x,))).sum(), list(params.values())
+    )
     for (name, rows), g in zip(found.items(), grads, strict=True):
         torch.testing.assert_close(rows, expected[name], rtol=1e-8, atol=1e-9)
         torch.testing.assert_close(g, expected[name], rtol=1e-8, atol=1e-9)
@@ -84,7 +86,11 @@ def test_in_chunks_and_in_functional_form(model_and_batch: tuple[nn.Module, Call
 
 def test_channels_last_and_strided_inputs() -> None:
     model, x = zoo.ResNet18().double(), torch.randn(3, 3, 16, 16, dtype=torch.float64)
-    for variant in (x.to(memory_format=torch.channels_last), x.transpose(2, 3).contiguous().transpose(2, 3), x[:, :, ::1]):
+    for variant in (
+        x.to(memory_format=torch.channels_last),
+        x.transpose(2, 3).contiguous().transpose(2, 3),
+        x[:, :, ::1],
+    ):
         assert_rows_right(model, variant)
     last = copy.deepcopy(model).to(memory_format=torch.channels_last)
     ours = ps.convert_model(last)
@@ -99,14 +105,19 @@ def test_physics_informed_loss() -> None:
     def residuals(net: nn.Module, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
         (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
-        laplacian = sum(torch.autograd.grad(slope[:, d].sum(), x, create_graph=True)[0][:, d] for d in range(2))
+        laplacian = sum(
+            torch.autograd.grad(slope[:, d].sum(), x, create_graph=True)[0][:, d] for d in range(2)
+        )
         return (laplacian + torch.sin(x).prod(1)) ** 2
 
     ours = ps.convert_model(copy.deepcopy(model))
     residuals(ours, points).mean().backward()
     for i in range(5):
         true = torch.autograd.grad(
-            residuals(model, points[i : i + 1]).sum(), list(model.parameters()), allow_unused=True, materialize_grads=True
+            residuals(model, points[i : i + 1]).sum(),
+            list(model.parameters()),
+            allow_unused=True,
+            materialize_grads=True,
         )
         for p, g in zip(ours.parameters(), true, strict=True):
             rows = torch.zeros(5, *p.shape, dtype=p.dtype) if p.grad_sample is None else p.grad_sample
@@ -124,7 +135,9 @@ def test_a_class_weighted_mean_is_not_over_samples_but_a_sum_is() -> None:
     weight = torch.rand(4, dtype=torch.float64)
     ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
     F.cross_entropy(ours(x), y, weight=weight, reduction="sum").backward()
-    expected = loop(model, lambda out, i: F.cross_entropy(out, y[i : i + 1], weight=weight, reduction="sum"), (x,))
+    expected = loop(
+        model, lambda out, i: F.cross_entropy(out, y[i : i + 1], weight=weight, reduction="sum"), (x,)
+    )
     for name, p in ours.named_parameters():
         torch.testing.assert_close(p.grad_sample, expected[name])
 

@@ -17,7 +17,9 @@ from .patterns import PATTERNS
 def losses(output: Any, size: int) -> Tensor:
     """One loss a sample, to which every value counts differently."""
     found = [t.reshape(size, -1) for t in tensors_in([output])]
-    return sum((t * torch.linspace(-1, 2, t.shape[1], dtype=t.dtype)).sum(1) + t.square().sum(1) / 3 for t in found)
+    return sum(
+        (t * torch.linspace(-1, 2, t.shape[1], dtype=t.dtype)).sum(1) + t.square().sum(1) / 3 for t in found
+    )
 
 
 def part(inputs: Any, start: int, end: int) -> Any:
@@ -28,13 +30,19 @@ def loop(model: nn.Module, inputs: Any, size: int) -> dict[str, Tensor | None]:
     """{name: (size, *shape)}, by plain autograd; None for what no loss reaches."""
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
     each = [
-        torch.autograd.grad(losses(model(**part(inputs, i, i + 1)), 1).sum(), list(params.values()), allow_unused=True)
+        torch.autograd.grad(
+            losses(model(**part(inputs, i, i + 1)), 1).sum(), list(params.values()), allow_unused=True
+        )
         for i in range(size)
     ]
     rows: dict[str, Tensor | None] = {}
     for name, grads in zip(params, zip(*each, strict=True), strict=True):
         reached = any(g is not None for g in grads)
-        rows[name] = torch.stack([torch.zeros_like(params[name]) if g is None else g for g in grads]) if reached else None
+        rows[name] = (
+            torch.stack([torch.zeros_like(params[name]) if g is None else g for g in grads])
+            if reached
+            else None
+        )
     return rows
 
 
@@ -57,6 +65,8 @@ def test_rows_equal_the_loop(name: str, sizes: tuple[int, ...]) -> None:
                 expected = truth[key][:size]
                 assert rows is not None or not expected.any(), f"{key} has no rows"
                 if rows is not None:
-                    torch.testing.assert_close(rows, expected, rtol=1e-8, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
+                    torch.testing.assert_close(
+                        rows, expected, rtol=1e-8, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}"
+                    )
     ps.restore_model(ours)
     torch.testing.assert_close(*(next(iter(tensors_in([m(**inputs)]))) for m in (ours, model)))

@@ -24,7 +24,9 @@ def test_public_names() -> None:
     for name in ps.__all__:
         value = getattr(ps, name)
         assert inspect.getdoc(value), f"{name} has no docstring"
-    public = {name for name in vars(ps) if not name.startswith("_") and not inspect.ismodule(getattr(ps, name))}
+    public = {
+        name for name in vars(ps) if not name.startswith("_") and not inspect.ismodule(getattr(ps, name))
+    }
     assert public <= set(ps.__all__)
     for name in ps.functional.__all__:
         assert inspect.getdoc(getattr(ps.functional, name))
@@ -34,7 +36,9 @@ def test_public_names() -> None:
 def test_every_layer_is_registered_documented_and_tested(name: str) -> None:
     layer = getattr(ps, name)
     assert REGISTRY[layer.replaces] is layer, f"{name} does not say what it replaces"
-    assert layer.replaces.__module__.startswith("torch.nn.") and layer.replaces.__name__ == name.removeprefix("PS")
+    assert layer.replaces.__module__.startswith("torch.nn.") and layer.replaces.__name__ == name.removeprefix(
+        "PS"
+    )
     doc = inspect.getdoc(layer)
     assert doc is not None
     for part in ("Shapes:", "Memory:", "Source:", ">>> "):
@@ -46,7 +50,8 @@ def test_every_layer_is_registered_documented_and_tested(name: str) -> None:
 
 def test_registry_holds_no_layer_that_is_not_exported() -> None:
     modules = [m for name, m in sys.modules.items() if name.startswith("pslayers.layers.")]
-    ours = {n for m in modules for n, value in vars(m).items() if value in REGISTRY.values()}  # doctests enter others
+    # doctests enter others
+    ours = {n for m in modules for n, value in vars(m).items() if value in REGISTRY.values()}
     assert ours == set(LAYERS)
 
 
@@ -59,14 +64,19 @@ import pslayers
 print(time.process_time() - start)
 print(" ".join(sorted({m.partition(".")[0] for m in set(sys.modules) - before})))
 """
-    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+    lines = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.splitlines()
     assert float(lines[0]) < 0.5
     third_party = {m for m in lines[1].split() if m not in sys.stdlib_module_names and not m.startswith("_")}
     assert third_party <= {"pslayers", "torch", "einops"}, third_party
 
 
 def test_changelog_and_version() -> None:
-    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text() or ps.__version__ in (ROOT / "CHANGELOG.md").read_text()
+    assert (
+        "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
+        or ps.__version__ in (ROOT / "CHANGELOG.md").read_text()
+    )
     assert re.fullmatch(r"\d+\.\d+\.\d+", ps.__version__)
     assert (ROOT / "pslayers" / "py.typed").exists()
 
@@ -81,18 +91,25 @@ def test_the_oldest_torch_is_said_everywhere() -> None:
     [
         ("torch.__version__ = torch.torch_version.TorchVersion('2.7.1')", "2.7.1, which is older"),
         ("del torch._C._storage_Use_Count", "which has no torch._C._storage_Use_Count"),
-        ("torch._C._storage_Use_Count = lambda storage: 1", "where it cannot be told whether memory is in use"),
+        (
+            "torch._C._storage_Use_Count = lambda storage: 1",
+            "where it cannot be told whether memory is in use",
+        ),
     ],
 )
 def test_a_torch_that_does_not_fit_is_an_error_at_import(before: str, found: str) -> None:
     code = f"import torch; {before}; import pslayers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(f"ImportError: pslayers needs torch >= {torch_api.FLOOR}: found ") and found in last
+    assert (
+        last.startswith(f"ImportError: pslayers needs torch >= {torch_api.FLOOR}: found ") and found in last
+    )
 
 
 def test_private_parts_of_torch_are_in_one_file() -> None:
-    private = re.compile(r"\b(torch|nn|F|distributed)\.(\w+\.)*_[a-zA-Z]|^from torch\S* import .*\b_[a-zA-Z]", re.MULTILINE)
+    private = re.compile(
+        r"\b(torch|nn|F|distributed)\.(\w+\.)*_[a-zA-Z]|^from torch\S* import .*\b_[a-zA-Z]", re.MULTILINE
+    )
     for path in (ROOT / "pslayers").rglob("*.py"):
         if path.name != "torch_api.py":
             found = private.search(re.sub("``.*?``", "", path.read_text()))
@@ -102,16 +119,18 @@ def test_private_parts_of_torch_are_in_one_file() -> None:
 def test_torch_is_touched_in_one_place_only() -> None:
     code = """
 import torch
-before = {(m.__name__, k): v for m in (torch, torch.nn, torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer)
-          for k, v in vars(m).items()}
+touched = torch, torch.nn, torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer
+before = {(m.__name__, k): v for m in touched for k, v in vars(m).items()}
 import pslayers
 pslayers.convert_model(torch.nn.Linear(2, 2))
-for m in (torch, torch.nn, torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.optim.Optimizer):
+for m in touched:
     for k, v in vars(m).items():
         if before.get((m.__name__, k), v) is not v:
             print(m.__name__, k)
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
     assert out.split() == ["Optimizer", "zero_grad"]
 
 

@@ -10,15 +10,24 @@ from .oracle import assert_rows_right
 
 
 def test_weights_are_carried_over_and_samples_no_longer_mix() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), nn.Flatten(), nn.Linear(48, 6), nn.BatchNorm1d(6))
+    model = nn.Sequential(
+        nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.ReLU(), nn.Flatten(), nn.Linear(48, 6), nn.BatchNorm1d(6)
+    )
     torch.nn.init.normal_(model[1].weight)
     weight, names, calls = model[1].weight, list(dict(model.named_parameters())), []
     model[1].register_forward_hook(lambda *_: calls.append(1))
     with pytest.raises(ps.ConversionError, match=r"`1` \(BatchNorm2d\) mixes samples.*replace_batch_norm"):
         ps.convert_model(model)
     assert ps.replace_batch_norm(model) is model
-    assert model[1].weight is weight and list(dict(model.named_parameters())) == names and set(model.state_dict()) == set(names)
-    assert [type(m) for m in (model[1], model[5])] == [nn.GroupNorm] * 2 and (model[1].num_groups, model[5].num_groups) == (6, 3)
+    assert (
+        model[1].weight is weight
+        and list(dict(model.named_parameters())) == names
+        and set(model.state_dict()) == set(names)
+    )
+    assert [type(m) for m in (model[1], model[5])] == [nn.GroupNorm] * 2 and (
+        model[1].num_groups,
+        model[5].num_groups,
+    ) == (6, 3)
     model.double()
     x = torch.randn(4, 3, 4, 4, dtype=torch.float64)
     same = nn.GroupNorm(6, 12).double()
@@ -29,7 +38,8 @@ def test_weights_are_carried_over_and_samples_no_longer_mix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("channels", "groups", "expected"), [(64, 32, 32), (32, 32, 16), (12, 4, 4), (7, 32, 1), (1, 32, 1), (10, 3, 2)]
+    ("channels", "groups", "expected"),
+    [(64, 32, 32), (32, 32, 16), (12, 4, 4), (7, 32, 1), (1, 32, 1), (10, 3, 2)],
 )
 def test_groups(channels: int, groups: int, expected: int) -> None:
     assert ps.replace_batch_norm(nn.BatchNorm1d(channels), groups).num_groups == expected
@@ -37,7 +47,11 @@ def test_groups(channels: int, groups: int, expected: int) -> None:
 
 def test_the_root_without_weights_and_a_synchronised_one() -> None:
     plain = ps.replace_batch_norm(nn.BatchNorm3d(4, affine=False, track_running_stats=False))
-    assert type(plain) is nn.GroupNorm and plain.weight is None and plain(torch.randn(2, 4, 2, 2, 2)).shape == (2, 4, 2, 2, 2)
+    assert (
+        type(plain) is nn.GroupNorm
+        and plain.weight is None
+        and plain(torch.randn(2, 4, 2, 2, 2)).shape == (2, 4, 2, 2, 2)
+    )
     shared = nn.SyncBatchNorm(4)
     both = ps.replace_batch_norm(nn.ModuleDict({"a": shared, "b": shared}))
     assert both["a"] is both["b"] and type(both["a"]) is nn.GroupNorm
@@ -53,5 +67,7 @@ def test_refused_by_name_and_unchanged() -> None:
     assert type(model[0]) is nn.BatchNorm1d
     with pytest.raises(ValueError, match="`groups` must be an integer of at least 1; got 0"):
         ps.replace_batch_norm(model, 0)
-    with pytest.raises(ValueError, match=r"`0` \(PSBatchNorm1d\) is converted already: call ps.restore_model"):
+    with pytest.raises(
+        ValueError, match=r"`0` \(PSBatchNorm1d\) is converted already: call ps.restore_model"
+    ):
         ps.replace_batch_norm(ps.convert_model(nn.Sequential(nn.BatchNorm1d(4)).eval()))

@@ -1,8 +1,9 @@
 """A part of the tests on several versions of torch, each in a virtual environment of its own.
 
-``python tests/versions.py 2.8 2.11 2.15`` installs the newest torch 2.8, and so on, runs the tests below, and prints a table; it
-fails where a test or an installation did. ``--all`` runs all tests. ``--keep FOLDER`` keeps the environments there, to be used
-again: each takes up to 7 GB where torch comes with CUDA. Needs pip and an index of packages, nothing else.
+``python tests/versions.py 2.8 2.11 2.15`` installs the newest torch 2.8, and so on, runs the tests below, and
+prints a table; it fails where a test or an installation did. ``--all`` runs all tests. ``--keep FOLDER``
+keeps the environments there, to be used again: each takes up to 7 GB where torch comes with CUDA. Needs pip
+and an index of packages, nothing else.
 """
 
 import argparse
@@ -18,8 +19,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("-e", ".[progress]", "numpy", "pytest>=8", "hypothesis>=6.100")
-TRAINING = ("checkpoints", "first_calls", "inputs", "live_passes", "moved_rows", "own_losses", "state")  # models in training
-# what reaches into torch the most: the layers by kind, how memory is reused, transforms, checkpoints, the compiler
+# models in training
+TRAINING = ("checkpoints", "first_calls", "inputs", "live_passes", "moved_rows", "own_losses", "state")
+# what reaches into torch the most: the layers by kind, how memory is reused, transforms, checkpoints, the
+# compiler
 TESTS = (
     *(f"tests/layers/test_{name}.py" for name in ("linear", "embedding", "norm", "attention", "rnn")),
     *(f"tests/test_{name}.py" for name in ("gradients", "project", "docs")),
@@ -49,9 +52,22 @@ def install(version: str, folder: Path) -> Path | None:
 
 def run(python: Path, tests: tuple[str, ...]) -> Outcome:
     """What the tests give in this environment; they say so as they run."""
-    found = subprocess.run([python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True)
+    found = subprocess.run(
+        [python, "-c", "import torch; print(torch.__version__)"], capture_output=True, text=True
+    )
     start, last = time.perf_counter(), ""
-    command = [python, "-m", "pytest", "-q", "--no-header", "--tb=short", "--show-capture=no", "-p", "no:cacheprovider", *tests]
+    command = [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "--no-header",
+        "--tb=short",
+        "--show-capture=no",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -63,10 +79,14 @@ def run(python: Path, tests: tuple[str, ...]) -> Outcome:
 
 def main() -> int:
     """How many versions something failed on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("versions", nargs="+", help="of torch: 2.15, or 2.14.1")
     parser.add_argument("--all", action="store_true", help="run all tests")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the environments there, for the next time")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep the environments there, for the next time"
+    )
     given = parser.parse_args()
     outcomes = []
     for version in given.versions:
@@ -83,7 +103,11 @@ def main() -> int:
     kinds = ("passed", "failed", "error", "skipped")
     print(f"\n{'torch':{width}}", *(f"{kind:>8}" for kind in kinds), f"{'minutes':>8}")
     for outcome in outcomes:
-        print(f"{outcome.torch:{width}}", *(f"{outcome.counts.get(kind, 0):8}" for kind in kinds), f"{outcome.minutes:8.1f}")
+        print(
+            f"{outcome.torch:{width}}",
+            *(f"{outcome.counts.get(kind, 0):8}" for kind in kinds),
+            f"{outcome.minutes:8.1f}",
+        )
     return sum(not outcome.right for outcome in outcomes)
 
 

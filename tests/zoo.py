@@ -31,7 +31,9 @@ class BasicBlock(nn.Module):
         self.act = nn.ReLU(inplace=True)
         self.down: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.down = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(2, outputs))
+            self.down = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(2, outputs)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.act(self.norm1(self.conv1(x)))
@@ -45,10 +47,15 @@ class ResNet18(nn.Module):
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.GroupNorm(2, width), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.GroupNorm(2, width), nn.ReLU(inplace=True)
+        )
         widths = [width, width, 2 * width, 4 * width, 8 * width]
         self.layers = nn.Sequential(
-            *(nn.Sequential(BasicBlock(i, o, 1 if n == 0 else 2), BasicBlock(o, o, 1)) for n, (i, o) in enumerate(pairwise(widths)))
+            *(
+                nn.Sequential(BasicBlock(i, o, 1 if n == 0 else 2), BasicBlock(o, o, 1))
+                for n, (i, o) in enumerate(pairwise(widths))
+            )
         )
         self.fc = nn.Linear(8 * width, 10)
 
@@ -104,4 +111,6 @@ class Transformer(nn.Module):
 
 def mlp() -> nn.Sequential:
     """A multi-layer perceptron."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 4)
+    )

@@ -1,6 +1,8 @@
-"""Whole models of public libraries, tiny and with random weights: what `coverage.py` and `tests/public_models` run.
+"""Whole models of public libraries, tiny and with random weights: what `coverage.py` and
+`tests/public_models` run.
 
-Nothing is downloaded. A model's name is "library/model"; `MODELS` holds all of them, `TRAINING` models with heads and labels.
+Nothing is downloaded. A model's name is "library/model"; `MODELS` holds all of them, `TRAINING` models with
+heads and labels.
 """
 
 from .case import Inputs, PublicModel

@@ -9,16 +9,18 @@ from torch import Tensor, nn
 
 Inputs = dict[str, Tensor]
 
-EXACT, SINGLE = 1e-8, 5e-5  # relative tolerances: float64 throughout, and where a part of the model computes in float32
+# relative tolerances: float64 throughout, and where a part of the model computes in float32
+EXACT, SINGLE = 1e-8, 5e-5
 
 
 @dataclass(frozen=True)
 class PublicModel:
-    """One model: `build()` gives it, `inputs(n)` the keyword arguments for n samples, with the batch in dim 0 of each.
+    """One model: `build()` gives it, `inputs(n)` the keyword arguments for n samples, with the batch in dim 0
+    of each.
 
-    `single`: why its rows are compared by the tolerance of float32, "" for float64. `double`: whether it runs in float64 at all.
-    `copies`: how often the loop takes each sample, to count its first loss only. `once`: why plain training, too, can call it but
-    once, "" if it can call it again.
+    `single`: why its rows are compared by the tolerance of float32, "" for float64. `double`: whether it runs
+    in float64 at all. `copies`: how often the loop takes each sample, to count its first loss only. `once`:
+    why plain training, too, can call it but once, "" if it can call it again.
     """
 
     name: str
@@ -40,7 +42,9 @@ class PublicModel:
         return SINGLE if self.single else EXACT
 
     def make(self, seed: int = 0) -> nn.Module:
-        """The model in eval mode, every parameter moved off its initial value, so that zeros and ones matter too."""
+        """The model in eval mode, every parameter moved off its initial value, so that zeros and ones matter
+        too.
+        """
         torch.manual_seed(seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -56,7 +60,11 @@ class PublicModel:
         """Inputs for `size` samples."""
         torch.manual_seed(seed)
         inputs = self.inputs(size)
-        return inputs if self.double else {n: t.float() if t.is_floating_point() else t for n, t in inputs.items()}
+        return (
+            inputs
+            if self.double
+            else {n: t.float() if t.is_floating_point() else t for n, t in inputs.items()}
+        )
 
 
 def _without_dropout(model: nn.Module) -> None:

@@ -24,13 +24,18 @@ def library(name: str) -> ModuleType:
 
 
 def _import_torchvision() -> None:
-    """Import torchvision; where its compiled ops do not fit this torch, without them: its models are plain Python."""
+    """Import torchvision; where its compiled ops do not fit this torch, without them: its models are plain
+    Python.
+    """
     try:
         import_module("torchvision")
     except RuntimeError:  # "operator torchvision::nms does not exist"
         for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
             del sys.modules[name]
-        kept = {name: getattr(torch.library, name) for name in ("register_fake", "register_autograd", "register_kernel")}
+        kept = {
+            name: getattr(torch.library, name)
+            for name in ("register_fake", "register_autograd", "register_kernel")
+        }
         try:
             for name in kept:  # nothing can be registered for an op that is not there
                 setattr(torch.library, name, _register_nothing)

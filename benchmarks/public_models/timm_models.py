@@ -19,7 +19,9 @@ def _registered(model: str, options: Options) -> nn.Module:
 
 
 def _of_class(where: str, options: Callable[[Any], Options]) -> nn.Module:
-    """ "module:Class", smaller than any that has a registered name; the options may need what the module defines."""
+    """ "module:Class", smaller than any that has a registered name; the options may need what the module
+    defines.
+    """
     library("timm")
     module, cls = where.split(":")
     found = import_module(f"timm.models.{module}")
@@ -43,8 +45,19 @@ CROSSVIT = {
     "mlp_ratio": (2, 2, 1),
     "multi_conv": False,
 }
-VOLO = {"img_size": 64, "layers": (1,) * 4, "embed_dims": (12, 24, 24, 24), "num_heads": (2,) * 4, "stem_hidden_dim": 8}
-TINY_VIT = {"embed_dims": (8, 16, 24, 32), "depths": (1,) * 4, "num_heads": (1, 2, 2, 2), "window_sizes": (4, 4, 4, 2)}
+VOLO = {
+    "img_size": 64,
+    "layers": (1,) * 4,
+    "embed_dims": (12, 24, 24, 24),
+    "num_heads": (2,) * 4,
+    "stem_hidden_dim": 8,
+}
+TINY_VIT = {
+    "embed_dims": (8, 16, 24, 32),
+    "depths": (1,) * 4,
+    "num_heads": (1, 2, 2, 2),
+    "window_sizes": (4, 4, 4, 2),
+}
 GHOSTNET = [[[3, 16, 16, 0, 1]], [[3, 48, 24, 0, 2]], [[3, 72, 24, 0.25, 1]], [[5, 72, 40, 0.25, 2]]]
 
 # by registered name: the options, the image size
@@ -96,9 +109,21 @@ REGISTERED: dict[str, tuple[str, Options, int]] = {
     "coatnet": ("coatnet_pico_rw_224", {"img_size": 32}, 32),
     "twins-svt": ("twins_svt_small", {**TWINS, "depths": (2, 2, 2, 2)}, 64),
     "twins-pcpvt": ("twins_pcpvt_small", {**TWINS, "depths": (1, 1, 1, 1)}, 64),
-    "visformer": ("visformer_tiny", {"img_size": 32, "embed_dim": 48, "depth": (1, 1, 1), "num_heads": 3}, 32),
-    "tnt": ("tnt_s_legacy_patch16_224", {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads_outer": 2}, 32),
-    "convit": ("convit_tiny", {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads": 2, "local_up_to_layer": 1}, 32),
+    "visformer": (
+        "visformer_tiny",
+        {"img_size": 32, "embed_dim": 48, "depth": (1, 1, 1), "num_heads": 3},
+        32,
+    ),
+    "tnt": (
+        "tnt_s_legacy_patch16_224",
+        {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads_outer": 2},
+        32,
+    ),
+    "convit": (
+        "convit_tiny",
+        {"img_size": 32, "embed_dim": 24, "depth": 2, "num_heads": 2, "local_up_to_layer": 1},
+        32,
+    ),
     "pit": ("pit_ti_224", {"img_size": 64, "base_dims": (8, 8, 8), "depth": (1, 1, 1)}, 64),
     "repvgg": ("repvgg_a0", {}, 32),
     "mobileone": ("mobileone_s0", {}, 32),
@@ -108,7 +133,11 @@ REGISTERED: dict[str, tuple[str, Options, int]] = {
     "resnest": ("resnest14d", CHANNELS, 32),
     "cspnet": ("cs3darknet_s", {}, 32),
     "hardcorenas": ("hardcorenas_a", {}, 32),
-    "davit": ("davit_tiny", {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 32, 64), "num_heads": (1, 2, 4, 8)}, 64),
+    "davit": (
+        "davit_tiny",
+        {"depths": (1, 1, 1, 1), "embed_dims": (8, 16, 32, 64), "num_heads": (1, 2, 4, 8)},
+        64,
+    ),
     "efficientvit": ("efficientvit_b0", {}, 64),
     "sequencer": (
         "sequencer2d_s",
@@ -140,26 +169,49 @@ CLASSES: dict[str, tuple[str, Callable[[Any], Options], int]] = {
         32,
     ),
     "poolformer": ("metaformer:MetaFormer", lambda m: CONVNEXT, 32),
-    "poolformerv2": ("metaformer:MetaFormer", lambda m: {**CONVNEXT, "mlp_act": m.StarReLU, "use_mlp_head": False}, 32),
+    "poolformerv2": (
+        "metaformer:MetaFormer",
+        lambda m: {**CONVNEXT, "mlp_act": m.StarReLU, "use_mlp_head": False},
+        32,
+    ),
     "crossvit": ("crossvit:CrossVit", lambda m: CROSSVIT, 48),
     "nfnet": (
         "nfnet:NormFreeNet",
-        lambda m: {"cfg": m.NfCfg((1, 1, 1, 1), (16, 24, 32, 40), stem_chs=16, skipinit=True, num_features=48)},
+        lambda m: {
+            "cfg": m.NfCfg((1, 1, 1, 1), (16, 24, 32, 40), stem_chs=16, skipinit=True, num_features=48)
+        },
         32,
     ),
-    "vgg": ("vgg:VGG", lambda m: {"cfg": [8, "M", 16, "M", 24, "M", 32, "M", 32, "M"], "mlp_ratio": 0.01}, 32),
-    "focalnet": ("focalnet:FocalNet", lambda m: {"depths": (1, 1, 1, 1), "embed_dim": 8, "layerscale_value": 1e-4}, 32),
+    "vgg": (
+        "vgg:VGG",
+        lambda m: {"cfg": [8, "M", 16, "M", 24, "M", 32, "M", 32, "M"], "mlp_ratio": 0.01},
+        32,
+    ),
+    "focalnet": (
+        "focalnet:FocalNet",
+        lambda m: {"depths": (1, 1, 1, 1), "embed_dim": 8, "layerscale_value": 1e-4},
+        32,
+    ),
     "volo": ("volo:VOLO", lambda m: VOLO, 64),
     "nest": (
         "nest:Nest",
-        lambda m: {"img_size": 32, "num_levels": 2, "embed_dims": (8, 16), "num_heads": (1, 2), "depths": (1, 1)},
+        lambda m: {
+            "img_size": 32,
+            "num_levels": 2,
+            "embed_dims": (8, 16),
+            "num_heads": (1, 2),
+            "depths": (1, 1),
+        },
         32,
     ),
     "convmixer": ("convmixer:ConvMixer", lambda m: {"dim": 24, "depth": 2}, 32),
     "repvit": ("repvit:RepVit", lambda m: {"embed_dim": (8, 16, 24, 32), "depth": (1, 1, 1, 1)}, 32),
     "mvitv2": (
         "mvitv2:MultiScaleVit",
-        lambda m: {"img_size": 32, "cfg": m.MultiScaleVitCfg(depths=(1, 1), embed_dim=(8, 16), num_heads=(1, 2))},
+        lambda m: {
+            "img_size": 32,
+            "cfg": m.MultiScaleVitCfg(depths=(1, 1), embed_dim=(8, 16), num_heads=(1, 2)),
+        },
         32,
     ),
     "tiny_vit": ("tiny_vit:TinyVit", lambda m: TINY_VIT, 64),
@@ -167,7 +219,8 @@ CLASSES: dict[str, tuple[str, Callable[[Any], Options], int]] = {
 }
 
 SINGLE = {"efficientvit": "its linear attention divides in float32"}
-# torch's own gradient of BatchNorm in eval mode is wrong in these for a batch of one, see `tests/public_models`
+# torch's own gradient of BatchNorm in eval mode is wrong in these for a batch of one, see
+# `tests/public_models`
 WRONG_AT_ONE = frozenset({"xcit", "lambdanet", "levit"})
 ONCE = {"levit": "in eval mode it keeps the graph of its attention biases"}
 
@@ -175,10 +228,18 @@ ONCE = {"levit": "in eval mode it keeps the graph of its attention biases"}
 def _case(name: str, build: Callable[[], nn.Module], size: int) -> PublicModel:
     copies = 2 if name in WRONG_AT_ONE else 1
     inputs = partial(image, size=size, name="x")
-    return PublicModel(f"timm/{name}", build, inputs, SINGLE.get(name, ""), copies=copies, once=ONCE.get(name, ""))
+    return PublicModel(
+        f"timm/{name}", build, inputs, SINGLE.get(name, ""), copies=copies, once=ONCE.get(name, "")
+    )
 
 
 TIMM = [
-    *(_case(name, partial(_registered, model, options), size) for name, (model, options, size) in REGISTERED.items()),
-    *(_case(name, partial(_of_class, where, options), size) for name, (where, options, size) in CLASSES.items()),
+    *(
+        _case(name, partial(_registered, model, options), size)
+        for name, (model, options, size) in REGISTERED.items()
+    ),
+    *(
+        _case(name, partial(_of_class, where, options), size)
+        for name, (where, options, size) in CLASSES.items()
+    ),
 ]

@@ -15,12 +15,16 @@ Options = dict[str, Any]
 
 def _registered(model: str, options: Options) -> nn.Module:
     library("torchvision")
-    built: nn.Module = import_module("torchvision.models").get_model(model, weights=None, **{"num_classes": 3, **options})
+    built: nn.Module = import_module("torchvision.models").get_model(
+        model, weights=None, **{"num_classes": 3, **options}
+    )
     return built
 
 
 def _of_class(where: str, options: Callable[[Any], Options]) -> nn.Module:
-    """ "module:Class", smaller than any that has a registered name; the options may need what the module defines."""
+    """ "module:Class", smaller than any that has a registered name; the options may need what the module
+    defines.
+    """
     library("torchvision")
     module, cls = where.split(":")
     found = import_module(f"torchvision.models.{module}")
@@ -100,10 +104,18 @@ def _case(name: str, build: Callable[[], nn.Module], size: int) -> PublicModel:
     if name in ("alexnet", "vgg"):
         build = partial(_narrow_head, build)
     inputs = _video if name == "r3d" else image
-    return PublicModel(f"torchvision/{name}", build, partial(inputs, size=size, name="input" if name == "lraspp" else "x"))
+    return PublicModel(
+        f"torchvision/{name}", build, partial(inputs, size=size, name="input" if name == "lraspp" else "x")
+    )
 
 
 TORCHVISION = [
-    *(_case(name, partial(_registered, model, options), size) for name, (model, options, size) in REGISTERED.items()),
-    *(_case(name, partial(_of_class, where, options), size) for name, (where, options, size) in CLASSES.items()),
+    *(
+        _case(name, partial(_registered, model, options), size)
+        for name, (model, options, size) in REGISTERED.items()
+    ),
+    *(
+        _case(name, partial(_of_class, where, options), size)
+        for name, (where, options, size) in CLASSES.items()
+    ),
 ]

@@ -1,8 +1,9 @@
-"""Models of transformers with labels, as `Trainer` trains them: in training mode, by the loss that the model itself returns.
+"""Models of transformers with labels, as `Trainer` trains them: in training mode, by the loss that the model
+itself returns.
 
-A case is a model of `transformers_models` with a head: the same config and inputs, the head's class, and what its labels are. Every
-rate of dropout is 0, BatchNorm is in eval mode, and all samples have as many labels, so that a mean over labels is one over
-samples.
+A case is a model of `transformers_models` with a head: the same config and inputs, the head's class, and what
+its labels are. Every rate of dropout is 0, BatchNorm is in eval mode, and all samples have as many labels, so
+that a mean over labels is one over samples.
 """
 
 import copy
@@ -34,7 +35,10 @@ LABELS: dict[str, Callable[[int], Inputs]] = {
     "target": lambda n: ids(n, 5, "labels"),
     "class": _classes,
     "tags": lambda n: _classes(n, 8),
-    "span": lambda n: {"start_positions": torch.randint(0, 4, (n,)), "end_positions": torch.randint(3, 5, (n,))},
+    "span": lambda n: {
+        "start_positions": torch.randint(0, 4, (n,)),
+        "end_positions": torch.randint(3, 5, (n,)),
+    },
     "choice": lambda n: ids(n, 16, "input_ids") | _classes(n),
     "map": lambda n: _classes(n, 16, 16),
     "letters": lambda n: ids(n, 3, "labels"),
@@ -46,8 +50,9 @@ LABELS: dict[str, Callable[[int], Inputs]] = {
 class TrainingCase:
     """A model and what it is trained with.
 
-    `reduction`: what the model's loss is over samples. `ways`: how it is trained beside "plain": "checkpoint" (each layer's
-    activations computed again), "reentrant" (the same by the old kind of checkpoint), "lora" (PEFT's adapters on all linear maps).
+    `reduction`: what the model's loss is over samples. `ways`: how it is trained beside "plain": "checkpoint"
+    (each layer's activations computed again), "reentrant" (the same by the old kind of checkpoint), "lora"
+    (PEFT's adapters on all linear maps).
     """
 
     name: str
@@ -67,7 +72,9 @@ class TrainingCase:
         return SINGLE if self.single or not self.double else EXACT
 
     def make(self, way: str = "plain") -> nn.Module:
-        """The model in training mode, every parameter moved off its initial value, with adapters where the way has them."""
+        """The model in training mode, every parameter moved off its initial value, with adapters where the
+        way has them.
+        """
         torch.manual_seed(0)
         transformers: Any = library("transformers")
         transformers.logging.set_verbosity_error()
@@ -97,7 +104,11 @@ class TrainingCase:
             inputs["input_ids"] = inputs["input_ids"].view(size, 2, 8)
         if self.labels == "target":
             inputs.pop("decoder_input_ids", None)
-        return inputs if self.double else {n: t.float() if t.is_floating_point() else t for n, t in inputs.items()}
+        return (
+            inputs
+            if self.double
+            else {n: t.float() if t.is_floating_point() else t for n, t in inputs.items()}
+        )
 
     def loss(self, output: Any, size: int) -> Tensor:
         """The loss of a batch of `size` samples: the model's own, or one made of its outputs."""
@@ -180,7 +191,12 @@ HEADS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("t5", "T5ForConditionalGeneration", "target", {"ways": ADAPTED}),
     ("t5", "T5ForTokenClassification", "tags", {}),
     ("t5", "T5ForQuestionAnswering", "span", {}),
-    ("switch", "SwitchTransformersForConditionalGeneration", "target", {"config": {"router_jitter_noise": 0.0}}),
+    (
+        "switch",
+        "SwitchTransformersForConditionalGeneration",
+        "target",
+        {"config": {"router_jitter_noise": 0.0}},
+    ),
     ("longt5", "LongT5ForConditionalGeneration", "target", {}),
     ("bart", "BartForConditionalGeneration", "target", {"ways": ADAPTED}),
     ("pegasus", "PegasusForConditionalGeneration", "target", {}),
@@ -211,7 +227,10 @@ HEADS: list[tuple[str, str, str, dict[str, Any]]] = [
         "wav2vec2",
         "Wav2Vec2ForXVector",
         "class",
-        {"config": {"tdnn_dim": [8] * 5, "xvector_output_dim": 8}, "inputs": partial(floats, input_values=(256,))},
+        {
+            "config": {"tdnn_dim": [8] * 5, "xvector_output_dim": 8},
+            "inputs": partial(floats, input_values=(256,)),
+        },
     ),
     ("wav2vec2", "Wav2Vec2ForAudioFrameClassification", "frames", {}),
     ("hubert", "HubertForCTC", "letters", {"reduction": "sum"}),
@@ -234,10 +253,21 @@ def _case(base: str, head: str, labels: str, more: dict[str, Any]) -> TrainingCa
 
 # models with experts as they come, by grouped products, which CPUs have in float32 alone
 ROUTED = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-DEEPSEEK = {**LATENT, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+DEEPSEEK = {
+    **LATENT,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
 EXPERTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 3}, ADAPTED),
-    "qwen2-moe": ("Qwen2MoeForCausalLM", {**ROUTED, "num_experts": 3, "shared_expert_intermediate_size": 8}, KEPT),
+    "qwen2-moe": (
+        "Qwen2MoeForCausalLM",
+        {**ROUTED, "num_experts": 3, "shared_expert_intermediate_size": 8},
+        KEPT,
+    ),
     "qwen3-moe": ("Qwen3MoeForCausalLM", {**ROUTED, "head_dim": 8, "num_experts": 3}, KEPT),
     "deepseek-v2": ("DeepseekV2ForCausalLM", {**DEEPSEEK, "first_k_dense_replace": 1}, ("plain",)),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {**DEEPSEEK, "first_k_dense_replace": 1}, ("plain",)),
@@ -262,10 +292,20 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         },
         ("plain",),
     ),
-    "granite-moe": ("GraniteMoeForCausalLM", {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2}, ("plain",)),
+    "granite-moe": (
+        "GraniteMoeForCausalLM",
+        {**GROUPED, "num_local_experts": 3, "num_experts_per_tok": 2},
+        ("plain",),
+    ),
     "jetmoe": (
         "JetMoeForCausalLM",
-        {**TEXT, "num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 3, "num_experts_per_tok": 1},
+        {
+            **TEXT,
+            "num_key_value_heads": 2,
+            "kv_channels": 8,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+        },
         ("plain",),
     ),
     "phimoe": (
@@ -288,7 +328,13 @@ EXPERTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "minimax": (
         "MiniMaxForCausalLM",
-        {**GROUPED, "num_local_experts": 3, "head_dim": 8, "block_size": 4, "layer_types": ["linear_attention", "full_attention"]},
+        {
+            **GROUPED,
+            "num_local_experts": 3,
+            "head_dim": 8,
+            "block_size": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
         ("plain",),
     ),
 }
@@ -311,7 +357,9 @@ def _captions(n: int) -> Inputs:
     """Images, and texts with a placeholder for each of an image's patches."""
     tokens = ids(n, 4)["input_ids"] % 40 + 3
     return (
-        pixels(n) | {"input_ids": torch.cat([torch.full((n, PLACEHOLDERS), IMAGE), tokens], 1)} | ids(n, PLACEHOLDERS + 4, "labels")
+        pixels(n)
+        | {"input_ids": torch.cat([torch.full((n, PLACEHOLDERS), IMAGE), tokens], 1)}
+        | ids(n, PLACEHOLDERS + 4, "labels")
     )
 
 
@@ -333,17 +381,28 @@ def _pairs(n: int) -> Inputs:
 
 def _kosmos(n: int) -> Inputs:
     where = (torch.arange(8) > 0) & (torch.arange(8) < 4)  # three of the tokens stand for the image
-    return _pairs(n) | {"image_embeds_position_mask": where.long().expand(n, 8).clone()} | ids(n, name="labels")
+    return (
+        _pairs(n) | {"image_embeds_position_mask": where.long().expand(n, 8).clone()} | ids(n, name="labels")
+    )
 
 
 CLIP_TEXT = {**TEXT, "eos_token_id": 2}
 PAIR = {"text_config": CLIP_TEXT, "vision_config": VISION, "projection_dim": 16}
-QWEN_TEXT = {**GROUPED, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
+QWEN_TEXT = {
+    **GROUPED,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+}
 TOGETHER: list[TrainingCase] = [
-    TrainingCase("clip/CLIPModel", "CLIPModel", PAIR, _pairs, "none", outputs=("text_embeds", "image_embeds")),
+    TrainingCase(
+        "clip/CLIPModel", "CLIPModel", PAIR, _pairs, "none", outputs=("text_embeds", "image_embeds")
+    ),
     TrainingCase("clip/CLIPForImageClassification", "CLIPForImageClassification", PAIR, pixels, "class"),
-    TrainingCase("siglip/SiglipModel", "SiglipModel", PAIR, _pairs, "none", outputs=("text_embeds", "image_embeds")),
-    TrainingCase("owlvit/OwlViTForObjectDetection", "OwlViTForObjectDetection", PAIR, _pairs, "none", single=True),
+    TrainingCase(
+        "siglip/SiglipModel", "SiglipModel", PAIR, _pairs, "none", outputs=("text_embeds", "image_embeds")
+    ),
+    TrainingCase(
+        "owlvit/OwlViTForObjectDetection", "OwlViTForObjectDetection", PAIR, _pairs, "none", single=True
+    ),
     TrainingCase(
         "kosmos-2/Kosmos2ForConditionalGeneration",
         "Kosmos2ForConditionalGeneration",
@@ -368,7 +427,14 @@ TOGETHER: list[TrainingCase] = [
         "Qwen2VLForConditionalGeneration",
         {
             "text_config": QWEN_TEXT,
-            "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2},
+            "vision_config": {
+                "depth": 1,
+                "embed_dim": 16,
+                "hidden_size": 16,
+                "num_heads": 2,
+                "patch_size": 4,
+                "mlp_ratio": 2,
+            },
             "image_token_id": IMAGE,
             "video_token_id": 48,
             "vision_start_token_id": 47,
@@ -396,7 +462,13 @@ TOGETHER: list[TrainingCase] = [
         "blip/BlipForConditionalGeneration",
         "BlipForConditionalGeneration",
         {
-            "text_config": {**TEXT, "encoder_hidden_size": 16, "bos_token_id": 1, "sep_token_id": 2, "label_smoothing": 0.0},
+            "text_config": {
+                **TEXT,
+                "encoder_hidden_size": 16,
+                "bos_token_id": 1,
+                "sep_token_id": 2,
+                "label_smoothing": 0.0,
+            },
             "vision_config": VISION,
         },
         lambda n: _pairs(n) | ids(n, name="labels"),

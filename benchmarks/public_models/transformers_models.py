@@ -129,19 +129,31 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
     # encoders of text
     "bert": ("BertModel", TEXT, ids),
     "roberta": ("RobertaModel", TEXT, ids),
-    "distilbert": ("DistilBertModel", {"vocab_size": 50, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24}, ids),
+    "distilbert": (
+        "DistilBertModel",
+        {"vocab_size": 50, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24},
+        ids,
+    ),
     "albert": ("AlbertModel", {**TEXT, "embedding_size": 8}, ids),
     "electra": ("ElectraModel", {**TEXT, "embedding_size": 8}, ids),
     "xlm-roberta": ("XLMRobertaModel", TEXT, ids),
     "deberta": ("DebertaModel", {**TEXT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, ids),
-    "deberta-v2": ("DebertaV2Model", {**TEXT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, ids),
+    "deberta-v2": (
+        "DebertaV2Model",
+        {**TEXT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+        ids,
+    ),
     "mpnet": ("MPNetModel", TEXT, ids),
     "mobilebert": (
         "MobileBertModel",
         {**TEXT, "embedding_size": 8, "intra_bottleneck_size": 8, "true_hidden_size": 8},
         ids,
     ),
-    "squeezebert": ("SqueezeBertModel", {**TEXT, "embedding_size": 16, **{f"{k}_groups": 2 for k in "qkv"}}, ids),
+    "squeezebert": (
+        "SqueezeBertModel",
+        {**TEXT, "embedding_size": 16, **{f"{k}_groups": 2 for k in "qkv"}},
+        ids,
+    ),
     "convbert": ("ConvBertModel", {**TEXT, "embedding_size": 8, "conv_kernel_size": 3}, ids),
     "fnet": ("FNetModel", TEXT, ids),
     "roformer": ("RoFormerModel", {**TEXT, "embedding_size": 16}, ids),
@@ -153,21 +165,47 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
         ids,
     ),
     "xlnet": ("XLNetModel", {"vocab_size": 50, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24}, ids),
-    "xlm": ("XLMModel", {"vocab_size": 50, "emb_dim": 16, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 32}, ids),
+    "xlm": (
+        "XLMModel",
+        {"vocab_size": 50, "emb_dim": 16, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 32},
+        ids,
+    ),
     "canine": (
         "CanineModel",
         {**TEXT, "max_position_embeddings": 64, "num_hash_buckets": 64, "local_transformer_stride": 8},
         partial(ids, length=32),
     ),
     "esm": ("EsmModel", {**TEXT, "pad_token_id": 1, "position_embedding_type": "rotary"}, ids),
-    "modernbert": ("ModernBertModel", {**TEXT, "pad_token_id": 0, "global_attn_every_n_layers": 2, "local_attention": 4}, ids),
+    "modernbert": (
+        "ModernBertModel",
+        {**TEXT, "pad_token_id": 0, "global_attn_every_n_layers": 2, "local_attention": 4},
+        ids,
+    ),
     # decoders of text
-    "gpt2": ("GPT2Model", {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}, ids),
-    "openai-gpt": ("OpenAIGPTModel", {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}, ids),
-    "ctrl": ("CTRLModel", {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "dff": 24, "n_positions": 32}, ids),
+    "gpt2": (
+        "GPT2Model",
+        {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+        ids,
+    ),
+    "openai-gpt": (
+        "OpenAIGPTModel",
+        {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+        ids,
+    ),
+    "ctrl": (
+        "CTRLModel",
+        {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "dff": 24, "n_positions": 32},
+        ids,
+    ),
     "gpt-neo": (
         "GPTNeoModel",
-        {"vocab_size": 50, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]},
+        {
+            "vocab_size": 50,
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "attention_types": [[["global", "local"], 1]],
+        },
         ids,
     ),
     "gpt-j": (
@@ -176,7 +214,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
         ids,
     ),
     "gpt-neox": ("GPTNeoXModel", TEXT, ids),
-    "gpt-bigcode": ("GPTBigCodeModel", {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}, ids),
+    "gpt-bigcode": (
+        "GPTBigCodeModel",
+        {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+        ids,
+    ),
     "opt": (
         "OPTModel",
         {
@@ -191,8 +233,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
         ids,
     ),
     "bloom": ("BloomModel", {"vocab_size": 50, "hidden_size": 16, "n_layer": 2, "n_head": 2}, ids),
-    "falcon": ("FalconModel", {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}, ids),
-    "mpt": ("MptModel", {"vocab_size": 50, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32}, ids),
+    "falcon": (
+        "FalconModel",
+        {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+        ids,
+    ),
+    "mpt": (
+        "MptModel",
+        {"vocab_size": 50, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32},
+        ids,
+    ),
     "llama": ("LlamaModel", GROUPED, ids),
     "llama-lm": ("LlamaForCausalLM", GROUPED, ids),
     "mistral": ("MistralModel", GROUPED, ids),
@@ -220,7 +270,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
         },
         ids,
     ),
-    "mamba": ("MambaModel", {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, ids),
+    "mamba": (
+        "MambaModel",
+        {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+        ids,
+    ),
     "mamba2": (
         "Mamba2Model",
         {
@@ -235,16 +289,33 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
         },
         ids,
     ),
-    "gpt-oss": ("GptOssModel", {**GROUPED, "head_dim": 8, "sliding_window": 4, "num_local_experts": 3, **EXPERTS}, ids),
+    "gpt-oss": (
+        "GptOssModel",
+        {**GROUPED, "head_dim": 8, "sliding_window": 4, "num_local_experts": 3, **EXPERTS},
+        ids,
+    ),
     "deepseek-v3": (
         "DeepseekV3Model",
-        {**LATENT, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        {
+            **LATENT,
+            **EXPERTS,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
         ids,
     ),
     "olmoe": ("OlmoeModel", {**GROUPED, "num_experts": 3, **EXPERTS}, ids),
     "jetmoe": (
         "JetMoeModel",
-        {**TEXT, "num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 3, "num_experts_per_tok": 1},
+        {
+            **TEXT,
+            "num_key_value_heads": 2,
+            "kv_channels": 8,
+            "num_local_experts": 3,
+            "num_experts_per_tok": 1,
+        },
         ids,
     ),
     "granite-moe": ("GraniteMoeModel", {**GROUPED, "num_local_experts": 3, **EXPERTS}, ids),
@@ -264,7 +335,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
         },
         ids,
     ),
-    "falcon-mamba": ("FalconMambaModel", {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}, ids),
+    "falcon-mamba": (
+        "FalconMambaModel",
+        {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+        ids,
+    ),
     "recurrent-gemma": (
         "RecurrentGemmaModel",
         {**GROUPED, "head_dim": 8, "num_hidden_layers": 3, "lru_width": 16, "attention_window_size": 4},
@@ -275,7 +350,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
     "gpt-neox-japanese": ("GPTNeoXJapaneseModel", TEXT, ids),
     "minicpm3": ("MiniCPM3Model", LATENT, ids),
     "diffllama": ("DiffLlamaModel", {**GROUPED, "num_key_value_heads": 2}, ids),
-    "imagegpt": ("ImageGPTModel", {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}, ids),
+    "imagegpt": (
+        "ImageGPTModel",
+        {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+        ids,
+    ),
     "biogpt": ("BioGptModel", TEXT, ids),
     "codegen": (
         "CodeGenModel",
@@ -295,10 +374,20 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
     "marian": ("MarianModel", SEQ2SEQ, pair),
     "whisper": (
         "WhisperModel",
-        {**SEQ2SEQ, "vocab_size": 60, "num_mel_bins": 4, "max_source_positions": 8, "max_target_positions": 16},
+        {
+            **SEQ2SEQ,
+            "vocab_size": 60,
+            "num_mel_bins": 4,
+            "max_source_positions": 8,
+            "max_target_positions": 16,
+        },
         lambda n: floats(n, input_features=(4, 16)) | ids(n, 5, "decoder_input_ids"),
     ),
-    "fsmt": ("FSMTModel", {**SEQ2SEQ, "src_vocab_size": 50, "tgt_vocab_size": 50, "langs": ["en", "de"]}, pair),
+    "fsmt": (
+        "FSMTModel",
+        {**SEQ2SEQ, "src_vocab_size": 50, "tgt_vocab_size": 50, "langs": ["en", "de"]},
+        pair,
+    ),
     "prophetnet": ("ProphetNetModel", PROPHET, pair),
     "longt5": ("LongT5Model", {**T5, "local_radius": 3, "encoder_attention_type": "local"}, pair),
     "longt5-global": (
@@ -308,7 +397,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
     ),
     "led": (
         "LEDModel",
-        {**SEQ2SEQ, "attention_window": 4, "max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32},
+        {
+            **SEQ2SEQ,
+            "attention_window": 4,
+            "max_encoder_position_embeddings": 32,
+            "max_decoder_position_embeddings": 32,
+        },
         pair,
     ),
     "m2m100": ("M2M100Model", SEQ2SEQ, pair),
@@ -317,7 +411,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
     "umt5": ("UMT5Model", T5, pair),
     "nllb-moe": (
         "NllbMoeModel",
-        {**SEQ2SEQ, "num_experts": 3, "encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 64},
+        {
+            **SEQ2SEQ,
+            "num_experts": 3,
+            "encoder_sparse_step": 2,
+            "decoder_sparse_step": 2,
+            "expert_capacity": 64,
+        },
         pair,
     ),
     # images
@@ -328,16 +428,38 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
     "vit-msn": ("ViTMSNModel", VISION, pixels),
     "swin": (
         "SwinModel",
-        {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4},
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 8,
+            "depths": [1, 2],
+            "num_heads": [1, 2],
+            "window_size": 4,
+        },
         pixels,
     ),
     "swinv2": (
         "Swinv2Model",
-        {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [1, 2], "window_size": 4},
+        {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 8,
+            "depths": [1, 2],
+            "num_heads": [1, 2],
+            "window_size": 4,
+        },
         pixels,
     ),
-    "convnext": ("ConvNextModel", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 2}, pixels),
-    "convnextv2": ("ConvNextV2Model", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 2}, pixels),
+    "convnext": (
+        "ConvNextModel",
+        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 2},
+        pixels,
+    ),
+    "convnextv2": (
+        "ConvNextV2Model",
+        {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 2},
+        pixels,
+    ),
     "segformer": (
         "SegformerModel",
         {
@@ -398,11 +520,22 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
         lambda n: floats(n, pixel_values=(4, 3, 16, 16)),
     ),
     "data2vec-vision": ("Data2VecVisionModel", {**VISION, "use_relative_position_bias": True}, pixels),
-    "dpt": ("DPTModel", {**VISION, "backbone_out_indices": [0, 1], "is_hybrid": False, "neck_hidden_sizes": [8, 8]}, pixels),
+    "dpt": (
+        "DPTModel",
+        {**VISION, "backbone_out_indices": [0, 1], "is_hybrid": False, "neck_hidden_sizes": [8, 8]},
+        pixels,
+    ),
     "vitdet": ("VitDetModel", VITDET, pixels),
     "sam-vision": (
         "SamVisionModel",
-        {**VISION, "output_channels": 8, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 24, "num_pos_feats": 4},
+        {
+            **VISION,
+            "output_channels": 8,
+            "window_size": 2,
+            "global_attn_indexes": [1],
+            "mlp_dim": 24,
+            "num_pos_feats": 4,
+        },
         pixels,
     ),
     "hiera": ("HieraModel", HIERA, image),
@@ -417,7 +550,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
     "wavlm": ("WavLMModel", SPEECH, wave),
     "ast": (
         "ASTModel",
-        {**SIZES, "patch_size": 4, "max_length": 16, "num_mel_bins": 8, "frequency_stride": 4, "time_stride": 4},
+        {
+            **SIZES,
+            "patch_size": 4,
+            "max_length": 16,
+            "num_mel_bins": 8,
+            "frequency_stride": 4,
+            "time_stride": 4,
+        },
         lambda n: floats(n, input_values=(16, 8)),
     ),
     "patchtst": (
@@ -436,7 +576,13 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
     ),
     "parakeet": (
         "ParakeetEncoder",
-        {**SIZES, "num_mel_bins": 8, "subsampling_conv_channels": 8, "max_position_embeddings": 64, "conv_kernel_size": 3},
+        {
+            **SIZES,
+            "num_mel_bins": 8,
+            "subsampling_conv_channels": 8,
+            "max_position_embeddings": 64,
+            "conv_kernel_size": 3,
+        },
         partial(floats, input_features=(32, 8)),
     ),
     "sew": ("SEWModel", {**SPEECH, "squeeze_factor": 2}, wave),
@@ -444,24 +590,41 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[int], Inputs]]] = {
     "data2vec-audio": ("Data2VecAudioModel", {**SPEECH, "conv_pos_kernel_size": 3}, wave),
     "patchtsmixer": (
         "PatchTSMixerModel",
-        {"num_input_channels": 2, "context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 8, "num_layers": 2},
+        {
+            "num_input_channels": 2,
+            "context_length": 16,
+            "patch_length": 4,
+            "patch_stride": 4,
+            "d_model": 8,
+            "num_layers": 2,
+        },
         partial(floats, past_values=(16, 2)),
     ),
 }
 
 
 # what these compute in float32, whatever their weights are
-NORMS = "cohere deepseek-v3 diffllama doge gemma gemma2 gpt-oss granite granite-moe jetmoe lfm2 llama llama-lm longt5 longt5-global"
-MORE_NORMS = "minicpm3 mistral mixtral mt5 nllb-moe olmo2 olmoe phi3 qwen2 qwen2-moe qwen3 switch t5 t5-encoder umt5"
+NORMS = (
+    "cohere deepseek-v3 diffllama doge gemma gemma2 gpt-oss granite granite-moe jetmoe lfm2 llama llama-lm"
+    " longt5 longt5-global"
+)
+MORE_NORMS = (
+    "minicpm3 mistral mixtral mt5 nllb-moe olmo2 olmoe phi3 qwen2 qwen2-moe qwen3 switch t5 t5-encoder umt5"
+)
 SINGLE = {
     **dict.fromkeys((*NORMS.split(), *MORE_NORMS.split()), "its norms, or its router"),
-    **dict.fromkeys(("funnel", "gpt-j", "gpt-neo", "led", "longformer", "prophetnet", "xlm"), "its attention scores"),
-    **dict.fromkeys(("falcon-mamba", "mamba", "mamba2", "qwen3-next", "recurrent-gemma"), "its norms and its scan"),
+    **dict.fromkeys(
+        ("funnel", "gpt-j", "gpt-neo", "led", "longformer", "prophetnet", "xlm"), "its attention scores"
+    ),
+    **dict.fromkeys(
+        ("falcon-mamba", "mamba", "mamba2", "qwen3-next", "recurrent-gemma"), "its norms and its scan"
+    ),
     "canine": "all of it: its mask is not finite in float64",
     "deberta": "its norms",
     "esm": "its rotary embedding",
 }
-# torch's own gradient of BatchNorm in eval mode is wrong in these for a batch of one, see `tests/public_models`
+# torch's own gradient of BatchNorm in eval mode is wrong in these for a batch of one, see
+# `tests/public_models`
 WRONG_AT_ONE = frozenset({"levit"})
 ONCE = {"levit": "in eval mode it keeps the graph of its attention biases"}
 

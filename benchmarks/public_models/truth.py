@@ -1,4 +1,6 @@
-"""The truth about a model's per-sample gradients, a loop over samples with plain autograd, and the comparison with it."""
+"""The truth about a model's per-sample gradients, a loop over samples with plain autograd, and the comparison
+with it.
+"""
 
 import copy
 from collections.abc import Callable
@@ -13,7 +15,9 @@ Rows = dict[str, Tensor | None]
 
 
 def losses(output: Any, size: int) -> Tensor:
-    """One loss a sample, (size,), to which every value of every output that has the batch in dim 0 counts differently."""
+    """One loss a sample, (size,), to which every value of every output that has the batch in dim 0 counts
+    differently.
+    """
     total = torch.zeros(size, dtype=torch.float64)
     for t in _tensors(output):
         if t.is_floating_point() and t.ndim and t.shape[0] == size:
@@ -36,8 +40,11 @@ def part(inputs: Inputs, size: int, start: int, stop: int) -> Inputs:
     return {name: t[start * (len(t) // size) : stop * (len(t) // size)] for name, t in inputs.items()}
 
 
-def loop(model: nn.Module, inputs: Inputs, size: int, copies: int = 1, loss: Callable[[Any, int], Tensor] = losses) -> Rows:
-    """{name: (size, *shape)} by plain autograd, sample by sample; None for a parameter that no sample's loss reaches.
+def loop(
+    model: nn.Module, inputs: Inputs, size: int, copies: int = 1, loss: Callable[[Any, int], Tensor] = losses
+) -> Rows:
+    """{name: (size, *shape)} by plain autograd, sample by sample; None for a parameter that no sample's loss
+    reaches.
 
     `loss` makes an output of so many samples their losses, or one for all of them.
     """
@@ -52,10 +59,18 @@ def loop(model: nn.Module, inputs: Inputs, size: int, copies: int = 1, loss: Cal
     found: Rows = {}
     for name, each in rows.items():
         reached = any(g is not None for g in each)
-        found[name] = torch.stack([torch.zeros_like(params[name]) if g is None else g for g in each]) if reached else None
+        found[name] = (
+            torch.stack([torch.zeros_like(params[name]) if g is None else g for g in each])
+            if reached
+            else None
+        )
     reached_rows = [rows for rows in found.values() if rows is not None and rows.numel()]
-    if not any(rows.any() for rows in reached_rows) or not all(rows.isfinite().all() for rows in reached_rows):
-        raise ValueError(f"{type(model).__name__}: the model's own gradients are zero or not finite, and so no test")
+    if not any(rows.any() for rows in reached_rows) or not all(
+        rows.isfinite().all() for rows in reached_rows
+    ):
+        raise ValueError(
+            f"{type(model).__name__}: the model's own gradients are zero or not finite, and so no test"
+        )
     return found
 
 
@@ -77,7 +92,8 @@ def compare(rows: Rows, truth: Rows, tolerance: float) -> dict[str, str]:
                 wrong[name] = "missing"
         elif found.shape != expected.shape:
             wrong[name] = f"shape {tuple(found.shape)}, not {tuple(expected.shape)}"
-        elif found.numel():  # gradients that are nothing but rounding (a bias before a softmax) are judged by the largest
+        # gradients that are nothing but rounding (a bias before a softmax) are judged by the largest
+        elif found.numel():
             error = (found - expected).abs().max().item() / max(biggest, 1e-3 * largest)
             if not error <= tolerance:
                 wrong[name] = f"{error:.1e}"

@@ -1,9 +1,11 @@
-"""Rows that a model picks out of its batch by its data, as in ``h[mask]``: how many there are, and whose they are.
+"""Rows that a model picks out of its batch by its data, as in ``h[mask]``: how many there are, and whose they
+are.
 
-While a `GatheredRows` mode is active, the samples' inputs are tagged with the sample of each row, and torch's functions that do
-the same to every row, or pick some, hand the tag on. A layer, or a module without a replacement, is given picked rows as a batch: as many
-for each sample, filled up where one has fewer; what it returns is picked rows again. Nothing is guessed from how many rows there
-are: what comes of picked rows by any other function may be anybody's, and a module that is given that is run sample by sample.
+While a `GatheredRows` mode is active, the samples' inputs are tagged with the sample of each row, and torch's
+functions that do the same to every row, or pick some, hand the tag on. A layer, or a module without a
+replacement, is given picked rows as a batch: as many for each sample, filled up where one has fewer; what it
+returns is picked rows again. Nothing is guessed from how many rows there are: what comes of picked rows by
+any other function may be anybody's, and a module that is given that is run sample by sample.
 """
 
 import weakref
@@ -62,23 +64,32 @@ class GatheredRows(TorchFunctionMode):
         ):
             return result
         name = getattr(func, "__name__", "")
-        if local.stand_ins is not None and isinstance(result, Tensor) and self.tags.get(result) is not None and name[-1:] != "_":
+        if (
+            local.stand_ins is not None
+            and isinstance(result, Tensor)
+            and self.tags.get(result) is not None
+            and name[-1:] != "_"
+        ):
             return result  # what has met a parameter of each sample's own knows its rows
         if isinstance(result, (Tensor, tuple, list)) or name == "__setitem__":
             if not args or not isinstance(args[0], (Tensor, tuple, list)):  # by their names, in any order
-                first = next((kwargs[n] for n in ("input", "self", "tensors", "condition") if n in kwargs), None)
+                first = next(
+                    (kwargs[n] for n in ("input", "self", "tensors", "condition") if n in kwargs), None
+                )
                 args = (first, *args)
             with torch_api.without_torch_function(), torch.no_grad():
                 try:
                     RULES.get(name, other)(self, result, name, args, kwargs)
-                except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):  # arguments in a form that no rule knows
+                # arguments in a form that no rule knows
+                except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
                     lose(self, [result, args[0]], args, kwargs)
         return result
 
     def _any(self, values: Iterable[Any]) -> bool:
         """Whether one of them, or in one of them, may be known; never wrong where none is."""
         return any(
-            id(v) in self.tags.of if isinstance(v, Tensor) else isinstance(v, (tuple, list)) and self._any(v) for v in values
+            id(v) in self.tags.of if isinstance(v, Tensor) else isinstance(v, (tuple, list)) and self._any(v)
+            for v in values
         )
 
     def owners(self, t: Any) -> RowProvenance | None:
@@ -116,26 +127,40 @@ class GatheredRows(TorchFunctionMode):
         """Note that the rows of a tensor are the batch's, k a sample."""
         if isinstance(t, Tensor) and t.ndim and len(t) % self.size == 0:
             k = len(t) // self.size
-            self.tag(t, RowProvenance(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False))
+            self.tag(
+                t,
+                RowProvenance(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False),
+            )
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is as long."""
+        """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is
+        as long.
+        """
         for place, t in enumerate(tensors_in((args, kwargs))):
             if isinstance(t, PackedSequence) and len(t.batch_sizes):
                 ids = owners_of_packed(t)
                 self.tag(
                     t.data,
-                    RowProvenance(ids, len(t.batch_sizes), rows=ids if t.sorted_indices is not None else None, by_data=False),
+                    RowProvenance(
+                        ids,
+                        len(t.batch_sizes),
+                        rows=ids if t.sorted_indices is not None else None,
+                        by_data=False,
+                    ),
                 )
             if not isinstance(t, Tensor) or not t.ndim:
                 continue
-            if (place == 0 and len(t) % self.size == 0) or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1]):
+            if (place == 0 and len(t) % self.size == 0) or (
+                t.ndim > 1 and t.shape[0] == self.size != t.shape[1]
+            ):
                 self.tag_batch(t)
             elif place == 0 or self.size in t.shape:
                 self.tag(t, WEAK)
 
     def copies(self, t: Tensor) -> tuple[bool, Callable[[], bool]]:
-        """Whether what all samples share has as many rows as the batch, and whether these are alike for every sample."""
+        """Whether what all samples share has as many rows as the batch, and whether these are alike for every
+        sample.
+        """
         rows = local.stand_ins is not None and local.stand_ins.rows(t)
 
         def alike() -> bool:
@@ -165,15 +190,20 @@ class GatheredRows(TorchFunctionMode):
         self.entering = None
         return True
 
-    def call(self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of a layer, or of a module without a replacement, that gets a batch in the place of picked rows."""
+    def call(
+        self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call of a layer, or of a module without a replacement, that gets a batch in the place of picked
+        rows.
+        """
         if torch_api.level() != self.level:
             self.entering = module
             return forward(*args, **kwargs)
         tensors = tensors_of((args, kwargs))
         if not local.use_original_forward and (local.batch is not None or local.tracker is not None):
             found = [o for t in tensors if (o := self.picked(t)) is not None]
-            # a module that could not have them as a batch while it was tracked is run in a way that takes them as they are
+            # a module that could not have them as a batch while it was tracked is run in a way that takes
+            # them as they are
             as_they_are = any(PICKED in plan.layouts.inputs for plan in module._ps_state().plans.values())
             if found and (local.tracker is not None or not as_they_are):
                 return self._by_batch(module, forward, args, kwargs, found)
@@ -189,10 +219,14 @@ class GatheredRows(TorchFunctionMode):
         return output
 
     def _of_packed(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Tag what a recurrent layer returns for packed sequences: its states are in the order of the batch."""
+        """Tag what a recurrent layer returns for packed sequences: its states are in the order of the
+        batch.
+        """
         given = next((t for t in tensors_in((args, kwargs)) if isinstance(t, PackedSequence)), None)
         owners = None if given is None else self.owners(given.data)
-        first = None if given is None or owners is None else owners.first(int(given.batch_sizes[0]), self.size)
+        first = (
+            None if given is None or owners is None else owners.first(int(given.batch_sizes[0]), self.size)
+        )
         if given is None or first is None:
             return
         packed, *states = tensors_in([output])
@@ -201,7 +235,12 @@ class GatheredRows(TorchFunctionMode):
             self.tag_second(t, first if given.unsorted_indices is None else first.at(given.unsorted_indices))
 
     def _by_batch(
-        self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[RowProvenance]
+        self,
+        module: Any,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: list[RowProvenance],
     ) -> Any:
         settings, tracked, owners = module._ps_state().settings, local.tracker is not None, found[0]
         trackable = local.batch is not None and local.batch.trackable
@@ -215,14 +254,19 @@ class GatheredRows(TorchFunctionMode):
             batch = owners.batch(self.size, self._extra(), tracked)
             states = isinstance(module, nn.RNNBase)  # whose states hold the batch in dim 1
             try:
-                args_of_all, kwargs_of_all = map_tensors(lambda t: self._into(batch, t, states), (args, kwargs))
+                args_of_all, kwargs_of_all = map_tensors(
+                    lambda t: self._into(batch, t, states), (args, kwargs)
+                )
                 self.entering = module
                 output = forward(*args_of_all, **kwargs_of_all)
                 return self._back(batch, output, owners, states)
-            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:  # it cannot have them as a batch
+            # it cannot have them as a batch
+            except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
                 if not tracked and not trackable:
                     raise
-                problem = f"it does not take them as a batch ({type(error).__name__}: {error})".splitlines()[0]
+                problem = f"it does not take them as a batch ({type(error).__name__}: {error})".splitlines()[
+                    0
+                ]
         if tracked:
             self.refused.add(id(module))
             self.entering = module
@@ -233,7 +277,13 @@ class GatheredRows(TorchFunctionMode):
 
     def _into(self, batch: PaddedRows, t: Tensor, states: bool) -> Tensor:
         """A tensor that a call takes: rows beside those that are picked go with them."""
-        dim = 0 if t.ndim and len(t) == batch.k else 1 if states and t.ndim > 2 and t.shape[1] == batch.k else None
+        dim = (
+            0
+            if t.ndim and len(t) == batch.k
+            else 1
+            if states and t.ndim > 2 and t.shape[1] == batch.k
+            else None
+        )
         if dim is None or (self.picked(t) is None and not states and (t.ndim < 2 or of_parameter(t))):
             return t
         with torch_api.without_torch_function():
@@ -258,7 +308,9 @@ class GatheredRows(TorchFunctionMode):
         return map_tensors(back, output)
 
     def _extra(self) -> int:
-        """How many rows more than the longest sample has: one in a call that is to prove that they do nothing."""
+        """How many rows more than the longest sample has: one in a call that is to prove that they do
+        nothing.
+        """
         return int(local.tracker is not None or (local.batch is not None and local.batch.proving))
 
 

@@ -1,4 +1,6 @@
-"""Proof that rows are the samples': from the graph of a first call, and by comparing with what the plain model returns."""
+"""Proof that rows are the samples': from the graph of a first call, and by comparing with what the plain
+model returns.
+"""
 
 import functools
 import threading
@@ -19,11 +21,15 @@ _PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
 
 
 class Unprovable(Exception):  # noqa: N818
-    """The graph of a call cannot be walked: it holds a reentrant checkpoint, which torch.autograd.grad does not go through."""
+    """The graph of a call cannot be walked: it holds a reentrant checkpoint, which torch.autograd.grad does
+    not go through.
+    """
 
 
 def separating_groups(size: int) -> list[list[int]]:
-    """Groups of samples such that, of any two samples, one group holds the first without the second: by each binary digit."""
+    """Groups of samples such that, of any two samples, one group holds the first without the second: by each
+    binary digit.
+    """
     bits = range(max(size - 1, 1).bit_length())
     groups = [[i for i in range(size) if (i >> bit) & 1 == value] for bit in bits for value in (0, 1)]
     return [group for group in groups if group]
@@ -37,7 +43,8 @@ def disagreement(ours: Any, plain: Any) -> str | None:
         return f"tensors of shape {shapes[0]} instead of {shapes[1]}"
     for a, b in zip(*pairs, strict=True):
         if b.is_floating_point() and b.numel():
-            tolerance = {torch.float64: 1e-4, torch.float32: 1e-3}.get(b.dtype, 3e-2)  # models may compute in less than they return
+            # models may compute in less than they return
+            tolerance = {torch.float64: 1e-4, torch.float32: 1e-3}.get(b.dtype, 3e-2)
             finite = b.isfinite()
             if not torch.equal(a.isfinite(), finite):
                 return "other values than the original layers"
@@ -47,10 +54,14 @@ def disagreement(ours: Any, plain: Any) -> str | None:
     return None
 
 
-def batched_outputs(output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = None) -> list[tuple[Tensor, int, Tensor]]:
-    """The tensors of a model's output that hold the samples, the dim of their rows, and whose these are: as tracked, or by shape.
+def batched_outputs(
+    output: Any, batch: Batch, layouts: Sequence[Layout | None] | None = None
+) -> list[tuple[Tensor, int, Tensor]]:
+    """The tensors of a model's output that hold the samples, the dim of their rows, and whose these are: as
+    tracked, or by shape.
 
-    One in which samples interact in the original model (the similarities of all pairs) says nothing about whose rows are whose.
+    One in which samples interact in the original model (the similarities of all pairs) says nothing about
+    whose rows are whose.
     """
     found: list[tuple[Tensor, int, Tensor]] = []
     for place, t in enumerate(tensors_in([output])):
@@ -58,7 +69,11 @@ def batched_outputs(output: Any, batch: Batch, layouts: Sequence[Layout | None] 
             continue
         picked = picked_by(t)
         # one row of each sample in another's place is that one's to whoever takes the loss
-        if picked is not None and picked.ids is not None and not (len(t) == len(picked.ids.unique()) == batch.size):
+        if (
+            picked is not None
+            and picked.ids is not None
+            and not (len(t) == len(picked.ids.unique()) == batch.size)
+        ):
             found.append((t, 0, picked.ids))
             continue
         layout, dim = None if layouts is None else layouts[place], batch_dim(t, batch)
@@ -76,7 +91,9 @@ _quiet = threading.local()  # while a proof goes backward through a graph, hooks
 
 @contextmanager
 def quiet_pass() -> Iterator[None]:
-    """Around passes that only prove something: hooks that the user put on modules and tensors are not called."""
+    """Around passes that only prove something: hooks that the user put on modules and tensors are not
+    called.
+    """
     before, _quiet.now = getattr(_quiet, "now", False), True
     try:
         yield
@@ -96,8 +113,15 @@ class _QuietTensorHooks(TorchFunctionMode):
 
 @contextmanager
 def quiet_hooks(model: nn.Module) -> Iterator[None]:
-    """Have the backward hooks that modules and forwards put into the graph of this call be silent in passes that only prove."""
-    held = [m.__dict__[name] for m in model.modules() for name in ("_backward_hooks", "_backward_pre_hooks") if m.__dict__[name]]
+    """Have the backward hooks that modules and forwards put into the graph of this call be silent in passes
+    that only prove.
+    """
+    held = [
+        m.__dict__[name]
+        for m in model.modules()
+        for name in ("_backward_hooks", "_backward_pre_hooks")
+        if m.__dict__[name]
+    ]
     before = [(hooks, dict(hooks)) for hooks in held]
     for hooks, each in before:
         hooks.update({key: _unless_quiet(hook) for key, hook in each.items()})
@@ -152,7 +176,9 @@ class GradientProbe:
             self.agree = None
 
     def missed(self, output: Any) -> bool:
-        """Whether something that an output depends on was met by no pass: it goes but into numbers of the whole batch (a loss)."""
+        """Whether something that an output depends on was met by no pass: it goes but into numbers of the
+        whole batch (a loss).
+        """
         missed = {edge.node for i, edge in enumerate(self.edges) if i not in self.met}
         return bool(missed & _nodes(output)) if missed else False
 
@@ -163,7 +189,9 @@ class GradientProbe:
         self.hooks = []
 
     def last(self) -> list["torch.autograd.graph.GradientEdge"]:
-        """Those from which the graph leads to no other of them: a pass that is asked for these meets all that it can reach."""
+        """Those from which the graph leads to no other of them: a pass that is asked for these meets all that
+        it can reach.
+        """
         edges = [edge for edge in self.edges if torch_api.lives(edge.node)]
         nodes, last = {edge.node for edge in edges}, []
         for edge in edges:
@@ -179,13 +207,17 @@ class GradientProbe:
         return last
 
 
-def rows_agree(layers: GradientProbe, outputs: Sequence[tuple[Tensor, int, Tensor]], batch: Batch) -> bool | None:
-    """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs alone.
+def rows_agree(
+    layers: GradientProbe, outputs: Sequence[tuple[Tensor, int, Tensor]], batch: Batch
+) -> bool | None:
+    """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs
+    alone.
 
     None where they seem to, but a NaN leaves it open: no gradient at all times NaN is NaN.
 
-    A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a table as long as the
-    batch). Costs 2 log2(B) passes of the graph without weight gradients, and their memory: gradients are looked at as they flow by.
+    A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a
+    table as long as the batch). Costs 2 log2(B) passes of the graph without weight gradients, and their
+    memory: gradients are looked at as they flow by.
     """
     try:
         if not outputs or not layers.edges:
@@ -194,7 +226,10 @@ def rows_agree(layers: GradientProbe, outputs: Sequence[tuple[Tensor, int, Tenso
         for samples in separating_groups(batch.size):
             layers.samples = torch.tensor(samples, device=device)
             theirs = [torch.isin(owners, layers.samples.to(t.device)) for t, _, owners in outputs]
-            own = [t.index_select(dim, rows.nonzero()[:, 0]) for (t, dim, _), rows in zip(outputs, theirs, strict=True)]
+            own = [
+                t.index_select(dim, rows.nonzero()[:, 0])
+                for (t, dim, _), rows in zip(outputs, theirs, strict=True)
+            ]
             loss = sum((t.sum() + (t * t).sum() for t in own), torch.zeros((), device=device))
             with quiet_pass():
                 torch.autograd.grad(loss, last, retain_graph=True, allow_unused=True)
@@ -221,7 +256,9 @@ def _nodes(output: Any) -> set[Any]:
 
 
 def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
-    """Whether one of these parameters is reached, in the graph of an output, by anything but the library's own ops."""
+    """Whether one of these parameters is reached, in the graph of an output, by anything but the library's
+    own ops.
+    """
     watched = {id(p) for p in params if p.requires_grad}
     todo = [t.grad_fn for t in tensors_in([output]) if isinstance(t, Tensor) and t.grad_fn is not None]
     seen = set(todo)

@@ -29,11 +29,20 @@ class RowProvenance:
         rows: Tensor | None = None,
         by_data: bool = True,
     ) -> None:
-        self.ids, self.limit, self.picked, self.one, self.rows, self.by_data = ids, limit, picked, one, rows, by_data
+        self.ids, self.limit, self.picked, self.one, self.rows, self.by_data = (
+            ids,
+            limit,
+            picked,
+            one,
+            rows,
+            by_data,
+        )
         self.batches: dict[tuple[int, int, bool], PaddedRows] = {}
 
     def batch(self, size: int, extra: int = 0, tracked: bool = False) -> "PaddedRows":
-        """The rows as a batch of so many samples, with `extra` rows for each; while samples are tracked, as many as can be."""
+        """The rows as a batch of so many samples, with `extra` rows for each; while samples are tracked, as
+        many as can be.
+        """
         key = size, extra, tracked
         if key not in self.batches:
             assert self.ids is not None
@@ -42,7 +51,9 @@ class RowProvenance:
         return self.batches[key]
 
     def at(self, rows: Any, times: int = 1) -> "RowProvenance":
-        """Those of some of the rows (a slice, or their numbers), of which there are at most `times` as many."""
+        """Those of some of the rows (a slice, or their numbers), of which there are at most `times` as
+        many.
+        """
         if isinstance(rows, slice) and rows == slice(None):
             return self
         if self.ids is None:
@@ -56,7 +67,9 @@ class RowProvenance:
 
     def same(self, other: "RowProvenance") -> bool:
         """Whether both tell the same of every row."""
-        return self is other or (self.ids is not None and other.ids is not None and torch.equal(self.ids, other.ids))
+        return self is other or (
+            self.ids is not None and other.ids is not None and torch.equal(self.ids, other.ids)
+        )
 
     def of_one(self) -> Tensor | None:
         """(1,), the sample whose all the rows are, if they are one's."""
@@ -72,12 +85,16 @@ class RowProvenance:
         return RowProvenance(one.expand(values), self.limit * values, one=one)
 
     def viewed(self, rows: int) -> "RowProvenance":
-        """Those of a view with so many rows: each is a part of a row here, or several whole ones of one sample."""
+        """Those of a view with so many rows: each is a part of a row here, or several whole ones of one
+        sample.
+        """
         if self.ids is None or len(self.ids) == rows:
             return self
         if len(self.ids) and rows % len(self.ids) == 0:
             times = rows // len(self.ids)
-            return RowProvenance(self.ids.repeat_interleave(times), self.limit * times, self.picked, by_data=self.by_data)
+            return RowProvenance(
+                self.ids.repeat_interleave(times), self.limit * times, self.picked, by_data=self.by_data
+            )
         if rows and len(self.ids) % rows == 0:
             parts = self.ids.view(rows, -1)
             if bool((parts == parts[:, :1]).all()):
@@ -91,7 +108,9 @@ class RowProvenance:
         ids = self.ids[:count]
         if not torch.equal(ids.sort()[0], torch.arange(size, device=ids.device)):
             return None
-        return RowProvenance(ids, 1, picked=self.rows is not None, rows=ids if self.rows is not None else None, by_data=False)
+        return RowProvenance(
+            ids, 1, picked=self.rows is not None, rows=ids if self.rows is not None else None, by_data=False
+        )
 
     def lost(self) -> "RowProvenance":
         """Of what comes of these rows by a function that may do anything to them."""
@@ -99,9 +118,11 @@ class RowProvenance:
 
 
 def put_back(before: Tensor, rows: Tensor, sure: bool = False) -> bool:
-    """Whether rows of a batch that were in another order are in their own again, each once or as often as every other.
+    """Whether rows of a batch that were in another order are in their own again, each once or as often as
+    every other.
 
-    Of few rows that may be chance: another batch's would not be; unless it is `sure` that rows were moved, whatever the order.
+    Of few rows that may be chance: another batch's would not be; unless it is `sure` that rows were moved,
+    whatever the order.
     """
     k = len(rows) // (int(rows.max()) + 1) if len(rows) > (0 if sure else 3) else 0
     if not k or len(rows) != len(before) or (torch.equal(before, rows) and not sure):
@@ -126,11 +147,20 @@ class PaddedRows:
         self.places = torch.empty_like(ids)
         self.places[order] = torch.arange(k, device=ids.device) - starts[ordered] + ordered * self.n
         self.alike = k == self.rows and torch.equal(self.places, torch.arange(k, device=ids.device))
-        # a sample with fewer rows has its first one again, which gets no gradient there; one without any has the first of all
+        # a sample with fewer rows has its first one again, which gets no gradient there; one without any has
+        # the first of all
         first = order[starts.clamp(max=k - 1)] if k else ids
-        self.source = first.repeat_interleave(self.n).index_copy(0, self.places, torch.arange(k, device=ids.device)) if k else None
+        self.source = (
+            first.repeat_interleave(self.n).index_copy(0, self.places, torch.arange(k, device=ids.device))
+            if k
+            else None
+        )
         # while samples are tracked that must not be another sample's
-        self.none = (counts == 0).repeat_interleave(self.n) if limit is not None and bool((counts == 0).any()) else None
+        self.none = (
+            (counts == 0).repeat_interleave(self.n)
+            if limit is not None and bool((counts == 0).any())
+            else None
+        )
 
     def into(self, t: Tensor, dim: int = 0) -> Tensor:
         """(..., k, ...) as (..., B * n, ...), the rows being in `dim`."""
@@ -143,15 +173,22 @@ class PaddedRows:
         row = torch.linspace(0.1, 0.9, t.shape[1:].numel(), device=t.device, dtype=dtype).view(t.shape[1:])
         row = row if dtype == t.dtype else torch.zeros_like(row, dtype=t.dtype)
         if self.source is None or self.none is None:
-            row = row + t.sum() if dtype == t.dtype else row  # nothing, but its gradient is to be that of no rows
+            # nothing, but its gradient is to be that of no rows
+            row = row + t.sum() if dtype == t.dtype else row
             return row.expand(self.rows, *row.shape).movedim(0, dim)
         mine = self.none.view(-1, *[1] * row.ndim)
         return torch.where(mine, row, t.index_select(0, self.source)).movedim(0, dim)
 
     def back(self, t: Tensor, dim: int = 0) -> Tensor:
-        """The rows alone, in the order that they had; their dims lie in memory as those of `t`: dropout goes by that."""
+        """The rows alone, in the order that they had; their dims lie in memory as those of `t`: dropout goes
+        by that.
+        """
         if self.alike:
             return t.view_as(t)
         strides = t.stride()
         order = sorted(range(t.ndim), key=lambda d: -strides[d])
-        return t.permute(order).index_select(order.index(dim), self.places).permute([order.index(d) for d in range(t.ndim)])
+        return (
+            t.permute(order)
+            .index_select(order.index(dim), self.places)
+            .permute([order.index(d) for d in range(t.ndim)])
+        )

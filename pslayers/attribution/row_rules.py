@@ -1,6 +1,8 @@
-"""What torch's functions do to rows that `picks` follows: rule(picks, result, name, args, kwargs) tags what a function returned.
+"""What torch's functions do to rows that `picks` follows: rule(picks, result, name, args, kwargs) tags what a
+function returned.
 
-A rule says whose the rows of the result are, by those of the arguments: a function that has none may do anything to rows.
+A rule says whose the rows of the result are, by those of the arguments: a function that has none may do
+anything to rows.
 """
 
 from collections.abc import Callable
@@ -27,9 +29,15 @@ def _given(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) 
     return args[at] if len(args) > at else default
 
 
-def _followed(picks: "GatheredRows", args: Any, kwargs: Kwargs) -> tuple[list[tuple[RowProvenance, Tensor]], RowProvenance]:
+def _followed(
+    picks: "GatheredRows", args: Any, kwargs: Kwargs
+) -> tuple[list[tuple[RowProvenance, Tensor]], RowProvenance]:
     """The arguments whose rows are followed, and what is then known of a result of which nothing is."""
-    found = [(o, t) for t in tensors_in((args, kwargs)) if isinstance(t, Tensor) and (o := picks.owners(t)) is not None]
+    found = [
+        (o, t)
+        for t in tensors_in((args, kwargs))
+        if isinstance(t, Tensor) and (o := picks.owners(t)) is not None
+    ]
     return found, UNKNOWN if any(o.picked and o.by_data for o, _ in found) else WEAK
 
 
@@ -61,7 +69,9 @@ def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     elif isinstance(parts[0], int) and picks.second.get(x) is not None:
         picks.tag(result, picks.second.get(x))
     elif isinstance(parts[0], int):  # all of it is that sample's
-        picks.tag(result, None if of is None or not result.ndim else picks.pick(of.of_row(parts[0], len(result))))
+        picks.tag(
+            result, None if of is None or not result.ndim else picks.pick(of.of_row(parts[0], len(result)))
+        )
     else:
         picks.tag(result, picks.pick(_indexed(picks, x, parts)))
 
@@ -83,11 +93,17 @@ def _indexed(picks: "GatheredRows", x: Tensor, parts: tuple[Any, ...]) -> RowPro
     rows = torch.as_tensor(first, device=x.device)
     rows = rows if len(rows) else rows.long()
     # together with indices of more dims it does not tell of rows
-    return of.at(rows) if rows.ndim == 1 and all(not isinstance(i, Tensor) or i.ndim < 2 for i in parts) else of.lost()
+    return (
+        of.at(rows)
+        if rows.ndim == 1 and all(not isinstance(i, Tensor) or i.ndim < 2 for i in parts)
+        else of.lost()
+    )
 
 
 def _by_data(picks: "GatheredRows", parts: tuple[Any, ...]) -> bool:
-    """Whether which rows an index takes, and in which order, follows from the data alone: no constant is among its tensors."""
+    """Whether which rows an index takes, and in which order, follows from the data alone: no constant is
+    among its tensors.
+    """
     tensors = [i for i in parts if isinstance(i, Tensor) and i.ndim and not _is_mask(i)]
     return bool(tensors) and all(picks.owners(i) is not None for i in tensors)
 
@@ -113,19 +129,38 @@ def _written(picks: "GatheredRows", y: Tensor, index: Any, value: Any) -> RowPro
     if new is None:
         return of
     if (isinstance(index, slice) and index == slice(None)) or index is Ellipsis:
-        whole = of if of is not None and of.ids is not None else new if new.ids is not None and len(y) == len(new.ids) else None
+        whole = (
+            of
+            if of is not None and of.ids is not None
+            else new
+            if new.ids is not None and len(y) == len(new.ids)
+            else None
+        )
         return whole if whole is not None and (new.same(whole) or not new.picked) else (of or new).lost()
     if isinstance(index, Tensor) and index.ndim:
         mask = _is_mask(index)
         told = (
-            of if of is not None and of.ids is not None else picks.owners(index) if mask and (of is None or not of.picked) else None
+            of
+            if of is not None and of.ids is not None
+            else picks.owners(index)
+            if mask and (of is None or not of.picked)
+            else None
         )
         rows = index.nonzero()[:, 0] if mask else index
-        if told is None and of is None and new.ids is not None and rows.ndim == 1 and len(y) % picks.size == 0 < len(y):
+        if (
+            told is None
+            and of is None
+            and new.ids is not None
+            and rows.ndim == 1
+            and len(y) % picks.size == 0 < len(y)
+        ):
             batch = RowProvenance(
-                torch.arange(picks.size, device=rows.device).repeat_interleave(len(y) // picks.size), len(y), picked=False
+                torch.arange(picks.size, device=rows.device).repeat_interleave(len(y) // picks.size),
+                len(y),
+                picked=False,
             )
-            told = batch if batch.at(rows).same(new) else None  # made anew, and every row put where its sample's are
+            # made anew, and every row put where its sample's are
+            told = batch if batch.at(rows).same(new) else None
         if told is not None and told.ids is not None and rows.ndim == 1 and told.at(rows).same(new):
             return told
         return UNKNOWN if (of is not None and of.picked) or (new.picked and new.by_data) else WEAK
@@ -148,7 +183,9 @@ def _index_put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs
 
 def _masked_scatter(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     of, by = picks.owners(args[0]), picks.owners(_given(args, kwargs, 1, "mask"))
-    picks.tag(result, of if of is not None and of.ids is not None else by if of is None and by is not None else WEAK)
+    picks.tag(
+        result, of if of is not None and of.ids is not None else by if of is None and by is not None else WEAK
+    )
 
 
 def _index_select(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -188,7 +225,11 @@ def _where(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
 def _masked_select(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     x, mask = args[0], _given(args, kwargs, 1, "mask")
     shape = torch.broadcast_shapes(x.shape, mask.shape)
-    of, by = (o if t.ndim == len(shape) and len(t) == shape[0] else o and o.lost() for t in (x, mask) for o in [picks.owners(t)])
+    of, by = (
+        o if t.ndim == len(shape) and len(t) == shape[0] else o and o.lost()
+        for t in (x, mask)
+        for o in [picks.owners(t)]
+    )
     picks.tag(result, picks.pick(_masked(of, by, mask.expand(shape))))
 
 
@@ -211,11 +252,15 @@ def _stack(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
         picks.tag(result, known[0] if all(o.same(known[0]) for o in known) else UNKNOWN)
         return
     ones = [None if o is None else o.of_one() for o in found]
-    if any(one is None for one in ones) or (name == "pad_sequence" and not _given(args, kwargs, 1, "batch_first", False)):
+    if any(one is None for one in ones) or (
+        name == "pad_sequence" and not _given(args, kwargs, 1, "batch_first", False)
+    ):
         other(picks, result, name, args, kwargs)
     else:
         owners = RowProvenance(torch.cat(ones), len(ones))  # type: ignore[arg-type]
-        whole = owners.ids is not None and torch.equal(owners.ids, torch.arange(picks.size, device=owners.ids.device))
+        whole = owners.ids is not None and torch.equal(
+            owners.ids, torch.arange(picks.size, device=owners.ids.device)
+        )
         picks.tag(result, RowProvenance(owners.ids, 1, picked=False) if whole else owners)
 
 
@@ -234,21 +279,31 @@ def _view(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwa
 
 
 def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays whose it is.
+    """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays
+    whose it is.
 
-    So it does beside numbers of which it is not known whose they are (the places of experts): no gradient goes to integers.
+    So it does beside numbers of which it is not known whose they are (the places of experts): no gradient
+    goes to integers.
     """
     found, lost = _followed(picks, args, kwargs)
     if any(o.ids is not None and s.is_floating_point() for o, s in found):
         found = [(o, s) for o, s in found if o.ids is not None or s.is_floating_point()]
     for t in tensors_in([result]) if found else ():
-        known = [o for o, s in found if o.ids is not None and isinstance(t, Tensor) and s.ndim == t.ndim and len(s) == len(t)]
-        unsure = [o for o, s in found if (o.ids is None and o.picked) or (o.ids is not None and o not in known)]
+        known = [
+            o
+            for o, s in found
+            if o.ids is not None and isinstance(t, Tensor) and s.ndim == t.ndim and len(s) == len(t)
+        ]
+        unsure = [
+            o for o, s in found if (o.ids is None and o.picked) or (o.ids is not None and o not in known)
+        ]
         picks.tag(t, known[0] if known and not unsure and all(o.same(known[0]) for o in known) else lost)
 
 
 def _of_first(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    """The first argument's rows, each by itself; or with the rows of a second one, where these go one by one with them."""
+    """The first argument's rows, each by itself; or with the rows of a second one, where these go one by one
+    with them.
+    """
     of = picks.owners(args[0])
     if of is None or args[0].ndim <= (name in _OF_ROWS):
         other(picks, result, name, args, kwargs)
@@ -266,13 +321,18 @@ def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     if isinstance(dims, Tensor):  # max(x, y)
         _rowwise(picks, result, name, args, kwargs)
         return
-    dims, n = (int(dims),) if not isinstance(dims, (tuple, list)) and dims is not None else dims or (0,), max(args[0].ndim, 1)
+    dims, n = (
+        (int(dims),) if not isinstance(dims, (tuple, list)) and dims is not None else dims or (0,),
+        max(args[0].ndim, 1),
+    )
     if all(d % n for d in dims):
         _of_first(picks, result, name, args, kwargs)
     elif (of := picks.owners(args[0])) is not None and of.ids is not None and name in _PARTS:
         start = int(_given(args, kwargs, 2, "start")) % max(len(args[0]), 1) if name == "narrow" else 0
         for t in tensors_in([result]):
-            picks.tag(t, picks.pick(of.at(slice(start, start := start + len(t)))) if isinstance(t, Tensor) else None)
+            picks.tag(
+                t, picks.pick(of.at(slice(start, start := start + len(t)))) if isinstance(t, Tensor) else None
+            )
     elif of is not None and of.ids is not None and name in ("sort", "topk", "argsort") and args[0].ndim == 1:
         for t in tensors_in([result]):  # each number is some row's
             picks.tag(t, picks.pick(of.at(result if name == "argsort" else result[1])))
@@ -282,7 +342,10 @@ def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     elif of is not None and (one := of.of_one()) is not None and name in _REDUCING:
         for t in tensors_in([result]):  # of rows that are all one sample's
             picks.tag(
-                t, RowProvenance(one.expand(len(t)), of.limit * len(t), one=one) if isinstance(t, Tensor) and t.ndim else None
+                t,
+                RowProvenance(one.expand(len(t)), of.limit * len(t), one=one)
+                if isinstance(t, Tensor) and t.ndim
+                else None,
             )
     else:
         other(picks, result, name, args, kwargs)
@@ -344,16 +407,25 @@ def _einsum(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
     terms, _, made = str(equation).replace(" ", "").partition("->")
     named = list(zip(terms.split(","), operands, strict=True))
     rows = {term[:1] for term, t in named if picks.owners(t) is not None}
-    alone = all(letter not in (term if picks.owners(t) is None else term[1:]) for letter in rows for term, t in named)
+    alone = all(
+        letter not in (term if picks.owners(t) is None else term[1:]) for letter in rows for term, t in named
+    )
     owners = [o for _, t in named if (o := picks.owners(t)) is not None]
-    if rows == {made[:1]} and made[:1].isalpha() and alone and all(o.ids is not None and o.same(owners[0]) for o in owners):
+    if (
+        rows == {made[:1]}
+        and made[:1].isalpha()
+        and alone
+        and all(o.ids is not None and o.same(owners[0]) for o in owners)
+    ):
         picks.tag(result, owners[0])
     else:
         other(picks, result, name, args, kwargs)
 
 
 def _pad(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    (_of_first if len(_given(args, kwargs, 1, "pad")) < 2 * result.ndim else other)(picks, result, name, args, kwargs)
+    (_of_first if len(_given(args, kwargs, 1, "pad")) < 2 * result.ndim else other)(
+        picks, result, name, args, kwargs
+    )
 
 
 def _attention(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -372,7 +444,13 @@ def _recurrent(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs
 def _made(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Made like a tensor, of nobody's values: it may as well hold the same samples' rows."""
     of = picks.owners(args[0])
-    alike = of is not None and of.ids is not None and not of.picked and result.ndim > 0 and len(result) == len(of.ids)
+    alike = (
+        of is not None
+        and of.ids is not None
+        and not of.picked
+        and result.ndim > 0
+        and len(result) == len(of.ids)
+    )
     picks.tag(result, of if alike else None)
 
 
@@ -381,30 +459,211 @@ def other(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwa
     found, lost = _followed(picks, args, kwargs)
     for t in tensors_in([result]) if found else ():
         if isinstance(t, Tensor) and t.ndim and all(t is not s for _, s in found):
-            kept = [o for o, s in found if o.ids is not None and s.ndim and len(t) == len(s) and (len(t) == 1 or lies_in(t, s))]
+            kept = [
+                o
+                for o, s in found
+                if o.ids is not None and s.ndim and len(t) == len(s) and (len(t) == 1 or lies_in(t, s))
+            ]
             picks.tag(t, kept[0] if kept and len(found) == 1 else lost)
 
 
 _ROWWISE = (
-    *("add", "sub", "rsub", "mul", "div", "true_divide", "floor_divide", "remainder", "fmod", "pow", "maximum", "minimum", "lerp"),
-    *("addcmul", "addcdiv", "atan2", "multiply", "subtract", "divide", "exp", "exp2", "log", "log2", "log10", "log1p", "expm1"),
-    *("sqrt", "rsqrt", "square", "reciprocal", "abs", "neg", "negative", "sign", "erf", "erfc", "sin", "cos", "tan", "tanh"),
-    *("asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfinv", "logit", "sinc", "xlogy", "hypot", "sgn"),
-    *("sigmoid", "relu", "relu6", "gelu", "silu", "elu", "celu", "selu", "leaky_relu", "prelu", "rrelu", "softplus", "softsign"),
-    *("hardtanh", "hardswish", "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "threshold", "mish", "logsigmoid"),
-    *("clamp", "clamp_min", "clamp_max", "clip", "masked_fill", "nan_to_num", "round", "floor", "ceil", "trunc", "one_hot", "frac"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor", "isnan", "isinf", "isfinite"),
-    *("bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "float", "double", "half", "bfloat16", "to", "type_as", "type"),
-    *("long", "int", "bool", "contiguous", "clone", "detach", "requires_grad_", "cuda", "cpu", "bernoulli", "zero_", "fill_"),
-    *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "copy"),
+    *(
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "div",
+        "true_divide",
+        "floor_divide",
+        "remainder",
+        "fmod",
+        "pow",
+        "maximum",
+        "minimum",
+        "lerp",
+    ),
+    *(
+        "addcmul",
+        "addcdiv",
+        "atan2",
+        "multiply",
+        "subtract",
+        "divide",
+        "exp",
+        "exp2",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "expm1",
+    ),
+    *(
+        "sqrt",
+        "rsqrt",
+        "square",
+        "reciprocal",
+        "abs",
+        "neg",
+        "negative",
+        "sign",
+        "erf",
+        "erfc",
+        "sin",
+        "cos",
+        "tan",
+        "tanh",
+    ),
+    *(
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "erfinv",
+        "logit",
+        "sinc",
+        "xlogy",
+        "hypot",
+        "sgn",
+    ),
+    *(
+        "sigmoid",
+        "relu",
+        "relu6",
+        "gelu",
+        "silu",
+        "elu",
+        "celu",
+        "selu",
+        "leaky_relu",
+        "prelu",
+        "rrelu",
+        "softplus",
+        "softsign",
+    ),
+    *(
+        "hardtanh",
+        "hardswish",
+        "hardsigmoid",
+        "hardshrink",
+        "softshrink",
+        "tanhshrink",
+        "threshold",
+        "mish",
+        "logsigmoid",
+    ),
+    *(
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "clip",
+        "masked_fill",
+        "nan_to_num",
+        "round",
+        "floor",
+        "ceil",
+        "trunc",
+        "one_hot",
+        "frac",
+    ),
+    *(
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "logical_xor",
+        "isnan",
+        "isinf",
+        "isfinite",
+    ),
+    *(
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_not",
+        "bitwise_xor",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "to",
+        "type_as",
+        "type",
+    ),
+    *(
+        "long",
+        "int",
+        "bool",
+        "contiguous",
+        "clone",
+        "detach",
+        "requires_grad_",
+        "cuda",
+        "cpu",
+        "bernoulli",
+        "zero_",
+        "fill_",
+    ),
+    *(
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_dropout",
+        "feature_alpha_dropout",
+        "copy",
+    ),
     *("real", "imag", "conj", "view_as_real", "view_as_complex"),
 )
 _OPERATORS = (
-    *("add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul", "truediv", "rtruediv", "itruediv", "floordiv", "mod"),
-    *("pow", "rpow", "neg", "abs", "invert", "and", "or", "xor", "rand", "ror", "rxor", "eq", "ne", "lt", "le", "gt", "ge"),
+    *(
+        "add",
+        "radd",
+        "iadd",
+        "sub",
+        "rsub",
+        "isub",
+        "mul",
+        "rmul",
+        "imul",
+        "truediv",
+        "rtruediv",
+        "itruediv",
+        "floordiv",
+        "mod",
+    ),
+    *(
+        "pow",
+        "rpow",
+        "neg",
+        "abs",
+        "invert",
+        "and",
+        "or",
+        "xor",
+        "rand",
+        "ror",
+        "rxor",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+    ),
 )
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "__matmul__", "bmm"})
-_OF_ROWS = frozenset({"linear", "matmul", "mm", "__matmul__", "layer_norm", "rms_norm"})  # of a vector they are not
+# of a vector they are not
+_OF_ROWS = frozenset({"linear", "matmul", "mm", "__matmul__", "layer_norm", "rms_norm"})
 _OF_FIRST = (
     *(
         "bmm",
@@ -417,13 +676,34 @@ _OF_FIRST = (
         "interpolate",
         *_OF_ROWS,
     ),
-    *(f"{kind}{d}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool") for d in (1, 2, 3)),
+    *(
+        f"{kind}{d}d"
+        for kind in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool")
+        for d in (1, 2, 3)
+    ),
     *(f"adaptive_avg_pool{d}d" for d in (1, 2, 3)),
 )
 # along a dim, or some: the number of that argument, and what it is by default (None: all)
-_REDUCING = ("sum", "mean", "prod", "amax", "amin", "argmax", "argmin", "max", "min", "median", "std", "var", "all", "any")
+_REDUCING = (
+    "sum",
+    "mean",
+    "prod",
+    "amax",
+    "amin",
+    "argmax",
+    "argmin",
+    "max",
+    "min",
+    "median",
+    "std",
+    "var",
+    "all",
+    "any",
+)
 _ALONG: dict[str, tuple[int, int | None]] = {
-    **dict.fromkeys((*_REDUCING, "logsumexp", "var_mean", "std_mean", "nansum", "nanmean", "cumsum", "cumprod"), (1, None)),
+    **dict.fromkeys(
+        (*_REDUCING, "logsumexp", "var_mean", "std_mean", "nansum", "nanmean", "cumsum", "cumprod"), (1, None)
+    ),
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "select", "narrow"), (1, None)),
     **dict.fromkeys(("glu", "sort", "argsort"), (1, -1)),
     **dict.fromkeys(("chunk", "split", "tensor_split"), (2, 0)),
@@ -440,14 +720,18 @@ _MADE = (
     *("new_zeros", "new_ones", "new_empty", "new_full"),
 )
 RULES: dict[str, Callable[..., None]] = {
-    **dict.fromkeys((*_ROWWISE, *(f"{name}_" for name in _ROWWISE), *(f"__{name}__" for name in _OPERATORS)), _rowwise),
+    **dict.fromkeys(
+        (*_ROWWISE, *(f"{name}_" for name in _ROWWISE), *(f"__{name}__" for name in _OPERATORS)), _rowwise
+    ),
     **dict.fromkeys(_OF_FIRST, _of_first),
     **dict.fromkeys(_ALONG, _along),
     **dict.fromkeys((*_PUT, *(f"{name}_" for name in _PUT)), _put),
     **dict.fromkeys(("index_put", "index_put_"), _index_put),
     **dict.fromkeys(("masked_scatter", "masked_scatter_"), _masked_scatter),
     **dict.fromkeys(_MADE, _made),
-    **dict.fromkeys(("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze"), _view),
+    **dict.fromkeys(
+        ("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze"), _view
+    ),
     **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
     **dict.fromkeys(("stack", "pad_sequence"), _stack),
     **dict.fromkeys(("nonzero", "argwhere"), _nonzero),

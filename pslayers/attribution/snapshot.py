@@ -1,4 +1,6 @@
-"""Runs that are only trials: what a forward leaves behind on its modules is undone, random numbers are the real run's."""
+"""Runs that are only trials: what a forward leaves behind on its modules is undone, random numbers are the
+real run's.
+"""
 
 import random
 from collections import OrderedDict, defaultdict
@@ -10,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "_hooks" in name)
-_KEPT = frozenset(nn.Module().__dict__) - {"_buffers"} - _HOOKS | {"_ps"}  # of every module, and not a forward's to change
+# of every module, and not a forward's to change
+_KEPT = frozenset(nn.Module().__dict__) - {"_buffers"} - _HOOKS | {"_ps"}
 _RENEWED = {"_flat_weights", "_flat_weight_refs"}  # by recurrent layers, wherever their weights are others
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 
 
 def _alike(now: Any, before: Any) -> bool:
     if isinstance(before, dict):
-        return all(name in now and (now[name] is value or _equal(now[name], value)) for name, value in before.items())
+        return all(
+            name in now and (now[name] is value or _equal(now[name], value)) for name, value in before.items()
+        )
     return all(one is other or _equal(one, other) for one, other in zip(now, before, strict=True))
 
 
@@ -28,8 +33,8 @@ def _equal(one: Any, other: Any) -> bool:
 class Snapshot:
     """Buffers, hooks and attributes of a model's modules, with what is in their dicts, lists and sets.
 
-    A forward may keep what it has computed (a cache of masks, of position biases), and must not find there what a run on other
-    inputs, or with other weights, has left.
+    A forward may keep what it has computed (a cache of masks, of position biases), and must not find there
+    what a run on other inputs, or with other weights, has left.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,13 +62,17 @@ class Snapshot:
         for key, (held, values) in self.containers.items():
             now = held
             if key in self.modules:
-                now, values = ({n: v for n, v in d.items() if n not in _KEPT | _RENEWED} for d in (held, values))
+                now, values = (
+                    {n: v for n, v in d.items() if n not in _KEPT | _RENEWED} for d in (held, values)
+                )
             if key not in self.hooks and (len(now) != len(values) or not _alike(now, values)):
                 return True
         return any(not torch.equal(tensor, value) for tensor, value in self.tensors)
 
     def restore(self, hooks: bool = True) -> None:
-        """Put everything back; but for `hooks`, perhaps: a model that installs some in its first forward notes that it has."""
+        """Put everything back; but for `hooks`, perhaps: a model that installs some in its first forward
+        notes that it has.
+        """
         for key, (held, values) in self.containers.items():
             if key in self.hooks and not hooks:
                 continue
@@ -100,7 +109,9 @@ def unchanged(model: nn.Module, hooks: bool = True) -> Iterator[None]:
 
 @contextmanager
 def gradients_unchanged(model: nn.Module) -> Iterator[None]:
-    """After the block, `.grad` and `grad_sample` are what they were: a backward pass inside of a forward's own may add to them."""
+    """After the block, `.grad` and `grad_sample` are what they were: a backward pass inside of a forward's
+    own may add to them.
+    """
     params = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
     before = [(p.grad, getattr(p, "grad_sample", None)) for p in params]
     for p in params:
@@ -116,10 +127,13 @@ def gradients_unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
-    """Around a run that must leave no trace: modules and random generators are as before, and every layer is really called."""
+    """Around a run that must leave no trace: modules and random generators are as before, and every layer is
+    really called.
+    """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     state, fast_path = random.getstate(), torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it bypasses the layers of torch's Transformers where no gradient is asked for
+    # it bypasses the layers of torch's Transformers where no gradient is asked for
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.random.fork_rng(devices), unchanged(model), gradients_unchanged(model):
             yield

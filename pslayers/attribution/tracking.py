@@ -1,8 +1,9 @@
 """Which rows of a layer's input belong to which sample, where shapes alone cannot tell.
 
-Time may be as long as the batch, rows may be flattened batch-major or time-major, a table may have as many rows as the batch has
-samples. Then the model is run a few times more, by its original layers and without gradients: as it was called, and with some
-samples changed. The rows that change are those samples'. What is learned about a call of a layer is kept for later batches.
+Time may be as long as the batch, rows may be flattened batch-major or time-major, a table may have as many
+rows as the batch has samples. Then the model is run a few times more, by its original layers and without
+gradients: as it was called, and with some samples changed. The rows that change are those samples'. What is
+learned about a call of a layer is kept for later batches.
 """
 
 import functools
@@ -21,11 +22,12 @@ from ..core.context import Batch, local, picked_by, transforming
 from ..core.trees import map_tensors, own_parameters, tensors_in, written_to
 from .snapshot import trial
 
-# how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's together or each time
-# step's together; as rows that masks have picked, see `picks`; not at all, being the same for all, in one row or without a batch
-# dim (a table); or in no such way
+# how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's
+# together or each time step's together; as rows that masks have picked, see `picks`; not at all, being the
+# same for all, in one row or without a batch dim (a table); or in no such way
 Layout = tuple[str, int]
-# a tensor that a call takes or returns: the module's id, the number of the call, its place ("in", 0), its dims
+# a tensor that a call takes or returns: the module's id, the number of the call, its place ("in", 0), its
+# dims
 Key = tuple[int, int, tuple[str, int], int]
 BATCH_MAJOR, TIME_MAJOR, PICKED, SHARED, TABLE, MIXED = (
     (kind, 0) for kind in ("batch-major", "time-major", "picked", "shared", "table", "mixed")
@@ -35,17 +37,23 @@ _PREFERENCE = [*(("dim", d) for d in range(16)), BATCH_MAJOR, TIME_MAJOR]
 
 
 class Ambiguous(BaseException):
-    """Raised by a layer whose input cannot be attributed by its shape; the outermost module tracks the batch and calls again."""
+    """Raised by a layer whose input cannot be attributed by its shape; the outermost module tracks the batch
+    and calls again.
+    """
 
 
 def _kept(t: Tensor) -> Tensor:
-    """A copy without the graph, that needs a gradient where the tensor does (transforms of torch.func do not let it)."""
+    """A copy without the graph, that needs a gradient where the tensor does (transforms of torch.func do not
+    let it).
+    """
     kept = t.detach().clone()
     return kept.requires_grad_() if t.requires_grad and not transforming() else kept
 
 
 class Tracker:
-    """Collects what the calls of layers and containers take and return, while the model runs by its original layers."""
+    """Collects what the calls of layers and containers take and return, while the model runs by its original
+    layers.
+    """
 
     def __init__(self) -> None:
         self.seen: dict[Key, Tensor] = {}
@@ -54,12 +62,15 @@ class Tracker:
         self.level = torch_api.level()  # of transforms of torch.func around the run
         self.transformers: set[int] = set()  # modules whose forward calls others inside a further one
         self.inner: list[int] = []  # the modules that are being called, the innermost last
-        self.callers: dict[tuple[int, int], int | None] = {}  # (module, number of its call): the container that called it
+        # (module, number of its call): the container that called it
+        self.callers: dict[tuple[int, int], int | None] = {}
         # the calls of containers, whole: what they take, return, and write into what they take
         self.made: list[tuple[nn.Module, int, tuple[Any, ...], dict[str, Any], Any, list[Tensor]]] = []
 
     def transformed(self) -> bool:
-        """Whether a transform of torch.func that the forward makes is running; then the module that makes it is noted."""
+        """Whether a transform of torch.func that the forward makes is running; then the module that makes it
+        is noted.
+        """
         if torch_api.level() <= self.level:
             return False
         if self.inner:
@@ -81,7 +92,9 @@ class Tracker:
         finally:
             self.inner.pop()
 
-    def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a call of the container `module`, and note all of its inputs and outputs."""
         if self.transformed():
             return forward(module, *args, **kwargs)
@@ -99,16 +112,21 @@ class Tracker:
 
 
 class _Comparison(Tracker):
-    """Collects where another run differs from the first one, and keeps no more of it: a run may fill most of the memory."""
+    """Collects where another run differs from the first one, and keeps no more of it: a run may fill most of
+    the memory.
+    """
 
     def __init__(self, first: dict[Key, Tensor]) -> None:
         super().__init__()
-        self.first, self.differs = first, dict[Key, Tensor | None]()  # None: cannot be compared (rows that are picked by data)
+        # None: cannot be compared (rows that are picked by data)
+        self.first, self.differs = first, dict[Key, Tensor | None]()
 
     def see(self, module: nn.Module, x: Tensor) -> None:
         self._compare([((id(module), self.calls[id(module)], FIRST, x.ndim), x)])
 
-    def call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if self.transformed():
             return forward(module, *args, **kwargs)
         given = {id(t) for t in tensors_in((args, kwargs))}
@@ -159,15 +177,30 @@ def track(
                     blind = blind or changed is None
                     for key, x in plain.items():
                         where = (changed or {}).get(key)
-                        if where is not None and (owners := picked_by(x)) is not None and owners.ids is not None:
-                            if bool(where[~torch.isin(owners.ids, torch.tensor(samples, device=x.device))].any()):
+                        if (
+                            where is not None
+                            and (owners := picked_by(x)) is not None
+                            and owners.ids is not None
+                        ):
+                            if bool(
+                                where[~torch.isin(owners.ids, torch.tensor(samples, device=x.device))].any()
+                            ):
                                 others.add(key)
                             continue
                         if where is not None and where.any():
-                            fits = {lay for lay in _candidates(x, batch.size) if _explains(lay, where, samples, batch.size)}
+                            fits = {
+                                lay
+                                for lay in _candidates(x, batch.size)
+                                if _explains(lay, where, samples, batch.size)
+                            }
                             found[key] = found[key] & fits if key in found else fits
-                # another input that changes but other samples' outputs has its samples elsewhere, or is what all share
-                returned = [(layouts.get(k), fits) for k, fits in found.items() if k[0] == id(model) and k[2][0] == "out"]
+                # another input that changes but other samples' outputs has its samples elsewhere, or is what
+                # all share
+                returned = [
+                    (layouts.get(k), fits)
+                    for k, fits in found.items()
+                    if k[0] == id(model) and k[2][0] == "out"
+                ]
                 theirs = [fits for known, fits in returned if known in fits or (known is None and fits)]
                 if not theirs and any(known not in (None, MIXED) for known, _ in returned):
                     continue
@@ -188,13 +221,22 @@ def track(
                 layouts[key] = MIXED  # how many rows there are depends on the data
             elif key[0] in refused and key[2][0] == "in":
                 layouts[key] = MIXED
-            elif key not in layouts and changed is not None and not blind and not (where is not None and where.any()):
+            elif (
+                key not in layouts
+                and changed is not None
+                and not blind
+                and not (where is not None and where.any())
+            ):
                 layouts[key] = _of_constant(x, batch.size)
     return layouts, tracker
 
 
-def _note_interactions(layouts: dict[Key, Layout], changed: dict[Key, Tensor | None], samples: Sequence[int], size: int) -> None:
-    """Outputs in which one sample's part of one input meets another's of another input (all pairs) are in no one's rows."""
+def _note_interactions(
+    layouts: dict[Key, Layout], changed: dict[Key, Tensor | None], samples: Sequence[int], size: int
+) -> None:
+    """Outputs in which one sample's part of one input meets another's of another input (all pairs) are in no
+    one's rows.
+    """
     for key, where in changed.items():
         tracked = key[2][0] == "out" and where is not None and layouts.get(key, MIXED) != MIXED
         if tracked and where is not None and not _explains(layouts[key], where, samples, size):
@@ -211,9 +253,11 @@ def _rerun(
     batch: Batch,
     plain: dict[Key, Tensor],
 ) -> dict[Key, Tensor | None] | None:
-    """Where what is seen differs from `plain` when these samples are changed in these inputs; None where they cannot be.
+    """Where what is seen differs from `plain` when these samples are changed in these inputs; None where they
+    cannot be.
 
-    Changed integers may be no ids, no lengths, no mask of as many ones: what the model says to that is no error of the user's.
+    Changed integers may be no ids, no lengths, no mask of as many ones: what the model says to that is no
+    error of the user's.
     """
     changed, comparison = _changed(args, kwargs, dims, samples, batch), _Comparison(plain)
     try:
@@ -225,10 +269,16 @@ def _rerun(
 
 
 def _of_constant(x: Tensor, size: int) -> Layout:
-    """The layout of what no input reaches: copies for the samples are alike, the entries of a table are not."""
+    """The layout of what no input reaches: copies for the samples are alike, the entries of a table are
+    not.
+    """
     for layout in _candidates(x, size):
         kind, dim = layout
-        rows = x.movedim(dim, 0) if kind == "dim" else x.unflatten(0, (size, -1) if layout == BATCH_MAJOR else (-1, size))
+        rows = (
+            x.movedim(dim, 0)
+            if kind == "dim"
+            else x.unflatten(0, (size, -1) if layout == BATCH_MAJOR else (-1, size))
+        )
         rows = rows.transpose(0, 1) if layout == TIME_MAJOR else rows
         if not bool(_changes(rows, rows[:1].expand_as(rows)).any()):
             return layout
@@ -243,7 +293,9 @@ def _noisy(model: Any) -> dict[str, Tensor]:
             if p is not None and p.is_floating_point():
                 name = f"{path}.{name}" if path else name
                 value = p.detach()[0] if name in given and len(p) else p.detach()
-                some = torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel())).to(value)
+                some = torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel())).to(
+                    value
+                )
                 noisy[name] = value = value + some * (0.1 * value.abs().mean() + 0.01)
                 if isinstance(p, nn.Parameter):  # by which a forward may know them
                     noisy[name] = nn.Parameter(value, p.requires_grad)
@@ -251,7 +303,9 @@ def _noisy(model: Any) -> dict[str, Tensor]:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Nothing is dropped: where masks pick other rows of some samples, all that follow would see other random numbers."""
+    """Nothing is dropped: where masks pick other rows of some samples, all that follow would see other random
+    numbers.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
@@ -288,7 +342,9 @@ class _Uses(TorchFunctionMode):
 def parameters_used(
     run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[int, set[int]], Tracker]:
-    """{id of a module: ids of the parameters that it uses though they are another's}, and the run, with gradients, that tells."""
+    """{id of a module: ids of the parameters that it uses though they are another's}, and the run, with
+    gradients, that tells.
+    """
     tracker = Tracker()
     uses = _Uses(tracker, {id(m): m for m in model.modules()})
     with torch.enable_grad(), uses:
@@ -297,9 +353,15 @@ def parameters_used(
 
 
 def run_tracked(
-    run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker | None = None
+    run: Callable[..., Any],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tracker: Tracker | None = None,
 ) -> tuple[Tracker, Any]:
-    """Run by the original layers, noting what calls take and return; every run sees the random numbers of the real one."""
+    """Run by the original layers, noting what calls take and return; every run sees the random numbers of the
+    real one.
+    """
     args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a model may change its inputs in place
     local.tracker = tracker = tracker or Tracker()
     try:
@@ -310,7 +372,9 @@ def run_tracked(
 
 
 def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dict[int, list[int]]:
-    """The inputs that may hold a row, or k rows, for each sample: by their places, in which dims; states hold them in dim 1."""
+    """The inputs that may hold a row, or k rows, for each sample: by their places, in which dims; states hold
+    them in dim 1.
+    """
     places: dict[int, list[int]] = {}
     count, packed = itertools.count(), _packed(args, kwargs)
 
@@ -319,7 +383,10 @@ def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dic
         if id(t) in packed:
             places[place] = [0]
         elif t.ndim and t.dtype != torch.bool and t.shape[dim] and t.shape[dim] % batch.size == 0:
-            places[place] = [dim, *([1] if places and dim == 0 and t.ndim > 2 and t.shape[1] == batch.size else [])]
+            places[place] = [
+                dim,
+                *([1] if places and dim == 0 and t.ndim > 2 and t.shape[1] == batch.size else []),
+            ]
         return t
 
     map_tensors(look, (args, kwargs))
@@ -334,7 +401,9 @@ def batch_dim(t: Tensor, batch: Batch) -> int:
 def _changed(
     args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[int, int], samples: Sequence[int], batch: Batch
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The inputs with those of some samples changed, to values that are as valid: ids become another sample's."""
+    """The inputs with those of some samples changed, to values that are as valid: ids become another
+    sample's.
+    """
     count, packed = itertools.count(), _packed(args, kwargs)
 
     def change(t: Tensor) -> Tensor:
@@ -342,13 +411,16 @@ def _changed(
             return t
         if (owners := packed.get(id(t))) is not None:
             mine = torch.isin(owners, torch.tensor(samples, device=t.device)).view(-1, *[1] * (t.ndim - 1))
-            return torch.where(mine, t * (1 + noise(t)) + noise(t) / 4 if t.is_floating_point() else t.roll(1, 0), t)
+            return torch.where(
+                mine, t * (1 + noise(t)) + noise(t) / 4 if t.is_floating_point() else t.roll(1, 0), t
+            )
         k, new = t.shape[dim] // batch.size, t.clone()
         for sample in samples:
             own = t.narrow(dim, sample * k, k)
             others = (t.narrow(dim, (sample + i) % batch.size * k, k) for i in range(1, batch.size))
             if t.is_floating_point() or t.is_complex():
-                some = noise(own)  # one factor and shift for all of a sample would be gone once it is standardised
+                # one factor and shift for all of a sample would be gone once it is standardised
+                some = noise(own)
                 value = own * (1 + some) + some / 4
             else:
                 nearby = torch.where(own > 0, own - 1, own + 1)  # all samples have the same ids
@@ -363,7 +435,9 @@ def _changed(
 
 def _packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
     """The samples of the rows of packed sequences, by the ids of their data."""
-    return {id(t.data): owners_of_packed(t) for t in tensors_in((args, kwargs)) if isinstance(t, PackedSequence)}
+    return {
+        id(t.data): owners_of_packed(t) for t in tensors_in((args, kwargs)) if isinstance(t, PackedSequence)
+    }
 
 
 def owners_of_packed(packed: PackedSequence) -> Tensor:
@@ -434,8 +508,15 @@ def _explains(layout: Layout, where: Tensor, samples: Sequence[int], size: int) 
 
 
 def _groups(size: int) -> list[list[int]]:
-    """Groups of samples that hold every one, and tell neighbours and ends apart: the first, the last, every other one or pair."""
-    groups = [[0], [size - 1], *(list(range(start, size, 2)) for start in (0, 1)), [i for i in range(size) if i & 2]]
+    """Groups of samples that hold every one, and tell neighbours and ends apart: the first, the last, every
+    other one or pair.
+    """
+    groups = [
+        [0],
+        [size - 1],
+        *(list(range(start, size, 2)) for start in (0, 1)),
+        [i for i in range(size) if i & 2],
+    ]
     return [group for i, group in enumerate(groups) if group and group not in groups[:i]]
 
 

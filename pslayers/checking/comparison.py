@@ -1,4 +1,6 @@
-"""What `check_model` compares in the batch itself: outputs, rows with a loop over samples, whether a loss reaches other rows."""
+"""What `check_model` compares in the batch itself: outputs, rows with a loop over samples, whether a loss
+reaches other rows.
+"""
 
 from .experiments import Experiments, close
 from .rows import Rows, unexpanded
@@ -32,12 +34,14 @@ class Comparison:
         if t.refused is not None:
             self.problems.insert(0, t.refused)
 
-    # ------------------------------------------------------------------------------------------------------------ in the batch
+    # ------------------------------------------------------------------------------------------- in the batch
     def same_outputs(self, ours: Run, plain: Run) -> None:
         """Outputs are those of the original layers."""
         for t, original in zip(ours.outputs, plain.outputs, strict=False):
             if t.shape != original.shape:
-                self.problems.append(f"the output has shape {tuple(t.shape)} instead of {tuple(original.shape)}")
+                self.problems.append(
+                    f"the output has shape {tuple(t.shape)} instead of {tuple(original.shape)}"
+                )
             elif (error := difference(t, original)) > self.trials.tolerance:
                 self.problems.append(f"the output is off by {error:.1e} of its largest value")
 
@@ -58,13 +62,16 @@ class Comparison:
                 other = int(sizes.argmax())
                 if sizes[other].item() > t.tolerance * own:
                     self.problems.append(
-                        f"`{name}`: the loss of sample {i} alone reaches row {other} ({sizes[other].item():.1e} against {own:.1e} "
-                        f"in its own row): samples are mixed, or rows belong to other samples than their place says"
+                        f"`{name}`: the loss of sample {i} alone reaches row {other}"
+                        f" ({sizes[other].item():.1e} against {own:.1e} in its own row): samples are mixed,"
+                        " or rows belong to other samples than their place says"
                     )
 
     def adds_up(self, ours: Run, plain: Run) -> None:
         """Of one loss: what rows add up to is its gradient."""
-        largest = max((g.abs().max().item() for g in plain.grads.values() if g is not None and g.numel()), default=0.0)
+        largest = max(
+            (g.abs().max().item() for g in plain.grads.values() if g is not None and g.numel()), default=0.0
+        )
         for name, grad in plain.grads.items():
             rows = ours.rows[name]
             if grad is None:
@@ -73,13 +80,18 @@ class Comparison:
                 self.problems.append(unexpanded(name))
                 continue
             total = rows.mean(0) if self.trials.mean else rows.sum(0)
-            for what, found in (("what its rows add up to", total), ("its summed gradient", ours.grads[name])):
+            for what, found in (
+                ("what its rows add up to", total),
+                ("its summed gradient", ours.grads[name]),
+            ):
                 if found is None or not close(found, grad, largest, self.trials):
                     self.problems.append(f"`{name}`: {what} is not the gradient that plain training gives")
 
-    # ------------------------------------------------------------------------------------------------------------ sample by sample
+    # --------------------------------------------------------------------------------------- sample by sample
     def apart(self, ours: Run | None) -> None:
-        """What a sample gives alone it gives in every batch; of one loss, that is the truth for its row, too."""
+        """What a sample gives alone it gives in every batch; of one loss, that is the truth for its row,
+        too.
+        """
         t = self.trials
         if t.readings and t.random():
             if t.scalar and t.projects() and (with_random := t.measure_twin(projected=True)) is not None:
@@ -87,11 +99,18 @@ class Comparison:
             words = t.without_randomness()
             if words is None:
                 self.notes.append(
-                    "the model draws random numbers that cannot be switched off: samples were not compared with themselves alone"
-                    + (", so that of the rows only the sum was checked" if t.scalar and not t.projects() else "")
+                    "the model draws random numbers that cannot be switched off: samples were not compared"
+                    " with themselves alone"
+                    + (
+                        ", so that of the rows only the sum was checked"
+                        if t.scalar and not t.projects()
+                        else ""
+                    )
                 )
                 return
-            self.notes.append(f"the model draws random numbers: samples were compared with themselves alone {words}")
+            self.notes.append(
+                f"the model draws random numbers: samples were compared with themselves alone {words}"
+            )
             ours = t.measure_twin(projected=False) if t.scalar else None
         found: list[Experiments] = []
         for samples, copies in t.readings:
@@ -103,7 +122,9 @@ class Comparison:
             best = found[-1] if not found[-1].problems else found[0]
             self.problems += best.problems
             if t.refused is not None and not best.problems:
-                self.notes.append("by the original layers, samples give the same alone and in every batch that was tried")
+                self.notes.append(
+                    "by the original layers, samples give the same alone and in every batch that was tried"
+                )
             self.notes += best.notes
         if found and t.size == 1:
             self.notes.append("one sample tells nothing of whether samples interact: give three or more")

@@ -59,10 +59,14 @@ class Experiments:
                 continue
             try:
                 shapes = [self.alone[i].shapes for i in chosen]
-                run = t.measure(t.plain, self.samples.take(chosen), len(chosen), projected=t.projected, shapes=shapes)
+                run = t.measure(
+                    t.plain, self.samples.take(chosen), len(chosen), projected=t.projected, shapes=shapes
+                )
             except Exception as error:
                 if not self.notes:
-                    self.notes.append(f"not tried: samples {words} ({type(error).__name__}: {str(error).splitlines()[0]})")
+                    self.notes.append(
+                        f"not tried: samples {words} ({type(error).__name__}: {str(error).splitlines()[0]})"
+                    )
                 continue
             losses = torch.stack([self.alone[i].loss for i in chosen])
             if problem := self.problem(_Batch(chosen, words, run, self.sketches(run.grads), losses)):
@@ -86,7 +90,9 @@ class Experiments:
 
     def sketches(self, grads: dict[str, Tensor | None]) -> dict[str, Tensor]:
         """Gradients in short; no gradient is one of zeros."""
-        return {n: sketch(torch.zeros_like(self.trials.params[n]) if g is None else g) for n, g in grads.items()}
+        return {
+            n: sketch(torch.zeros_like(self.trials.params[n]) if g is None else g) for n, g in grads.items()
+        }
 
     def problem(self, batch: _Batch) -> str | None:
         """How samples give something else in a batch than alone, in words; None where they do not."""
@@ -102,29 +108,43 @@ class Experiments:
         name, where = self.samples.name(batch.chosen[int(place)]), self.where(batch, int(place))
         if t.projected:
             off = worst.item() / scale
-            return f"the output of {name} alone is not its row {batch.words} (off by {off:.1e} of the largest): {where}"
-        return f"the loss of {name} alone is {losses[place].item():.4g}, and {found[place].item():.4g} {batch.words}: {where}"
+            return (
+                f"the output of {name} alone is not its row {batch.words} (off by {off:.1e} of the largest):"
+                f" {where}"
+            )
+        return (
+            f"the loss of {name} alone is {losses[place].item():.4g}, and {found[place].item():.4g}"
+            f" {batch.words}: {where}"
+        )
 
     def other_gradient(self, batch: _Batch) -> str | None:
         """Where the gradient of a batch is not that of its samples, though its loss is."""
         t, alone = self.trials, [self.alone[i].sketches for i in batch.chosen]
         largest = max(s.abs().max().item() for sketches in alone for s in sketches.values() if s.numel())
         for name, found in batch.sketches.items():
-            total = torch.stack([sketches[name] for sketches in alone]).sum(0) / (len(alone) if t.scalar and t.mean else 1)
+            total = torch.stack([sketches[name] for sketches in alone]).sum(0) / (
+                len(alone) if t.scalar and t.mean else 1
+            )
             if close(found, total, largest, t):
                 continue
             if t.scalar and (factors := self.factors(batch)) is not None:
                 return self.other_loss(batch, factors)
             return (
-                f"`{name}`: the gradients of samples alone do not give that {batch.words} (off by {difference(found, total):.1e} "
-                f"of the largest), though their losses do: samples interact in the backward pass"
+                f"`{name}`: the gradients of samples alone do not give that {batch.words} (off by"
+                f" {difference(found, total):.1e} of the largest), though their losses do: samples interact"
+                " in the backward pass"
             )
         return None
 
     def other_loss(self, batch: _Batch, factors: Tensor | None) -> str:
-        """What the loss of a batch is, where it is not the mean (sum) of its samples' losses, and the way out."""
+        """What the loss of a batch is, where it is not the mean (sum) of its samples' losses, and the way
+        out.
+        """
         t, losses = self.trials, batch.losses
-        text = f"the loss {batch.words} is {made_of(batch.run.losses.item(), losses, factors, 'mean' if t.mean else 'sum')}."
+        text = (
+            f"the loss {batch.words} is"
+            f" {made_of(batch.run.losses.item(), losses, factors, 'mean' if t.mean else 'sum')}."
+        )
         if not losses.isfinite().all():
             place = int((~losses.isfinite()).nonzero()[0])
             name = self.samples.name(batch.chosen[place])
@@ -135,25 +155,39 @@ class Experiments:
         if factors is None:
             text += f" {where[0].upper()}{where[1:]}."
             if "in the loss" in where:
-                text += " Such a loss (contrastive, or with a statistic of the batch) is no sum of samples' own losses."
+                text += (
+                    " Such a loss (contrastive, or with a statistic of the batch) is no sum of samples' own"
+                    " losses."
+                )
         elif "in the model," in where:
             text += f" And {where}."
         return text
 
     def factors(self, batch: _Batch) -> Tensor | None:
-        """The factors with which losses and gradients of samples add up to those of their batch; None if none do."""
+        """The factors with which losses and gradients of samples add up to those of their batch; None if none
+        do.
+        """
         finite = batch.losses.isfinite()  # a sample of which nothing counts has 0/0
         alone = [self.alone[i] for i in batch.chosen if self.alone[i].loss.isfinite()]
         columns = [[a.loss.view(1), *a.sketches.values()] for a in alone]
         columns.append([batch.run.losses.double().view(1), *batch.sketches.values()])
-        sizes = [max(c[k].abs().max().item() if c[k].numel() else 0.0 for c in columns) for k in range(len(columns[-1]))]
+        sizes = [
+            max(c[k].abs().max().item() if c[k].numel() else 0.0 for c in columns)
+            for k in range(len(columns[-1]))
+        ]
         least = max(1e-6 * max(sizes[1:], default=0.0), 1e-300)
         scaled = [torch.cat([v / max(s, least) for v, s in zip(c, sizes, strict=True)]) for c in columns]
         factors = combination(scaled[-1], torch.stack(scaled[:-1], 1)) if alone else None
-        return None if factors is None else torch.zeros_like(batch.losses).masked_scatter(finite, factors.to(batch.losses))
+        return (
+            None
+            if factors is None
+            else torch.zeros_like(batch.losses).masked_scatter(finite, factors.to(batch.losses))
+        )
 
     def where(self, batch: _Batch, place: int) -> str:
-        """Where samples interact, in words: in the model, if its outputs differ already, and in which part of it."""
+        """Where samples interact, in words: in the model, if its outputs differ already, and in which part of
+        it.
+        """
         t, outputs, compared = self.trials, batch.run.outputs, False
         for p in (place, *range(len(batch.chosen))):
             own = self.alone[batch.chosen[p]].outputs
@@ -163,7 +197,9 @@ class Experiments:
                     if difference(overlap(mine, row.shape), overlap(row, mine.shape)) > t.tolerance:
                         first = t.first_difference(self.samples, batch.chosen, p, self.copies)
                         return f"samples interact in the model, {first or 'as its output tells'}"
-        return "samples interact in the " + ("loss (the model's outputs are the same)" if compared else "model or the loss")
+        return "samples interact in the " + (
+            "loss (the model's outputs are the same)" if compared else "model or the loss"
+        )
 
 
 def close(a: Tensor, b: Tensor, largest: float, trials: Trials) -> bool:

@@ -1,4 +1,6 @@
-"""The loss of the real call for `check_model`: how it is computed, and how a batch's loss is made of its samples' losses."""
+"""The loss of the real call for `check_model`: how it is computed, and how a batch's loss is made of its
+samples' losses.
+"""
 
 import copy
 import inspect
@@ -25,11 +27,13 @@ class RealCall:
             if fn is not None and not callable(fn):
                 raise TypeError(f"`{name}` must be a function that returns a loss; got {type(fn).__name__}.")
         if closure is not None and (loss_fn is not None or targets is not None):
-            raise ValueError("`closure` computes the loss by itself: give no `loss_fn`, and its targets among the inputs.")
+            raise ValueError(
+                "`closure` computes the loss by itself: give no `loss_fn`, and its targets among the inputs."
+            )
         if targets is not None and loss_fn is None:
             raise ValueError(
-                "`targets` are what loss_fn(output, targets) takes: give a loss_fn. For a model that takes targets itself, give "
-                "them by position, or call it in a closure."
+                "`targets` are what loss_fn(output, targets) takes: give a loss_fn. For a model that takes"
+                " targets itself, give them by position, or call it in a closure."
             )
         if loss_fn is not None:
             _check_signature(loss_fn, 1 if targets is None else 2)
@@ -47,7 +51,9 @@ class RealCall:
         if isinstance(self.loss_fn, nn.Module):
             self.loss_fn.to(dtype)
 
-    def __call__(self, model: nn.Module, value: Any, with_loss: bool = True) -> tuple[list[Any], Tensor | None]:
+    def __call__(
+        self, model: nn.Module, value: Any, with_loss: bool = True
+    ) -> tuple[list[Any], Tensor | None]:
         """What the model returns in the call, and the loss, if there is one and it is asked for."""
         (args, kwargs), targets = each_leaf(fresh, value)
         outputs: list[Any] = []
@@ -69,19 +75,22 @@ class RealCall:
             if not any(word in str(error) for word in ("scalar type", "dtype")):
                 raise
             raise ValueError(
-                f"loss_fn cannot be called in the dtype of the check ({error}): let it take what it holds along, as in "
-                f"`weight.to(output)`, or call check_model(..., dtype=None)."
+                f"loss_fn cannot be called in the dtype of the check ({error}): let it take what it holds"
+                " along, as in `weight.to(output)`, or call check_model(..., dtype=None)."
             ) from error
 
     def _tensor(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor):
             raise TypeError(
-                f"{self.name} returned {type(loss).__name__}: expected a tensor, the loss or the losses of the samples."
+                f"{self.name} returned {type(loss).__name__}: expected a tensor, the loss or the losses of"
+                " the samples."
             )
         return loss
 
     def holds(self, size: int) -> list[str]:
-        """The names of tensors with a row for each sample that the loss takes from around it: they cannot be split."""
+        """The names of tensors with a row for each sample that the loss takes from around it: they cannot be
+        split.
+        """
         try:
             around = inspect.getclosurevars(self.loss_fn or self.closure)
         except TypeError:  # not a function of Python
@@ -101,7 +110,9 @@ def _check_signature(loss_fn: Callable[..., Any], count: int) -> None:
 
 
 class LowestPrecision(torch_api.dispatch_mode):  # type: ignore[misc, name-defined]
-    """Notes the lowest floating precision that values are cast to: a model of float64 may compute in float32 inside."""
+    """Notes the lowest floating precision that values are cast to: a model of float64 may compute in float32
+    inside.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -118,19 +129,29 @@ class LowestPrecision(torch_api.dispatch_mode):  # type: ignore[misc, name-defin
         return result
 
 
-# ------------------------------------------------------------------------------------------ where there is no loss: projections
+# ------------------------------------------------------------------------ where there is no loss: projections
 def floating(outputs: Any) -> list[Tensor]:
     """The floating tensors of outputs; packed sequences padded, (B, T, ...)."""
-    padded = [pad_packed_sequence(t, batch_first=True)[0] if isinstance(t, PackedSequence) else t for t in tensors_in(outputs)]
+    padded = [
+        pad_packed_sequence(t, batch_first=True)[0] if isinstance(t, PackedSequence) else t
+        for t in tensors_in(outputs)
+    ]
     return [t for t in padded if t.is_floating_point()]
 
 
-def samples_dims(outputs: Sequence[Tensor], size: int, part: Sequence[Tensor], part_size: int) -> list[int | None]:
-    """For each output the dim that holds the samples: the one that is as long as the batch, in two batches."""
+def samples_dims(
+    outputs: Sequence[Tensor], size: int, part: Sequence[Tensor], part_size: int
+) -> list[int | None]:
+    """For each output the dim that holds the samples: the one that is as long as the batch, in two
+    batches.
+    """
     if len(outputs) != len(part) or size == part_size:
         return []
     return [
-        next((d for d in range(t.ndim) if u.ndim == t.ndim and (t.shape[d], u.shape[d]) == (size, part_size)), None)
+        next(
+            (d for d in range(t.ndim) if u.ndim == t.ndim and (t.shape[d], u.shape[d]) == (size, part_size)),
+            None,
+        )
         for t, u in zip(outputs, part, strict=True)
     ]
 
@@ -141,9 +162,15 @@ def shapes_of(outputs: Sequence[Tensor], dims: Sequence[int | None]) -> list[tor
 
 
 def project(
-    outputs: Sequence[Tensor], dims: Sequence[int | None], size: int, shapes: Sequence[Sequence[torch.Size]] | None, seed: int
+    outputs: Sequence[Tensor],
+    dims: Sequence[int | None],
+    size: int,
+    shapes: Sequence[Sequence[torch.Size]] | None,
+    seed: int,
 ) -> Tensor:
-    """Losses (B,): each sample's rows, or of them what it has alone (`shapes`: the rest is padding), on fixed directions."""
+    """Losses (B,): each sample's rows, or of them what it has alone (`shapes`: the rest is padding), on fixed
+    directions.
+    """
     losses: list[Tensor] = [torch.zeros(())] * size
     for k, (t, d) in enumerate(zip(outputs, dims, strict=True)):
         if d is None or not t.requires_grad:
@@ -169,9 +196,11 @@ def _direction(row: Tensor, seed: int) -> Tensor:
     return (1.5 + angle.sin()).to(row)
 
 
-# --------------------------------------------------------------------------------------------- what a batch's loss is made of
+# ----------------------------------------------------------------------------- what a batch's loss is made of
 def sketch(grad: Tensor) -> Tensor:
-    """A gradient, or, of a large one, some thousand sums that are linear in it: of many gradients not all can be kept."""
+    """A gradient, or, of a large one, some thousand sums that are linear in it: of many gradients not all can
+    be kept.
+    """
     flat = grad.detach().flatten().to(torch.float64)
     if len(flat) <= SKETCH:
         return flat
@@ -180,7 +209,8 @@ def sketch(grad: Tensor) -> Tensor:
 
 
 def combination(batch: Tensor, samples: Tensor) -> Tensor | None:
-    """The factors (B,), none negative, with which columns of `samples` (V, B) add up to `batch` (V,); None if none do.
+    """The factors (B,), none negative, with which columns of `samples` (V, B) add up to `batch` (V,); None if
+    none do.
 
     Where there are too few values to tell, NaN.
     """
@@ -197,30 +227,43 @@ def combination(batch: Tensor, samples: Tensor) -> Tensor | None:
 
 def made_of(batch: float, losses: Tensor, factors: Tensor | None, reduction: str) -> str:
     """How the loss of a batch is made of its samples' losses, in words, and the way out."""
-    text = f"{batch:.4g}, and the {reduction} of its samples' losses alone is {getattr(losses, reduction)().item():.4g}: it is "
+    text = (
+        f"{batch:.4g}, and the {reduction} of its samples' losses alone is"
+        f" {getattr(losses, reduction)().item():.4g}: it is "
+    )
     if factors is None:
         return text + "no weighted sum of them"
     if factors.isnan().any():
-        return text + "something else, and there are too few parameters to tell whether samples count differently or interact"
+        return (
+            text
+            + "something else, and there are too few parameters to tell whether samples count differently or"
+            " interact"
+        )
     low, high, total = factors.min().item(), factors.max().item(), factors.sum().item()
     if high - low <= 1e-3 * abs(high) and abs(high - 1) < 1e-3:
-        return text + (
-            "their sum. Convert the model for a sum, ps.convert_model(model, loss_reduction='sum'), or take the mean over samples"
+        return (
+            text
+            + "their sum. Convert the model for a sum, ps.convert_model(model, loss_reduction='sum'), or take"
+            " the mean over samples"
         )
     if high - low <= 1e-3 * abs(high) and abs(total - 1) < 1e-3:
-        return text + (
-            "their mean. Convert the model for a mean, ps.convert_model(model, loss_reduction='mean'), or take the sum over samples"
+        return (
+            text
+            + "their mean. Convert the model for a mean, ps.convert_model(model, loss_reduction='mean'), or"
+            " take the sum over samples"
         )
     plain = 1 / len(losses) if reduction == "mean" else 1
     if high - low <= 1e-3 * abs(high):
-        return text + (
-            f"{high / plain:.4g} times that, a factor that changes with the batch, and rows are off by it. Take "
-            f"losses.{reduction}() of the samples' losses"
+        return (
+            text
+            + f"{high / plain:.4g} times that, a factor that changes with the batch, and rows are off by it."
+            f" Take losses.{reduction}() of the samples' losses"
         )
     kind = "a weighted mean" if abs(total - 1) < 1e-3 else "a weighted sum"
-    return text + (
-        f"{kind} of them in which samples count differently, with factors from {low:.3g} to {high:.3g} instead of {plain:.3g} (a "
-        f"mean over all tokens, of which samples have different numbers, or over class weights). Reduce the losses of each sample "
-        f"to one first, and take their {reduction}; or take the sum over everything, reduction='sum', with "
-        f"ps.convert_model(model, loss_reduction='sum')"
+    return (
+        text + f"{kind} of them in which samples count differently, with factors from {low:.3g} to {high:.3g}"
+        f" instead of {plain:.3g} (a mean over all tokens, of which samples have different numbers, or over"
+        f" class weights). Reduce the losses of each sample to one first, and take their {reduction}; or"
+        " take the sum over everything, reduction='sum', with ps.convert_model(model,"
+        " loss_reduction='sum')"
     )

@@ -12,7 +12,9 @@ def unexpanded(name: str) -> str:
 
 
 class Rows:
-    """Rows that were recorded, compared with the true ones as these come: of many samples not all can be kept."""
+    """Rows that were recorded, compared with the true ones as these come: of many samples not all can be
+    kept.
+    """
 
     def __init__(self, trials: Trials, rows: dict[str, Tensor | None]) -> None:
         self.trials, self.rows = trials, rows
@@ -46,7 +48,7 @@ class Rows:
                 worst = max(range(size), key=errors.__getitem__)
                 ratio = errors[worst] / largest if largest else float("inf")
                 found.append(
-                    f"`{name}`: row {worst} is off by {errors[worst]:.1e}, {ratio:.1e} of the largest true value"
-                    f" ({sum(not e <= allowed for e in errors)} of {size} rows are wrong)"
+                    f"`{name}`: row {worst} is off by {errors[worst]:.1e}, {ratio:.1e} of the largest true"
+                    f" value ({sum(not e <= allowed for e in errors)} of {size} rows are wrong)"
                 )
         return found

@@ -1,4 +1,5 @@
-"""The samples in what a model is called with: some of them taken out, in any order and number, as given or changed.
+"""The samples in what a model is called with: some of them taken out, in any order and number, as given or
+changed.
 
 `check_model` runs a model on such batches: what a sample gives in each of them must be what it gives alone.
 """
@@ -28,7 +29,9 @@ def each_leaf(fn: Callable[[Any], Any], value: Any) -> Any:
 
 
 def fresh(leaf: Any, dtype: torch.dtype | None = None) -> Any:
-    """A tensor's values, to be changed in place and back-propagated to at will; of another floating dtype, perhaps."""
+    """A tensor's values, to be changed in place and back-propagated to at will; of another floating dtype,
+    perhaps.
+    """
     if isinstance(leaf, PackedSequence):
         return leaf._replace(data=fresh(leaf.data, dtype))
     copied = leaf.detach().clone()
@@ -47,7 +50,7 @@ def _leaves(value: Any) -> list[Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------- changed, to values as plausible
+# ---------------------------------------------------------------------------- changed, to values as plausible
 def _is_mask(t: Tensor) -> bool:
     return t.dtype == torch.bool or (t.ndim > 1 and not t.is_complex() and bool(((t == 0) | (t == 1)).all()))
 
@@ -62,8 +65,16 @@ def _negated(rows: Tensor) -> Tensor:
 
 
 def _exchanged(rows: Tensor) -> Tensor:
-    """Each integer becomes the next larger one that occurs, the largest the smallest: ids, lengths and labels stay valid."""
-    if rows.dtype == torch.bool or rows.is_floating_point() or rows.is_complex() or _is_mask(rows) or not rows.numel():
+    """Each integer becomes the next larger one that occurs, the largest the smallest: ids, lengths and labels
+    stay valid.
+    """
+    if (
+        rows.dtype == torch.bool
+        or rows.is_floating_point()
+        or rows.is_complex()
+        or _is_mask(rows)
+        or not rows.numel()
+    ):
         return rows
     values = rows.unique()
     if len(values) == 1:
@@ -72,7 +83,9 @@ def _exchanged(rows: Tensor) -> Tensor:
 
 
 def _shortened(rows: Tensor) -> Tensor:
-    """Half of the first run of equal values in each sample's mask is turned over: what is kept, or padding, begins elsewhere."""
+    """Half of the first run of equal values in each sample's mask is turned over: what is kept, or padding,
+    begins elsewhere.
+    """
     if not _is_mask(rows) or not rows.numel():
         return rows
     if rows.ndim == 1:
@@ -93,7 +106,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------- where samples are held
+# ------------------------------------------------------------------------------------- where samples are held
 @dataclass
 class _Shared:
     """A tensor that is the same for all samples."""
@@ -128,13 +141,17 @@ class _Packed:
 
 
 class Samples:
-    """What a model is called with, as a pool of samples: those given, 0 to B - 1, then all of them once more for each change.
+    """What a model is called with, as a pool of samples: those given, 0 to B - 1, then all of them once more
+    for each change.
 
-    ``changes`` names the ways in which they could be changed. ``loose``: inputs may hold the samples in dim 1 where dim 0 does
-    not (the states of an LSTM). ``ranges_shared``: positions 0 ... B - 1 belong to no sample.
+    ``changes`` names the ways in which they could be changed. ``loose``: inputs may hold the samples in dim 1
+    where dim 0 does not (the states of an LSTM). ``ranges_shared``: positions 0 ... B - 1 belong to no
+    sample.
     """
 
-    def __init__(self, inputs: Any, targets: Any, size: int, batch_first: bool, loose: bool, ranges_shared: bool) -> None:
+    def __init__(
+        self, inputs: Any, targets: Any, size: int, batch_first: bool, loose: bool, ranges_shared: bool
+    ) -> None:
         self.value, self.size = (inputs, targets), size
         given, wanted = _leaves(inputs), _leaves(targets)
         leaves, self.inputs = given + wanted, len(given)
@@ -148,7 +165,8 @@ class Samples:
             for i, rows in enumerate(held)
         )
         self.slots = [
-            _Shared(leaf) if dim is None else _pool(leaf, dim, next(pools)) for leaf, dim in zip(leaves, self.dims, strict=True)
+            _Shared(leaf) if dim is None else _pool(leaf, dim, next(pools))
+            for leaf, dim in zip(leaves, self.dims, strict=True)
         ]
 
     def take(self, chosen: Sequence[int]) -> tuple[Any, Any]:
@@ -168,7 +186,9 @@ class Samples:
         return all(dim is None for dim in self.dims[self.inputs :])
 
     def batches(self) -> Iterator[tuple[list[int], str]]:
-        """Batches of the pool, and what each is in words: as given, of other sizes, in another order, among changed samples."""
+        """Batches of the pool, and what each is in words: as given, of other sizes, in another order, among
+        changed samples.
+        """
         every = list(range(self.size))
         yield every, f"in the batch of {self.size}"
         if self.size == 1:
@@ -179,7 +199,9 @@ class Samples:
         yield sorted(every * 2), "in a batch that holds each sample twice"
         yield every[::-1], "in the batch in reverse order"
         yield [0] * (self.size - 1) + every[-1:], "in a batch of copies of sample 0 with the last sample"
-        for (k, name), group in itertools.product(enumerate(self.changes, 1), (every[::2], every[1::2], every[1:])):
+        for (k, name), group in itertools.product(
+            enumerate(self.changes, 1), (every[::2], every[1::2], every[1:])
+        ):
             chosen = [i + k * self.size if i in group else i for i in every]
             yield chosen, f"in the batch with samples {named(group)} changed ({name})"
 
@@ -201,7 +223,11 @@ def _dim(leaf: Any, size: int, batch_first: bool, either: bool, ranges_shared: b
         return 0 if len(leaf.batch_sizes) and int(leaf.batch_sizes[0]) == size else None
     if not leaf.ndim or leaf.layout != torch.strided or leaf.is_nested:
         return None
-    if ranges_shared and leaf.shape == (size,) and bool((leaf == torch.arange(size, device=leaf.device)).all()):
+    if (
+        ranges_shared
+        and leaf.shape == (size,)
+        and bool((leaf == torch.arange(size, device=leaf.device)).all())
+    ):
         return None
     usual = 0 if batch_first or leaf.ndim < 2 else 1
     dims = [usual, *({0, 1} - {usual} if either and leaf.ndim > 1 else ())]
@@ -226,5 +252,7 @@ def _change(rows: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _pool(leaf: Any, dim: int, variants: list[Any]) -> _Held | _Packed:
     if isinstance(leaf, PackedSequence):
-        return _Packed([s for v in variants for s in (unpack_sequence(v) if isinstance(v, PackedSequence) else v)])
+        return _Packed(
+            [s for v in variants for s in (unpack_sequence(v) if isinstance(v, PackedSequence) else v)]
+        )
     return _Held(torch.cat(variants), dim, leaf.requires_grad)

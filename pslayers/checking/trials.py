@@ -1,4 +1,6 @@
-"""Runs on trial for `check_model`: of the original layers and of the converted ones, on any batch, leaving no trace."""
+"""Runs on trial for `check_model`: of the original layers and of the converted ones, on any batch, leaving no
+trace.
+"""
 
 import copy
 import functools
@@ -33,13 +35,19 @@ class Run:
 
 
 class Trials:
-    """A model by its original layers (`plain`) and a converted one (`twin`), the real call, and what it is called with."""
+    """A model by its original layers (`plain`) and a converted one (`twin`), the real call, and what it is
+    called with.
+    """
 
-    def __init__(self, plain: nn.Module, twin: Any, call: RealCall, value: Any, seed: int, tolerance: float | None) -> None:
+    def __init__(
+        self, plain: nn.Module, twin: Any, call: RealCall, value: Any, seed: int, tolerance: float | None
+    ) -> None:
         self.plain, self.twin, self.call, self.value, self.seed = plain, twin, call, value, seed
         self.params = dict(converted_parameters(twin))
         self.mean = settings_of(twin)[0].loss_reduction == "mean"
-        lowest = LowestPrecision(next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32))
+        lowest = LowestPrecision(
+            next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
+        )
         with self.alike(plain), lowest:
             outputs, loss = call(plain, value)
         self.refused: str | None = None
@@ -48,20 +56,26 @@ class Trials:
         self.scalar = loss is not None and loss.ndim == 0
         if loss is not None and loss.shape not in ((), (self.size,)):
             raise ValueError(
-                f"{call.name} returned {tuple(loss.shape)}: expected the losses of {self.size} samples, (B,), or one loss, ()."
+                f"{call.name} returned {tuple(loss.shape)}: expected the losses of {self.size} samples, (B,),"
+                " or one loss, ()."
             )
         self.outputs = [t.detach().requires_grad_(t.requires_grad) for t in floating(outputs)]
         eps = torch.finfo(lowest.dtype).eps
-        self.tolerance = eps**0.5 / (30 if lowest.dtype == torch.float64 else 1) if tolerance is None else tolerance
+        self.tolerance = (
+            eps**0.5 / (30 if lowest.dtype == torch.float64 else 1) if tolerance is None else tolerance
+        )
         self.rounding = min(1000 * eps, self.tolerance)  # relative to the largest of all gradients
         self.projected = not call.given  # samples are compared by projections of their outputs, not by a loss
-        self.readings: list[tuple[Samples, int]] = []  # how inputs hold samples, and how many copies of one are called as "alone"
+        # how inputs hold samples, and how many copies of one are called as "alone"
+        self.readings: list[tuple[Samples, int]] = []
         self.dims: list[int | None] = []  # of the outputs: those that hold the samples
 
-    # ------------------------------------------------------------------------------------------------------------------- runs
+    # --------------------------------------------------------------------------------------------------- runs
     @contextmanager
     def alike(self, model: nn.Module, recorded: bool = False, seed: int | None = None) -> Iterator[None]:
-        """Runs that leave no trace on modules or in random generators, which give them the same numbers each time."""
+        """Runs that leave no trace on modules or in random generators, which give them the same numbers each
+        time.
+        """
         numpy, number = sys.modules.get("numpy"), self.seed if seed is None else seed
         converted = any(isinstance(m, Converted) for m in model.modules())
         with ExitStack() as stack:
@@ -86,7 +100,9 @@ class Trials:
         only: int | None = None,
         shapes: Sequence[Sequence[torch.Size]] | None = None,
     ) -> Run:
-        """Run the call and one backward pass: each time anew, as reentrant checkpoints take no second pass."""
+        """Run the call and one backward pass: each time anew, as reentrant checkpoints take no second
+        pass.
+        """
         with self.alike(model, recorded):
             outputs, loss = self.call(model, value, with_loss=not projected)
             tensors = floating(outputs)
@@ -101,13 +117,20 @@ class Trials:
                 total.backward()
             params = dict(converted_parameters(model))
             rows = {name: getattr(p, "grad_sample", None) for name, p in params.items()}
-            run = Run([t.detach() for t in tensors], loss.detach(), {name: p.grad for name, p in params.items()}, rows)
+            run = Run(
+                [t.detach() for t in tensors],
+                loss.detach(),
+                {name: p.grad for name, p in params.items()},
+                rows,
+            )
             model.zero_grad()
         return run
 
     def measure_twin(self, **options: Any) -> Run | None:
         """The same of the converted model in the whole batch; None where it refuses."""
-        return self.recorded(functools.partial(self.measure, self.twin, self.value, self.size, recorded=True, **options))
+        return self.recorded(
+            functools.partial(self.measure, self.twin, self.value, self.size, recorded=True, **options)
+        )
 
     def recorded(self, run: Any) -> Any:
         """What a run of the converted model gives; None where it refuses, which is noted."""
@@ -130,20 +153,27 @@ class Trials:
             raise ValueError("check_model was given no tensor, so the batch size is unknown.")
         return size  # type: ignore[no-any-return]
 
-    # ------------------------------------------------------------------------------------------------------ samples by themselves
+    # ---------------------------------------------------------------------------------- samples by themselves
     def look_at_parts(self, notes: list[str]) -> None:
         """Find how inputs hold the samples, so that one can be called alone, and in which dims outputs do."""
         first = self.twin._ps_state().settings.batch_first
         seen: list[list[int | None]] = []
         why: Exception | None = None
-        layer = type(self.twin).__module__.startswith("pslayers.") and self.twin._ps_layer  # takes samples in ways of its own
-        for loose, ranges in () if not self.size or (layer and not self.scalar) else ((False, False), (False, True), (True, False)):
+        # takes samples in ways of its own
+        layer = type(self.twin).__module__.startswith("pslayers.") and self.twin._ps_layer
+        for loose, ranges in (
+            ()
+            if not self.size or (layer and not self.scalar)
+            else ((False, False), (False, True), (True, False))
+        ):
             samples = Samples(self.value[0], self.value[1], self.size, first, loose, ranges)
             if samples.dims in seen:
                 continue
             seen.append(samples.dims)
             if not samples.held():
-                why = why or ValueError(f"no tensor among the inputs has a row for each of the {self.size} samples")
+                why = why or ValueError(
+                    f"no tensor among the inputs has a row for each of the {self.size} samples"
+                )
                 continue
             if self.value[1] is not None and samples.targets_shared():
                 raise ValueError(f"`targets` hold no tensor with a row for each of the {self.size} samples.")
@@ -152,7 +182,10 @@ class Trials:
                     with self.alike(self.plain):
                         part, loss = self.call(self.plain, samples.take([0] * copies), with_loss=self.scalar)
                     if self.scalar and (loss is None or loss.ndim):
-                        raise ValueError(f"{self.call.name} returns one loss for {self.size} samples, and another shape for one")
+                        raise ValueError(
+                            f"{self.call.name} returns one loss for {self.size} samples, and another shape"
+                            " for one"
+                        )
                 except Exception as error:  # of the user's model: whatever it raises
                     why = why or error
                     continue
@@ -162,11 +195,17 @@ class Trials:
         if why is not None and not self.readings:
             if self.scalar and self.refused is None:
                 raise ValueError(
-                    f"Rows cannot be compared with a loop over samples: {cannot('one sample', why)}.{self.held()}"
+                    "Rows cannot be compared with a loop over samples:"
+                    f" {cannot('one sample', why)}.{self.held()}"
                 ) from why
-            notes.append(f"whether samples interact where autograd does not see it was not checked: {cannot('one sample', why)}")
+            notes.append(
+                "whether samples interact where autograd does not see it was not checked:"
+                f" {cannot('one sample', why)}"
+            )
         order = (0, 1) if getattr(self.twin, "batch_first", True) and first else (1, 0)
-        self.dims = self.dims or [next((d for d in order if t.ndim > d and t.shape[d] == self.size), None) for t in self.outputs]
+        self.dims = self.dims or [
+            next((d for d in order if t.ndim > d and t.shape[d] == self.size), None) for t in self.outputs
+        ]
         if not self.call.given:
             self._check_outputs()
         elif not self.scalar and self.call.loss_fn is not None and self.readings:
@@ -174,18 +213,26 @@ class Trials:
 
     def projects(self) -> bool:
         """Whether there are outputs to take projections of."""
-        return any(t.requires_grad and dim is not None for t, dim in zip(self.outputs, self.dims, strict=True))
+        return any(
+            t.requires_grad and dim is not None for t, dim in zip(self.outputs, self.dims, strict=True)
+        )
 
     def _check_outputs(self) -> None:
         for t, dim in zip(self.outputs, self.dims, strict=True):
             if t.requires_grad and dim is None:
-                hint = "if it is the loss, pass loss_fn=lambda output: output" if not t.ndim else "pass loss_fn"
-                raise ValueError(f"An output of shape {tuple(t.shape)} has no dim of the batch size {self.size}: {hint}.")
+                hint = (
+                    "if it is the loss, pass loss_fn=lambda output: output" if not t.ndim else "pass loss_fn"
+                )
+                raise ValueError(
+                    f"An output of shape {tuple(t.shape)} has no dim of the batch size {self.size}: {hint}."
+                )
         if not self.projects():
             raise ValueError("The model's output holds no floating tensor that requires grad: pass loss_fn.")
 
     def _call_loss_of_one(self, notes: list[str]) -> None:
-        """A loss_fn that holds targets of the whole batch cannot be called with a part of it: then outputs are compared."""
+        """A loss_fn that holds targets of the whole batch cannot be called with a part of it: then outputs
+        are compared.
+        """
         samples, copies = self.readings[0]
         try:
             with self.alike(self.plain):
@@ -197,17 +244,24 @@ class Trials:
             self.projected = True
             self.readings = self.readings if self.projects() else []
             notes.append(
-                f"loss_fn cannot be called with one sample's output, so whether samples interact where autograd does not see it "
-                f"was {'checked by the outputs alone' if self.readings else 'not checked'}.{self.held()}"
+                "loss_fn cannot be called with one sample's output, so whether samples interact where"
+                " autograd does not see it was"
+                f" {'checked by the outputs alone' if self.readings else 'not checked'}.{self.held()}"
             )
 
     def held(self) -> str:
         """A hint at targets that are not given as such."""
         names = ", ".join(f"`{name}`" for name in self.call.holds(self.size))
-        where = "as `targets`" if self.call.closure is None else "to check_model as inputs, which the closure takes"
-        return f" {self.call.name} holds {names} with a row for each sample: give them {where}." if names else ""
+        where = (
+            "as `targets`"
+            if self.call.closure is None
+            else "to check_model as inputs, which the closure takes"
+        )
+        return (
+            f" {self.call.name} holds {names} with a row for each sample: give them {where}." if names else ""
+        )
 
-    # -------------------------------------------------------------------------------------------------------------- randomness
+    # --------------------------------------------------------------------------------------------- randomness
     def random(self) -> bool:
         """Whether other random numbers give other values."""
         found = []
@@ -216,13 +270,18 @@ class Trials:
                 outputs, loss = self.call(self.plain, self.value, with_loss=not self.projected)
             found.append([t.detach() for t in (floating(outputs) if loss is None else [loss])])
         return any(
-            a.shape != b.shape or difference(b, a) > self.tolerance for f in found[1:] for a, b in zip(found[0], f, strict=True)
+            a.shape != b.shape or difference(b, a) > self.tolerance
+            for f in found[1:]
+            for a, b in zip(found[0], f, strict=True)
         )
 
     def without_randomness(self) -> str | None:
         """Go on with copies that draw no random numbers; how they were made, or None where nothing helps."""
         before = self.plain, self.twin
-        for words, still in (("with dropout switched off", _switch_dropout_off), ("in eval mode", nn.Module.eval)):
+        for words, still in (
+            ("with dropout switched off", _switch_dropout_off),
+            ("in eval mode", nn.Module.eval),
+        ):
             self.plain, self.twin = copy.deepcopy(before)
             still(self.plain)
             still(self.twin)
@@ -234,16 +293,20 @@ class Trials:
         self.plain, self.twin = before
         return None
 
-    # ------------------------------------------------------------------------------------------------------------------- where
+    # -------------------------------------------------------------------------------------------------- where
     def first_difference(self, samples: Samples, chosen: Sequence[int], place: int, copies: int) -> str:
-        """The first module whose output, or what it is given, is not the same for a sample alone and in a batch; in words."""
+        """The first module whose output, or what it is given, is not the same for a sample alone and in a
+        batch; in words.
+        """
         if len(chosen) == copies:
             return ""
         batch, alone = (self._calls(samples.take(some)) for some in (chosen, [chosen[place]] * copies))
         for (path, number), (name, *values) in batch.items():
             if (path, number) not in alone:
                 continue
-            for what, whole, own in zip(("what {} is given", "what {} returns"), values, alone[path, number][1:], strict=True):
+            for what, whole, own in zip(
+                ("what {} is given", "what {} returns"), values, alone[path, number][1:], strict=True
+            ):
                 for t, u, dim in zip(whole, own, samples_dims(whole, len(chosen), own, copies), strict=False):
                     if dim is None:
                         continue
@@ -253,7 +316,9 @@ class Trials:
         return ""
 
     def _calls(self, value: Any) -> dict[tuple[str, int], tuple[str, list[Tensor], list[Tensor]]]:
-        """{(path, number of the call): (class, what it was given, what it returned)} of every module, as they end."""
+        """{(path, number of the call): (class, what it was given, what it returned)} of every module, as they
+        end.
+        """
         calls: dict[tuple[str, int], tuple[str, list[Tensor], list[Tensor]]] = {}
 
         def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -288,5 +353,6 @@ def _switch_dropout_off(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch_api.Dropouts):
             module.eval()
-        if isinstance(getattr(module, "dropout", None), float):  # of LSTM, MultiheadAttention, and many others
+        # of LSTM, MultiheadAttention, and many others
+        if isinstance(getattr(module, "dropout", None), float):
             module.__dict__["dropout"] = 0.0

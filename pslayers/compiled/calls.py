@@ -1,12 +1,13 @@
 """torch.compile: what a converted model computes while it is traced.
 
-A traced call holds plain ops alone, which the compiler can fuse, and, on the way back, ops of our own ("pslayers::..."), which
-the compiler leaves as they are: run like any eager code, they put the rows on the parameters, by the same recorders and into the
-same reused memory as without a compiler. They return the summed gradient, without which they would be dead code.
+A traced call holds plain ops alone, which the compiler can fuse, and, on the way back, ops of our own
+("pslayers::..."), which the compiler leaves as they are: run like any eager code, they put the rows on the
+parameters, by the same recorders and into the same reused memory as without a compiler. They return the
+summed gradient, without which they would be dead code.
 
-What eager calls find out by running (whose rows are whose, weights used past their layers) cannot be found out while tracing:
-a converted model must have been proved before, by an eager call or an example batch. Where it was not it runs as it is, which
-``fullgraph=True`` refuses, by name.
+What eager calls find out by running (whose rows are whose, weights used past their layers) cannot be found
+out while tracing: a converted model must have been proved before, by an eager call or an example batch. Where
+it was not it runs as it is, which ``fullgraph=True`` refuses, by name.
 """
 
 import operator
@@ -28,7 +29,9 @@ from .weights import records
 
 
 class Traced(Batch):
-    """The batch of the outermost call that is traced; its size may be symbolic, and its loss's factor is put on at run time."""
+    """The batch of the outermost call that is traced; its size may be symbolic, and its loss's factor is put
+    on at run time.
+    """
 
     def __init__(self, size: int, settings: Settings, trackable: bool) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
@@ -43,13 +46,18 @@ class _Call:
         self.expanded: set[str] = set()
 
 
-def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_container(
+    module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A module with layers below it."""
     state = module._ps
-    if state.per_sample_forward and (records(state.settings) or module._ps_given(own=not state.includes_children)):
+    if state.per_sample_forward and (
+        records(state.settings) or module._ps_given(own=not state.includes_children)
+    ):
         raise RuntimeError(
-            f"`{state.path}` ({type(module).__name__}) has no replacement and runs with per-sample parameters, which cannot be "
-            f"compiled: leave this module out (torch.compiler.disable), or write a layer for it (ps.PSLayer)."
+            f"`{state.path}` ({type(module).__name__}) has no replacement and runs with per-sample"
+            " parameters, which cannot be compiled: leave this module out (torch.compiler.disable), or write"
+            " a layer for it (ps.PSLayer)."
         )
     if _inside(module):
         return original(module, *args, **kwargs)
@@ -61,7 +69,9 @@ def call_container(module: Any, original: Callable[..., Any], args: tuple[Any, .
 
 
 def _is_proved(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether such a call was proved; or is now, by inputs of these shapes: one that is traced depends on nothing else."""
+    """Whether such a call was proved; or is now, by inputs of these shapes: one that is traced depends on
+    nothing else.
+    """
     number, training, dims = module._ps.number, module.training, ndims((args, kwargs))
     if _known(number, training, dims):
         return True
@@ -70,9 +80,17 @@ def _is_proved(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _form(value: Any) -> Any:
-    """What a call is given, tensors by shapes and dtypes: constants, for which sizes are fixed here; None where that cannot be."""
+    """What a call is given, tensors by shapes and dtypes: constants, for which sizes are fixed here; None
+    where that cannot be.
+    """
     if isinstance(value, Tensor):
-        return Tensor, tuple([operator.index(n) for n in value.shape]), value.dtype, value.device, value.requires_grad
+        return (
+            Tensor,
+            tuple([operator.index(n) for n in value.shape]),
+            value.dtype,
+            value.device,
+            value.requires_grad,
+        )
     if type(value) in (tuple, list):
         forms = [_form(v) for v in value]
         return None if None in forms else (type(value), tuple(forms))
@@ -142,19 +160,21 @@ def _as_it_is(reason: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], A
 
 
 _proving = _as_it_is(
-    "a converted model has not been proved right for this kind of call (training or not, dims of the inputs), which cannot be done "
-    "while it is compiled: call it once without torch.compile, with more than one sample and gradients enabled, or give an "
-    "example batch, convert_model(model, example=x)"
+    "a converted model has not been proved right for this kind of call (training or not, dims of the inputs),"
+    " which cannot be done while it is compiled: call it once without torch.compile, with more than one"
+    " sample and gradients enabled, or give an example batch, convert_model(model, example=x)"
 )
 
 
 _picking = _as_it_is(
-    "a converted model gives layers rows that a mask has picked (as in h[mask]), of which each sample has a number that is not "
-    "known while it is compiled"
+    "a converted model gives layers rows that a mask has picked (as in h[mask]), of which each sample has a"
+    " number that is not known while it is compiled"
 )
 
 
-def call_layer(layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_layer(
+    layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A layer."""
     if local.call is not None and local.call.layer is layer:  # a subclass that calls super().forward
         return ps_forward(layer, *args, **kwargs)
@@ -165,7 +185,9 @@ def call_layer(layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...]
     return _run_layer(layer, ps_forward, args, kwargs)
 
 
-def _run_layer(layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_layer(
+    layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     args, kwargs, rows, undo = layer.arrange(args, kwargs, local.batch.size)  # type: ignore[union-attr]
     before, local.call = local.call, _Call(layer, rows)
     try:
@@ -192,13 +214,15 @@ def _inside(module: Any) -> bool:
         return False
     if not isinstance(local.batch, Traced):
         raise RuntimeError(
-            f"`{module._ps.path}` ({type(module).__name__}) is compiled by itself inside of a converted model: compile the whole "
-            f"model, or convert this part alone."
+            f"`{module._ps.path}` ({type(module).__name__}) is compiled by itself inside of a converted"
+            " model: compile the whole model, or convert this part alone."
         )
     return True
 
 
-def _outermost(module: Any, trackable: bool, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _outermost(
+    module: Any, trackable: bool, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """An outermost call, its batch size known to every layer below."""
     taken = (args, kwargs) if trackable else args[1:]
     size = local.explicit if local.explicit is not None else module._ps_batch_size(*taken)
@@ -229,7 +253,8 @@ def layout(layer: Any, x: Tensor, size: int) -> Layout:
             return layer._attributable(alike[0], x, free, size)  # type: ignore[no-any-return]
         return layer._attributable(MIXED, x, free, size)  # type: ignore[no-any-return]
     first = 0 if state.settings.batch_first or free < 2 else 1
-    among_events = x.ndim == free and free == 1 and not x.is_floating_point()  # ids of samples, or of positions?
+    # ids of samples, or of positions?
+    among_events = x.ndim == free and free == 1 and not x.is_floating_point()
     alone = not among_events
     for d in range(free):
         if d != first and x.shape[d] == size:

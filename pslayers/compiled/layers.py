@@ -22,9 +22,13 @@ from .weights import expansion_of, is_recorded
 
 
 def _tap(layer: Any, kind: str, y: Tensor, x: Tensor, how: list[int]) -> Tensor:
-    """`y`, computed from `x` by the shared weights without gradients; on the way back weight and bias get theirs."""
+    """`y`, computed from `x` by the shared weights without gradients; on the way back weight and bias get
+    theirs.
+    """
     weight, bias = layer.weight, getattr(layer, "bias", None)
-    wants = ("w" if is_recorded(layer, "weight") else "") + ("b" if bias is not None and is_recorded(layer, "bias") else "")
+    wants = ("w" if is_recorded(layer, "weight") else "") + (
+        "b" if bias is not None and is_recorded(layer, "bias") else ""
+    )
     if not wants:
         return y
     size = local.batch.size  # type: ignore[union-attr]
@@ -55,14 +59,24 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         x, weight, token = ctx.saved_tensors
         (gy,), wants = grads, ctx.wants
-        g_weight, g_bias = torch.ops.pslayers.weight_grads(gy, x, weight, token, ctx.size, ctx.kind, wants, ctx.how, ctx.use)
+        g_weight, g_bias = torch.ops.pslayers.weight_grads(
+            gy, x, weight, token, ctx.size, ctx.kind, wants, ctx.how, ctx.use
+        )
         none = (None,) * 6
         return gy, None, g_weight if "w" in wants else None, g_bias if "b" in wants else None, *none
 
 
 @torch.library.custom_op("pslayers::weight_grads", mutates_args=())
 def _weight_grads(
-    gy: Tensor, x: Tensor, weight: Tensor, token: Tensor, size: int, kind: str, wants: str, how: list[int], use: int
+    gy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    token: Tensor,
+    size: int,
+    kind: str,
+    wants: str,
+    how: list[int],
+    use: int,
 ) -> tuple[Tensor, Tensor]:
     sums = [weight.new_empty(0), weight.new_empty(0)]
     with torch.no_grad():
@@ -76,7 +90,15 @@ def _weight_grads(
 
 @_weight_grads.register_fake
 def _(
-    gy: Tensor, x: Tensor, weight: Tensor, token: Tensor, size: int, kind: str, wants: str, how: list[int], use: int
+    gy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    token: Tensor,
+    size: int,
+    kind: str,
+    wants: str,
+    how: list[int],
+    use: int,
 ) -> tuple[Tensor, Tensor]:
     out = gy.shape[1] if kind == "conv" else gy.shape[-1]
     return (
@@ -127,9 +149,15 @@ def _linear(layer: Any, input: Tensor) -> Tensor:
 
 
 def _conv(layer: Any, input: Tensor) -> Tensor:
-    weight, bias, n = layer.weight.detach(), None if layer.bias is None else layer.bias.detach(), len(layer.kernel_size)
+    weight, bias, n = (
+        layer.weight.detach(),
+        None if layer.bias is None else layer.bias.detach(),
+        len(layer.kernel_size),
+    )
     stride, dilation, kernel = each(layer.stride, n), each(layer.dilation, n), tuple(layer.kernel_size)
-    x, geometry = _padded(f"conv{n}d", input, kernel, stride, layer.padding, dilation, layer.groups, layer.padding_mode)
+    x, geometry = _padded(
+        f"conv{n}d", input, kernel, stride, layer.padding, dilation, layer.groups, layer.padding_mode
+    )
     how = [*geometry.stride, *geometry.padding, *geometry.dilation, geometry.groups]
     return _tap(layer, "conv", convolution(x, weight, bias, geometry), x, how)
 
@@ -151,22 +179,32 @@ def _bag(layer: Any, ids: Tensor, offsets: Tensor | None = None, factors: Tensor
     """Bags by their entries: (N, L), or (M,) with offsets."""
     _renormalise(layer, ids)
     if offsets is None:
-        count, bag = ids.shape[0], torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand_as(ids).reshape(-1)
+        count, bag = (
+            ids.shape[0],
+            torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand_as(ids).reshape(-1),
+        )
     else:
         starts = offsets[:-1] if layer.include_last_offset else offsets
         count, places = starts.shape[0], torch.arange(ids.shape[0], device=ids.device)
         bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
     ids = ids.reshape(-1).to(bag.dtype)
     size = local.batch.size  # type: ignore[union-attr]
-    samples = bag // max(count // size, 1) if size else bag  # no size in `how`: up to 2.11, torch.compile mistakes one for another
-    found = _tap(layer, "bags", F.embedding(ids, layer.weight.detach()), torch.stack([ids, samples]), [])  # (M, D)
+    # no size in `how`: up to 2.11, torch.compile mistakes one for another
+    samples = bag // max(count // size, 1) if size else bag
+    # (M, D)
+    found = _tap(layer, "bags", F.embedding(ids, layer.weight.detach()), torch.stack([ids, samples]), [])
     keep = torch.ones_like(ids, dtype=torch.bool) if layer.padding_idx is None else ids != layer.padding_idx
-    sizes = torch.zeros_like(ids[:1]).expand(count).index_add(0, bag, keep.to(ids.dtype)).unsqueeze(1)  # (N, 1)
+    # (N, 1)
+    sizes = torch.zeros_like(ids[:1]).expand(count).index_add(0, bag, keep.to(ids.dtype)).unsqueeze(1)
     if layer.mode == "max":
         least = found.detach().new_full((count, found.shape[1]), -torch.inf)
         found = found.masked_fill(~keep.unsqueeze(1), -torch.inf)
-        return least.scatter_reduce(0, bag.unsqueeze(1).expand_as(found), found, "amax").masked_fill(sizes == 0, 0)
-    found = found * keep.unsqueeze(1) if factors is None else found * (keep * factors.reshape(-1)).unsqueeze(1)
+        return least.scatter_reduce(0, bag.unsqueeze(1).expand_as(found), found, "amax").masked_fill(
+            sizes == 0, 0
+        )
+    found = (
+        found * keep.unsqueeze(1) if factors is None else found * (keep * factors.reshape(-1)).unsqueeze(1)
+    )
     total = found.new_zeros(count, found.shape[1]).index_add(0, bag, found)
     return total if layer.mode == "sum" else total / sizes.clamp(min=1)
 

@@ -19,7 +19,9 @@ def number_of(module: nn.Module) -> int:
 
 
 def use_number() -> int:
-    """A number for each use of a weight: the compiler would merge two that look alike, and their rows would count once."""
+    """A number for each use of a weight: the compiler would merge two that look alike, and their rows would
+    count once.
+    """
     return next(_uses)
 
 

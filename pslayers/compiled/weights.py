@@ -34,8 +34,8 @@ def check_own_weights(layer: Any) -> None:
     """An error where a layer's weights are no longer its parameters."""
     if "parametrizations" in layer._modules:
         raise RuntimeError(
-            f"`{layer._ps.path}` ({type(layer).__name__}) was parametrised after it was converted, so its weights are no longer "
-            f"its parameters: call ps.convert_model(model) again."
+            f"`{layer._ps.path}` ({type(layer).__name__}) was parametrised after it was converted, so its"
+            " weights are no longer its parameters: call ps.convert_model(model) again."
         )
 
 
@@ -43,7 +43,12 @@ def is_recorded(layer: Any, name: str) -> bool:
     """Whether a parameter of a layer gets rows."""
     check_own_weights(layer)
     weight = getattr(layer, name)
-    return weight is not None and weight.requires_grad and isinstance(weight, nn.Parameter) and records(layer._ps.settings)
+    return (
+        weight is not None
+        and weight.requires_grad
+        and isinstance(weight, nn.Parameter)
+        and records(layer._ps.settings)
+    )
 
 
 class _Weights(torch.autograd.Function):
@@ -64,7 +69,8 @@ class _Weights(torch.autograd.Function):
 @torch.library.custom_op("pslayers::deliver", mutates_args=())
 def _deliver(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
     e = expansion_of(token, name, len(rows))
-    total, _ = e.send(rows.sum(0), torch.mul(rows, e.scale.rows, out=e.buffer()))  # `rows` is the compiler's to use again
+    # `rows` is the compiler's to use again
+    total, _ = e.send(rows.sum(0), torch.mul(rows, e.scale.rows, out=e.buffer()))
     assert total is not None
     return total
 
@@ -93,7 +99,9 @@ def expansion_of(token: Tensor, name: str, size: int) -> Expansion:
         raise RuntimeError(f"A compiled model's `{name}` is gone: it was deleted before its backward pass.")
     state, param = module.__dict__.get("_ps"), module._parameters[name]
     if state is None:
-        raise RuntimeError(f"A compiled model's `{name}` was restored (ps.restore_model) before its backward pass.")
+        raise RuntimeError(
+            f"A compiled model's `{name}` was restored (ps.restore_model) before its backward pass."
+        )
     recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, module)
     scale = Scale(float(max(size, 1)) if state.settings.loss_reduction == "mean" else 1.0)
     return _Delivered(param.detach(), recorder.rows_leaf(size), scale, recorder)

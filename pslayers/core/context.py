@@ -1,7 +1,8 @@
-"""What a call is run as: the settings of its model, its batch, and what stands in the place of parameters meanwhile.
+"""What a call is run as: the settings of its model, its batch, and what stands in the place of parameters
+meanwhile.
 
-All of it is known to one thread (`local`). A checkpoint computes a part of a call again, in the backward pass: `situation` is what
-it was run as at first, and the second run is given that again.
+All of it is known to one thread (`local`). A checkpoint computes a part of a call again, in the backward
+pass: `situation` is what it was run as at first, and the second run is given that again.
 """
 
 import threading
@@ -26,9 +27,10 @@ class NoRuleError(NotImplementedError):
 class Scale:
     """The factors of one call's gradients, read when they flow back.
 
-    A row of a mean loss is ``total`` = B times what autograd sees. ``inside`` is the factor that has already been put on the
-    gradients that flow through the call: then the weight gradients come out multiplied, without a pass over them. The graph of a
-    call holds its scale, and nothing else does when the call is over.
+    A row of a mean loss is ``total`` = B times what autograd sees. ``inside`` is the factor that has already
+    been put on the gradients that flow through the call: then the weight gradients come out multiplied,
+    without a pass over them. The graph of a call holds its scale, and nothing else does when the call is
+    over.
     """
 
     __slots__ = ("__weakref__", "inside", "total")
@@ -58,22 +60,35 @@ class Settings:
     batch_first: bool = True
     accumulation: str = "replace"
     partial: bool = False  # some trainable parameters are left without rows, as was asked for
-    stream: Callable[[str, Tensor], object] | None = field(default=None, repr=False)  # takes rows, instead of keeping
-    workspace: torch.UntypedStorage | None = field(default=None, repr=False)  # memory of streamed rows, in turn
+    # takes rows, instead of keeping
+    stream: Callable[[str, Tensor], object] | None = field(default=None, repr=False)
+    # memory of streamed rows, in turn
+    workspace: torch.UntypedStorage | None = field(default=None, repr=False)
     collecting_grads: bool = field(default=False, repr=False)  # rows go to the call that asks for them
-    has_gathered_rows: bool = field(default=False, repr=False)  # modules are called with rows that masks have picked
+    # modules are called with rows that masks have picked
+    has_gathered_rows: bool = field(default=False, repr=False)
     pass_id: int = -1
     rows: int = field(default=-1, repr=False)  # samples in the pass that is running
     appended: int = field(default=0, repr=False)  # samples of the passes before it whose rows are kept
     recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, repr=False)
-    graphs: list[tuple["weakref.ref[Scale]", int]] = field(default_factory=list, repr=False)  # of calls, and their batch sizes
+    # of calls, and their batch sizes
+    graphs: list[tuple["weakref.ref[Scale]", int]] = field(default_factory=list, repr=False)
     bare_pass: int = -1
-    bare: list[Any] = field(default_factory=list, repr=False)  # recorders of what arrived in that pass past expansions
+    # recorders of what arrived in that pass past expansions
+    bare: list[Any] = field(default_factory=list, repr=False)
     turns: Turns = field(default_factory=Turns, repr=False)  # of threads that call the model
     on_unsupported: str = "general"  # what convert_model was told about modules without a replacement
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy agrees on the same things, and has recorded nothing yet
-        kept = ("loss_reduction", "batch_first", "accumulation", "partial", "has_gathered_rows", "on_unsupported")
+    # a copy agrees on the same things, and has recorded nothing yet
+    def __getstate__(self) -> dict[str, Any]:
+        kept = (
+            "loss_reduction",
+            "batch_first",
+            "accumulation",
+            "partial",
+            "has_gathered_rows",
+            "on_unsupported",
+        )
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -98,14 +113,22 @@ class Settings:
         return {size for ref, size in self.graphs if ref() is not None}
 
     def begin_pass(self, pass_id: int) -> None:
-        """At the first row of a backward pass, forget what the earlier one left (a pass may not reach every parameter)."""
+        """At the first row of a backward pass, forget what the earlier one left (a pass may not reach every
+        parameter).
+        """
         self.pass_id, self.rows = pass_id, -1
         if self.accumulation == "replace":
             self.clear()
 
     def line_up(self, size: int) -> None:
-        """Append zeros to all rows that are kept: the samples of a pass that gives rows, but perhaps not of every parameter."""
-        held = [p for ref in self.recorded.values() if (p := ref()) is not None and getattr(p, "grad_sample", None) is not None]
+        """Append zeros to all rows that are kept: the samples of a pass that gives rows, but perhaps not of
+        every parameter.
+        """
+        held = [
+            p
+            for ref in self.recorded.values()
+            if (p := ref()) is not None and getattr(p, "grad_sample", None) is not None
+        ]
         if not held:
             self.recorded = {}
         self.appended = max((len(p.grad_sample) for p in held), default=0)  # type: ignore[attr-defined]
@@ -114,7 +137,9 @@ class Settings:
             p.grad_sample = torch.cat([rows, rows.new_zeros(size, *rows.shape[1:])])  # type: ignore[attr-defined]
 
     def arrived(self, recorder: Any) -> None:
-        """Note a gradient that no expansion has passed on: an error after the pass, if that has given rows to other parameters."""
+        """Note a gradient that no expansion has passed on: an error after the pass, if that has given rows to
+        other parameters.
+        """
         pass_id = torch_api.current_pass()
         if self.bare_pass != pass_id:
             self.bare_pass, self.bare = pass_id, []
@@ -127,9 +152,10 @@ class Settings:
         if names and self.pass_id == self.bare_pass and not self.partial:
             some = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
             raise RuntimeError(
-                f"{some} received a gradient, and no row of it, in a backward pass that gave rows to other parameters: a part of "
-                f"the forward was not recorded (under ps.recording(model, False), or past the model's own modules), or the loss "
-                f"uses the parameter itself. Compute that part of the loss in a backward pass of its own, without recording."
+                f"{some} received a gradient, and no row of it, in a backward pass that gave rows to other"
+                " parameters: a part of the forward was not recorded (under ps.recording(model, False), or"
+                " past the model's own modules), or the loss uses the parameter itself. Compute that part of"
+                " the loss in a backward pass of its own, without recording."
             )
 
     def clear(self) -> None:
@@ -151,7 +177,18 @@ class Batch:
     ``trackable`` says whether the outermost module can run again to find out which rows are whose.
     """
 
-    __slots__ = ("calls", "given", "level", "outputs", "proving", "root", "scale", "settings", "size", "trackable")
+    __slots__ = (
+        "calls",
+        "given",
+        "level",
+        "outputs",
+        "proving",
+        "root",
+        "scale",
+        "settings",
+        "size",
+        "trackable",
+    )
 
     def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
@@ -164,13 +201,22 @@ class Batch:
         self.scale = Scale(float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0)
 
     def again(self, calls: dict[int, int]) -> "Batch":
-        """The same batch for a part of the call that is computed again, so many calls of each module having come before."""
+        """The same batch for a part of the call that is computed again, so many calls of each module having
+        come before.
+        """
         batch = Batch(self.size, self.settings)
-        batch.calls, batch.scale, batch.proving, batch.given = dict(calls), self.scale, self.proving, self.given
+        batch.calls, batch.scale, batch.proving, batch.given = (
+            dict(calls),
+            self.scale,
+            self.proving,
+            self.given,
+        )
         return batch
 
     def given_places(self) -> "Sequence[Place]":
-        """Per-sample weights that were given in the place of parameters, and their places: looked for once a call."""
+        """Per-sample weights that were given in the place of parameters, and their places: looked for once a
+        call.
+        """
         if self.given is None:
             slots = () if self.root is None else self.root._ps_inventory().given_slots()
             self.given = [(slot.held, slot.name, slot.held[slot.name]) for slot in slots]
@@ -182,7 +228,8 @@ class Batch:
         return number
 
 
-Place = tuple[dict[str, Any], str, Any]  # a module's parameters, the name of one, and what stands in its place
+# a module's parameters, the name of one, and what stands in its place
+Place = tuple[dict[str, Any], str, Any]
 
 
 class _Local(threading.local):
@@ -192,7 +239,8 @@ class _Local(threading.local):
         self.tracker: Any = None  # collects what calls take and return while the batch is tracked
         self.call: Any = None  # the call of a layer that is running
         self.gathered_rows: Any = None  # knows whose the rows are that masks pick
-        self.use_original_forward = False  # inside a module whose parameters are per sample already, under vmap or in a loop
+        # inside a module whose parameters are per sample already, under vmap or in a loop
+        self.use_original_forward = False
         self.unrecorded: tuple[Settings, ...] = ()  # of the models of which nothing is recorded
         self.places: tuple[Callable[[], Sequence[Place]], ...] = ()  # what stands in the place of parameters
         self.stand_ins: Any = None  # of the forward that runs with some, see `per_sample`
@@ -217,7 +265,8 @@ def changed(**values: Any) -> Iterator[None]:
 
 @contextmanager
 def batch_size(size: int) -> Iterator[None]:
-    """Say explicitly how many samples a batch holds, where the inputs do not (no tensor among them, batch in an odd dim).
+    """Say explicitly how many samples a batch holds, where the inputs do not (no tensor among them, batch in
+    an odd dim).
 
     Applies to every outermost call of a converted module inside the ``with`` block, in this thread.
 
@@ -239,7 +288,9 @@ def batch_size(size: int) -> Iterator[None]:
 
 
 def by_original_layers(applies: bool = True) -> AbstractContextManager[None]:
-    """Inside the block converted modules run their original forwards, with whatever parameters they hold (unless not `applies`)."""
+    """Inside the block converted modules run their original forwards, with whatever parameters they hold
+    (unless not `applies`).
+    """
     return changed(use_original_forward=applies)
 
 
@@ -255,7 +306,9 @@ def current_batch() -> Batch | None:
 
 
 def picked_by(t: Any) -> Any:
-    """Whose the rows of a tensor are (`owners.RowProvenance`), if they were picked; None where that is not followed."""
+    """Whose the rows of a tensor are (`owners.RowProvenance`), if they were picked; None where that is not
+    followed.
+    """
     return None if local.gathered_rows is None else local.gathered_rows.picked(t)
 
 
@@ -264,7 +317,7 @@ def transforming() -> bool:
     return not torch.compiler.is_compiling() and torch_api.transforms_run()
 
 
-# ---------------------------------------------------------------------------------------------- in the place of parameters
+# --------------------------------------------------------------------------------- in the place of parameters
 @contextmanager
 def in_place_of(places: Sequence[Place], anew: Callable[[], Sequence[Place]] | None = None) -> Iterator[None]:
     """Tensors in the place of parameters inside the block, and in whatever a checkpoint computes of it again.
@@ -284,7 +337,9 @@ def in_place_of(places: Sequence[Place], anew: Callable[[], Sequence[Place]] | N
 
 
 def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) -> list[Place]:
-    """Where a module holds the parameters that are given tensors by their names; `tied`: also under other names, anywhere below."""
+    """Where a module holds the parameters that are given tensors by their names; `tied`: also under other
+    names, anywhere below.
+    """
     found: list[Place] = []
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")
@@ -299,12 +354,22 @@ def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) ->
     return found
 
 
-# ------------------------------------------------------------------------------------------------- computed once more
+# ----------------------------------------------------------------------------------------- computed once more
 def situation() -> Callable[[], AbstractContextManager[None]]:
-    """What this thread runs its calls as now: a function that gives a context in which a part of them can be run again."""
+    """What this thread runs its calls as now: a function that gives a context in which a part of them can be
+    run again.
+    """
     batch, state = (
         local.batch,
-        {**vars(local), "batch": None, "places": (), "stand_ins": None, "call": None, "tracker": None, "again": True},
+        {
+            **vars(local),
+            "batch": None,
+            "places": (),
+            "stand_ins": None,
+            "call": None,
+            "tracker": None,
+            "again": True,
+        },
     )
     given, places = () if batch is None else batch.given_places(), local.places
     if given:  # torch.func.functional_call puts the parameters back before the backward pass
@@ -330,8 +395,8 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
         except NoRuleError as error:
             path = "A part of the model" if stand_ins is None else f"`{local.stand_ins.path}`"
             raise RuntimeError(
-                f"{path} does something else when a checkpoint computes it again than it did at first ({error}): call it without "
-                f"the checkpoint, or write a layer for it (ps.PSLayer)."
+                f"{path} does something else when a checkpoint computes it again than it did at first"
+                f" ({error}): call it without the checkpoint, or write a layer for it (ps.PSLayer)."
             ) from error
         finally:
             vars(local).update(before)
@@ -340,7 +405,9 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
 
 
 def inputs_noted(values: Any) -> Callable[[Any], None]:
-    """What is known of the inputs of a part that may be computed again: a function that notes it of what it gets in their place."""
+    """What is known of the inputs of a part that may be computed again: a function that notes it of what it
+    gets in their place.
+    """
     picks = local.gathered_rows
     notes = () if picks is None else [picks.notes_of(t) for t in tensors_of(values)]
 

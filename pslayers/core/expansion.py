@@ -1,11 +1,14 @@
-"""The expanded weight: one shared parameter seen as B per-sample weights, and where the gradient of each goes.
+"""The expanded weight: one shared parameter seen as B per-sample weights, and where the gradient of each
+goes.
 
-Shapes: B samples, S the parameter's own shape, N = k * B rows (k rows a sample, B-major), P the number of values in S.
+Shapes: B samples, S the parameter's own shape, N = k * B rows (k rows a sample, B-major), P the number of
+values in S.
 
-A recorded parameter has two edges in the autograd graph: the parameter itself, whose gradient is the plain, summed one, and a
-*rows* leaf, a stride-0 expansion ``(B, *S)`` on the same memory, whose gradient is the per-sample one. An op with per-sample
-weights fills both. Keeping them apart means that no pass over the B x P memory is owed to summing or to the factor of a mean,
-and that whatever asks for one of the two (``torch.autograd.grad``) neither pays for nor disturbs the other.
+A recorded parameter has two edges in the autograd graph: the parameter itself, whose gradient is the plain,
+summed one, and a *rows* leaf, a stride-0 expansion ``(B, *S)`` on the same memory, whose gradient is the
+per-sample one. An op with per-sample weights fills both. Keeping them apart means that no pass over the B x P
+memory is owed to summing or to the factor of a mean, and that whatever asks for one of the two
+(``torch.autograd.grad``) neither pays for nor disturbs the other.
 """
 
 import functools
@@ -23,7 +26,9 @@ if TYPE_CHECKING:
 
 
 def _anywhere(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass that goes one by one through several gradients at once, and computes outside of autocast."""
+    """A backward pass that goes one by one through several gradients at once, and computes outside of
+    autocast.
+    """
 
     @functools.wraps(backward)
     def passed(ctx: Any, *grads: Tensor) -> Any:
@@ -38,10 +43,11 @@ def _anywhere(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Op(torch.autograd.Function):
-    """An autograd.Function whose call costs less: no transform of torch.func goes into it, so nothing is looked at for one.
+    """An autograd.Function whose call costs less: no transform of torch.func goes into it, so nothing is
+    looked at for one.
 
-    Its backward pass computes in the precision that the forward pass has left, inside of a user's autocast too, and goes through
-    several gradients at once (`is_grads_batched=True`).
+    Its backward pass computes in the precision that the forward pass has left, inside of a user's autocast
+    too, and goes through several gradients at once (`is_grads_batched=True`).
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -57,10 +63,12 @@ class Op(torch.autograd.Function):
 
 
 class _Cross(Op):
-    """A value on its way into a call or out of it, times a factor; gradients inside the call carry ``scale.inside``.
+    """A value on its way into a call or out of it, times a factor; gradients inside the call carry
+    ``scale.inside``.
 
-    What goes in with factor f comes back, as a gradient, out with f / inside; what goes out with f comes back in with f * inside.
-    The way back is itself such a crossing, which makes it right for gradients of gradients.
+    What goes in with factor f comes back, as a gradient, out with f / inside; what goes out with f comes back
+    in with f * inside. The way back is itself such a crossing, which makes it right for gradients of
+    gradients.
     """
 
     @staticmethod
@@ -87,18 +95,22 @@ class Expansion:
 
     Args:
         weight: the shared weight, shape S. Its gradient is the sum over samples, times ``scale.weight``.
-        rows: the per-sample handle, shape (B, *S), stride 0 over the batch; None where nobody asks for rows. Its gradient is
-            the per-sample gradient, times ``scale.rows``.
+        rows: the per-sample handle, shape (B, *S), stride 0 over the batch; None where nobody asks for rows.
+            Its gradient is the per-sample gradient, times ``scale.rows``.
     """
 
     __slots__ = ("joined", "recorder", "rows", "scale", "weight")
 
-    def __init__(self, weight: Tensor, rows: Tensor | None, scale: Scale = UNSCALED, recorder: "Recorder | None" = None) -> None:
+    def __init__(
+        self, weight: Tensor, rows: Tensor | None, scale: Scale = UNSCALED, recorder: "Recorder | None" = None
+    ) -> None:
         self.weight, self.rows, self.scale, self.recorder = weight, rows, scale, recorder
         self.joined = False  # an ordinary tensor stands for it, which several ops may take
 
     def rebind(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
-        """The same expansion over the tensors that a backward with a graph has unpacked: a further use of the weight."""
+        """The same expansion over the tensors that a backward with a graph has unpacked: a further use of the
+        weight.
+        """
         if self.recorder is not None:
             self.recorder.uses += 1
         return Expansion(weight, rows, self.scale, self.recorder)
@@ -113,7 +125,9 @@ class Expansion:
         return joined
 
     def buffer(self) -> Tensor:
-        """Memory for the per-sample gradient (B, *S), uninitialised: the last one's again where nobody else holds it."""
+        """Memory for the per-sample gradient (B, *S), uninitialised: the last one's again where nobody else
+        holds it.
+        """
         assert self.rows is not None
         if self.recorder is not None:
             return self.recorder.buffer(self.rows)
@@ -126,7 +140,9 @@ class Expansion:
             return self.recorder.zeros(self.rows)
         return torch.zeros(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
 
-    def out(self, weight_grad: Tensor | None, rows_grad: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def out(
+        self, weight_grad: Tensor | None, rows_grad: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of (weight, rows) as they leave the call, from those that autograd sees inside it."""
         if weight_grad is not None:
             weight_grad = cross(weight_grad, self.scale, False, self.scale.weight)
@@ -137,7 +153,9 @@ class Expansion:
     def send(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `out`, without a graph, from the plain sum and rows that are scaled already: writing them did it."""
+        """As `out`, without a graph, from the plain sum and rows that are scaled already: writing them did
+        it.
+        """
         if weight_grad is not None and self.scale.weight != 1:
             weight_grad = weight_grad * self.scale.weight
         return self.deliver(weight_grad, rows_grad, written)
@@ -145,11 +163,12 @@ class Expansion:
     def deliver(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of (weight, rows), scaled, for autograd to pass on; all rows but those `written` (of D values) are zero.
+        """The gradients of (weight, rows), scaled, for autograd to pass on; all rows but those `written` (of
+        D values) are zero.
 
-        The summed one is noted, for the check that nothing else reaches the parameter. The rows of a parameter's only use go to it
-        at once, as do those that ``loss.backward(inputs=...)`` lets not go anywhere else; those of several uses, and those with a
-        graph, meet in the rows leaf.
+        The summed one is noted, for the check that nothing else reaches the parameter. The rows of a
+        parameter's only use go to it at once, as do those that ``loss.backward(inputs=...)`` lets not go
+        anywhere else; those of several uses, and those with a graph, meet in the rows leaf.
         """
         recorder = self.recorder
         if recorder is None:
@@ -158,7 +177,9 @@ class Expansion:
             recorder.note(weight_grad)
         if rows_grad is not None and not recorder.settings.collecting_grads:
             parts = self.joined and recorder.settings.stream is not None  # which are streamed together
-            if not torch.is_grad_enabled() and ((recorder.uses <= 1 and not parts) or not recorder.whole_pass()):
+            if not torch.is_grad_enabled() and (
+                (recorder.uses <= 1 and not parts) or not recorder.whole_pass()
+            ):
                 recorder.store(rows_grad)
                 if written is not None and recorder.uses <= 1 and recorder.memory is not None:
                     recorder.written = written, recorder.memory._version
@@ -168,7 +189,9 @@ class Expansion:
 
 
 class _Join(Op):
-    """(weight, rows) as one expanded tensor whose gradient is split again: the sum to `weight`, the rows to `rows`."""
+    """(weight, rows) as one expanded tensor whose gradient is split again: the sum to `weight`, the rows to
+    `rows`.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rows: Tensor, n: int, expansion: Expansion) -> Tensor:
@@ -181,7 +204,11 @@ class _Join(Op):
         need_weight, need_rows, *_ = wanted(ctx, ctx.expansion)
         if len(grad) != shape[0]:  # k rows a sample
             grad = grad.reshape(shape[0], -1, *shape[1:]).sum(1)
-        return *ctx.expansion.out(grad.sum(0) if need_weight else None, grad if need_rows else None), None, None
+        return (
+            *ctx.expansion.out(grad.sum(0) if need_weight else None, grad if need_rows else None),
+            None,
+            None,
+        )
 
 
 def of_one(weight: Tensor) -> Tensor:
@@ -192,7 +219,8 @@ def of_one(weight: Tensor) -> Tensor:
 def shared(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
     """The one weight behind `weight`, or None where the samples truly have different weights.
 
-    `ndim` is the weight's own number of dims: a tensor of that many is shared as it is; one more, and it is per sample.
+    `ndim` is the weight's own number of dims: a tensor of that many is shared as it is; one more, and it is
+    per sample.
     """
     if isinstance(weight, Expansion):
         return weight
@@ -220,19 +248,22 @@ def per_sample(weight: "Tensor | Expansion", ndim: int, size: int) -> Tensor:
 def wanted(ctx: Any, *expansions: Expansion | None) -> Sequence[bool]:
     """Which gradients this backward, of an op with these expansions, is really asked for.
 
-    `ctx.needs_input_grad` only says which inputs require grad; ``torch.autograd.grad(loss, x)`` would then pay for all rows.
+    `ctx.needs_input_grad` only says which inputs require grad; ``torch.autograd.grad(loss, x)`` would then
+    pay for all rows.
     """
     for e in expansions:
         if e is not None and e.recorder is not None:
             if e.recorder.whole_pass():
                 return ctx.needs_input_grad  # type: ignore[no-any-return]
             break
-    nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # one for each input that requires grad
+    # one for each input that requires grad
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
     found: list[bool] = []
     weight_goes = False  # of the input before: a weight's rows come after it
     for need in ctx.needs_input_grad:
         node = next(nodes) if need else None
-        # nobody names the leaf of rows in ``loss.backward(inputs=...)``: they are made where the parameter gets its gradient
+        # nobody names the leaf of rows in ``loss.backward(inputs=...)``: they are made where the parameter
+        # gets its gradient
         found.append(need and (will_execute(node, True) or (weight_goes and leads_to_rows(node))))
         weight_goes = need and will_execute(node, False)
     return found
@@ -244,7 +275,9 @@ def leads_to_rows(node: Any) -> bool:
 
 
 def will_execute(node: Any, asked: bool) -> bool:
-    """Whether the pass that is running goes to this node; `asked` for a leaf that torch.autograd.grad has been asked for."""
+    """Whether the pass that is running goes to this node; `asked` for a leaf that torch.autograd.grad has
+    been asked for.
+    """
     try:
         return torch_api.will_execute(node)
     except RuntimeError:  # such a leaf: torch does not say
@@ -252,9 +285,13 @@ def will_execute(node: Any, asked: bool) -> bool:
 
 
 def composite_backward(
-    fn: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+    fn: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """A backward with a graph: differentiate a composite form of the op, so that the result can be differentiated again."""
+    """A backward with a graph: differentiate a composite form of the op, so that the result can be
+    differentiated again.
+    """
     with torch.enable_grad():
         # aliases: where one input was made from another, as by tied weights, each counts its own part only
         inputs = [None if t is None else t.view_as(t) for t in inputs]
@@ -267,5 +304,9 @@ def composite_backward(
     into = [t for t in inputs if t is not None and t.requires_grad]
     if not pairs or not into:
         return [None for _ in inputs]
-    found = iter(torch.autograd.grad([o for o, _ in pairs], into, [g for _, g in pairs], create_graph=True, allow_unused=True))
+    found = iter(
+        torch.autograd.grad(
+            [o for o, _ in pairs], into, [g for _, g in pairs], create_graph=True, allow_unused=True
+        )
+    )
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]

@@ -1,4 +1,6 @@
-"""Recording: the gradient of a parameter's expansion becomes its `grad_sample`, without a copy, into memory that is reused."""
+"""Recording: the gradient of a parameter's expansion becomes its `grad_sample`, without a copy, into memory
+that is reused.
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -13,7 +15,8 @@ from .context import Settings
 
 
 class Recorder:
-    """Per parameter: its rows leaf, where the rows go, and the memory they are written to. Lives on the parameter.
+    """Per parameter: its rows leaf, where the rows go, and the memory they are written to. Lives on the
+    parameter.
 
     It holds its parameter weakly, so that a model is freed as soon as its user lets it go.
     """
@@ -21,14 +24,17 @@ class Recorder:
     def __init__(self, param: Tensor, name: str, settings: Settings) -> None:
         self.param = weakref.ref(param)
         self.name, self.settings = name, settings
-        self.slot: tuple[weakref.ref[nn.Module], str] | None = None  # the module that holds the parameter, and its name there
-        self.home = self.param  # the tensor whose `grad_sample` is written: the shard, where the parameter is a gathered one
+        # the module that holds the parameter, and its name there
+        self.slot: tuple[weakref.ref[nn.Module], str] | None = None
+        # the tensor whose `grad_sample` is written: the shard, where the parameter is a gathered one
+        self.home = self.param
         self.leaf: Tensor | None = None
         self.form: tuple[Any, ...] | None = None  # of the leaf
         self.node: Any = None  # of the graph, that takes what the leaf receives
         self.memory: Tensor | None = None  # of the last rows
         self.buffer_leaf: Tensor | None = None  # the leaf that they were the gradient of
-        self.written: tuple[Tensor, int] | None = None  # what in that memory is not zero, and its version at that time
+        # what in that memory is not zero, and its version at that time
+        self.written: tuple[Tensor, int] | None = None
         self.pass_id = self.outer_pass = self.notes_pass = -1
         self.offset = 0  # rows that earlier passes have appended
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
@@ -66,7 +72,9 @@ class Recorder:
         return leaf
 
     def ready(self, param: Tensor, size: int) -> bool:
-        """Whether `rows_leaf` would find its leaf (but for a change of shape or strides in the same memory)."""
+        """Whether `rows_leaf` would find its leaf (but for a change of shape or strides in the same
+        memory).
+        """
         form = self.form
         return (
             self.leaf is not None
@@ -79,18 +87,28 @@ class Recorder:
     def _fit(self, leaf: Tensor) -> None:
         """Have memory for the rows of a new leaf: the old one's where it fits.
 
-        On CPUs it is allocated now: in the backward pass it would lie where the next forward pass wants its activations again.
+        On CPUs it is allocated now: in the backward pass it would lie where the next forward pass wants its
+        activations again.
         """
         memory, settings = self.memory, self.settings
-        if memory is not None and (memory.shape, memory.dtype, memory.device) == (leaf.shape, leaf.dtype, leaf.device):
+        if memory is not None and (memory.shape, memory.dtype, memory.device) == (
+            leaf.shape,
+            leaf.dtype,
+            leaf.device,
+        ):
             self.buffer_leaf = leaf
         elif leaf.device.type == "cpu" and settings.stream is None and settings.accumulation == "replace":
-            self.memory, self.buffer_leaf, self.written = torch.empty(leaf.shape, dtype=leaf.dtype), leaf, None
+            self.memory, self.buffer_leaf, self.written = (
+                torch.empty(leaf.shape, dtype=leaf.dtype),
+                leaf,
+                None,
+            )
 
     def use(self) -> None:
         """Count an expansion of the parameter."""
         self.uses, self.checked = 1 if self.checked else self.uses + 1, False
-        # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own: count the outer one
+        # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own:
+        # count the outer one
         self.outer_pass = torch_api.outer_pass()
 
     def holder(self) -> Tensor | None:
@@ -99,7 +117,9 @@ class Recorder:
         return self.param() if home is None else home
 
     def deliver(self) -> None:
-        """After a backward pass: rows go to what the module holds now, the shard of a parameter that was gathered for the pass."""
+        """After a backward pass: rows go to what the module holds now, the shard of a parameter that was
+        gathered for the pass.
+        """
         module, holder = self.slot[0]() if self.slot else None, self.holder()
         now = module._parameters.get(self.slot[1]) if module is not None and self.slot else None
         if now is None or holder is None or now is holder:
@@ -131,7 +151,9 @@ class Recorder:
         return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
 
     def zeros(self, rows: Tensor) -> Tensor:
-        """`buffer`, of zeros: cleared only where the last rows were written, if nobody has changed them since."""
+        """`buffer`, of zeros: cleared only where the last rows were written, if nobody has changed them
+        since.
+        """
         written, version = self.written or (None, -1)
         fresh = self.memory is None or self.memory._version != version
         out = self.buffer(rows)
@@ -144,13 +166,16 @@ class Recorder:
         """Memory that all parameters of the model share, one after the other."""
         size, held = rows.numel() * rows.element_size(), self.settings.workspace
         if held is None or held.nbytes() < size or held.device != rows.device:
-            held = self.settings.workspace = torch.empty(size, dtype=torch.uint8, device=rows.device).untyped_storage()
+            held = self.settings.workspace = torch.empty(
+                size, dtype=torch.uint8, device=rows.device
+            ).untyped_storage()
         elif torch_api.storage_used(held):  # by another parameter of the layer, or kept
             return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         return rows.new_empty(0).set_(held, 0, rows.shape)  # type: ignore[call-overload]
 
     def note(self, grad: Tensor, compiled: bool = False) -> None:
-        """Remember a gradient on its way to the parameter: by identity, or by value where several will be added up.
+        """Remember a gradient on its way to the parameter: by identity, or by value where several will be
+        added up.
 
         Compiled code may use its memory again before it arrives, and add several up in any order.
         """
@@ -161,7 +186,8 @@ class Recorder:
         self.notes.append((grad.data_ptr(), grad._version) if alone else grad.clone() if compiled else grad)
 
     def check(self, grad: Tensor) -> None:
-        """Hook on the parameter: what arrives must be what the expansions passed on, else the rows would lack a part.
+        """Hook on the parameter: what arrives must be what the expansions passed on, else the rows would lack
+        a part.
 
         Where the call was that of one sample, it is the row.
         """
@@ -171,8 +197,9 @@ class Recorder:
             taken, self.single_grad, self.single_pass = self.single_grad, None, -1
             if noted:
                 raise RuntimeError(
-                    f"`{self.name}` was reached by a batch of one and by another one in the same backward pass: use one batch "
-                    f"size in a backward pass, or a pass for each batch, under ps.accumulating(model, 'append')."
+                    f"`{self.name}` was reached by a batch of one and by another one in the same backward"
+                    " pass: use one batch size in a backward pass, or a pass for each batch, under"
+                    " ps.accumulating(model, 'append')."
                 )
             self.store((grad - taken).unsqueeze(0))
             return
@@ -186,7 +213,8 @@ class Recorder:
                 self.settings.arrived(self)
                 return
             whole = False
-        elif isinstance(notes[0], tuple):  # a second note means that an older graph took part: its value is gone
+        # a second note means that an older graph took part: its value is gone
+        elif isinstance(notes[0], tuple):
             whole = len(notes) > 1 or notes[0] == (grad.data_ptr(), grad._version)
         else:  # several uses: the engine has added them up in this order
             total = notes[0].detach()
@@ -197,11 +225,11 @@ class Recorder:
             whole = torch.equal(total, grad) or equal(total.nan_to_num(), grad.nan_to_num())
         if not whole and grad.numel():
             raise RuntimeError(
-                f"`{self.name}` received a gradient that did not come through its layer (it is also used on its own, as "
-                f"in F.linear(x, layer.weight) or in a penalty on the weights, or reaches only an output in which samples "
-                f"interact), so its per-sample rows would lack a part: in a "
-                f"layer of your own write self.expand(name); compute a penalty on weights in a backward pass of its own, without "
-                f"recording: ps.recording(model, False)."
+                f"`{self.name}` received a gradient that did not come through its layer (it is also used on"
+                " its own, as in F.linear(x, layer.weight) or in a penalty on the weights, or reaches only"
+                " an output in which samples interact), so its per-sample rows would lack a part: in a layer"
+                " of your own write self.expand(name); compute a penalty on weights in a backward pass of"
+                " its own, without recording: ps.recording(model, False)."
             )
 
     def listen(self) -> None:
@@ -215,7 +243,9 @@ class Recorder:
         self.leaf = self.node = None
 
     def whole_pass(self) -> bool:
-        """Whether the pass that is running goes everywhere, as that of ``loss.backward()``: to the leaf, which nobody names."""
+        """Whether the pass that is running goes everywhere, as that of ``loss.backward()``: to the leaf,
+        which nobody names.
+        """
         if self.node is None:
             if self.leaf is None:
                 return False
@@ -258,12 +288,14 @@ class Recorder:
             rows = self._accumulated(param, rows, first)
         param.grad_sample = rows  # type: ignore[attr-defined]
 
-    def _stream(self, rows: Tensor, pass_id: int, first: bool, stream: Callable[[str, Tensor], object]) -> None:
+    def _stream(
+        self, rows: Tensor, pass_id: int, first: bool, stream: Callable[[str, Tensor], object]
+    ) -> None:
         """Hand the rows on, and keep none."""
         if not first:
             raise RuntimeError(
-                f"`{self.name}` got its per-sample gradient in parts (a reentrant checkpoint), which cannot be streamed: use "
-                f"torch.utils.checkpoint with use_reentrant=False."
+                f"`{self.name}` got its per-sample gradient in parts (a reentrant checkpoint), which cannot"
+                " be streamed: use torch.utils.checkpoint with use_reentrant=False."
             )
         self.pass_id, self.memory, self.buffer_leaf, self.written = pass_id, None, None, None
         stream(self.name, rows)
@@ -271,10 +303,20 @@ class Recorder:
     def _remember(self, rows: Tensor) -> None:
         """Keep the memory of these rows for the next ones."""
         memory, self.written = self.memory, None
-        if memory is not None and rows.data_ptr() == memory.data_ptr() and rows.shape == memory.shape and not rows.requires_grad:
+        if (
+            memory is not None
+            and rows.data_ptr() == memory.data_ptr()
+            and rows.shape == memory.shape
+            and not rows.requires_grad
+        ):
             return
         self.memory = self.buffer_leaf = None
-        if not rows.requires_grad and self.leaf is not None and rows.shape == self.leaf.shape and rows.is_contiguous():
+        if (
+            not rows.requires_grad
+            and self.leaf is not None
+            and rows.shape == self.leaf.shape
+            and rows.is_contiguous()
+        ):
             self.memory, self.buffer_leaf = rows.detach(), self.leaf
 
     def _accumulated(self, param: Tensor, rows: Tensor, first: bool) -> Tensor:
@@ -295,10 +337,11 @@ class Recorder:
 
     def _of_two_sizes(self, one: int, other: int) -> RuntimeError:
         return RuntimeError(
-            f"`{self.name}` was reached by {other} samples where rows of {one} are: two calls of the model, of batches of "
-            f"different sizes, or layers that were called outside of the model's own forward. Give each batch a backward pass of "
-            f"its own, and have the rows appended: ps.accumulating(model, 'append'); call the model itself, not its layers, or "
-            f"put the calls inside `with ps.batch_size(n):`."
+            f"`{self.name}` was reached by {other} samples where rows of {one} are: two calls of the model,"
+            " of batches of different sizes, or layers that were called outside of the model's own forward."
+            " Give each batch a backward pass of its own, and have the rows appended: ps.accumulating(model,"
+            " 'append'); call the model itself, not its layers, or put the calls inside `with"
+            " ps.batch_size(n):`."
         )
 
 
@@ -312,7 +355,9 @@ def _no_recorder() -> None:
 
 
 def store_single(recorders: Sequence[Recorder], grads: Sequence[Tensor | None]) -> None:
-    """Gradients on their way to parameters, as the rows of one sample; what cannot be taken so early is when it arrives."""
+    """Gradients on their way to parameters, as the rows of one sample; what cannot be taken so early is when
+    it arrives.
+    """
     settings, pass_id = recorders[0].settings, torch_api.current_pass()
     early = settings.stream is None and settings.accumulation == "replace" and not sharding.in_use()
     if early and pass_id != settings.pass_id:
@@ -347,7 +392,9 @@ def store_single(recorders: Sequence[Recorder], grads: Sequence[Tensor | None]) 
 
 
 class _WeakHook:
-    """A method as a hook that keeps its owner no longer alive, and that says that it need not be saved with its tensor."""
+    """A method as a hook that keeps its owner no longer alive, and that says that it need not be saved with
+    its tensor.
+    """
 
     __torch_unserializable__ = True
 
@@ -376,7 +423,9 @@ class _Arrival(_WeakHook):
 
 
 def recorder_of(param: Tensor, name: str, settings: Settings, module: nn.Module | None = None) -> Recorder:
-    """The parameter's recorder, made when it is first asked for; `module` holds the parameter by the last part of `name`."""
+    """The parameter's recorder, made when it is first asked for; `module` holds the parameter by the last
+    part of `name`.
+    """
     recorder: Recorder | None = param.__dict__.get("_ps_recorder")
     if recorder is None or recorder.param() is not param:
         recorder = param._ps_recorder = Recorder(param, name, settings)  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """FSDP2 (``fully_shard``): parameters that are gathered for a pass, and shards (DTensors) at all other times.
 
-A layer sees the gathered parameter, a tensor that FSDP makes once and fills for each pass; the user sees the shard. Rows are whole
-on every rank, of its own samples; at the end of a backward pass they go to whatever the module then holds.
+A layer sees the gathered parameter, a tensor that FSDP makes once and fills for each pass; the user sees the
+shard. Rows are whole on every rank, of its own samples; at the end of a backward pass they go to whatever the
+module then holds.
 """
 
 import sys
@@ -21,7 +22,9 @@ def is_shard(param: Tensor) -> bool:
 
 
 def apart(module: nn.Module) -> bool:
-    """Whether parts of a module that runs are sharded by themselves: a further run of it would be a collective operation."""
+    """Whether parts of a module that runs are sharded by themselves: a further run of it would be a
+    collective operation.
+    """
     return in_use() and any(is_shard(p) for p in module.parameters())
 
 

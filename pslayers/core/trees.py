@@ -13,7 +13,9 @@ _CLOSED = (nn.Module, type, FunctionType, MethodType, ModuleType, str, int, floa
 
 
 def opens(value: Any) -> bool:
-    """Whether a value is an object of some class of the user's (a dataclass, a cache) that may hold tensors as attributes."""
+    """Whether a value is an object of some class of the user's (a dataclass, a cache) that may hold tensors
+    as attributes.
+    """
     return (
         hasattr(value, "__dict__")
         and not isinstance(value, _CLOSED)
@@ -37,7 +39,13 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor | Pa
         if id(value) in seen:
             return
         seen.add(id(value))
-        items = list(value if isinstance(value, list) else value.values() if isinstance(value, Mapping) else vars(value).values())
+        items = list(
+            value
+            if isinstance(value, list)
+            else value.values()
+            if isinstance(value, Mapping)
+            else vars(value).values()
+        )
     else:
         return
     for item in items:
@@ -53,7 +61,13 @@ def _traced_tensors(value: Any) -> list[Any]:
     """The same by what torch.compile can trace: tuples, lists and dicts are opened."""
     if isinstance(value, Tensor):
         return [value]
-    items = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (tuple, list)) else []
+    items = (
+        list(value.values())
+        if isinstance(value, dict)
+        else list(value)
+        if isinstance(value, (tuple, list))
+        else []
+    )
     return [t for item in items for t in _traced_tensors(item)]
 
 
@@ -63,7 +77,9 @@ def ndims(value: Any) -> tuple[int, ...]:
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, Any] | None = None) -> Any:
-    """A copy of a value with `fn` applied to every tensor in its containers and objects; what is one object stays one."""
+    """A copy of a value with `fn` applied to every tensor in its containers and objects; what is one object
+    stays one.
+    """
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, PackedSequence):
@@ -81,7 +97,9 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, An
         elif isinstance(value, Mapping):
             mapped = {k: map_tensors(fn, v, copies) for k, v in value.items()}
             make: Any = type(value)
-            copies[id(value)] = mapped if make is dict else make(**mapped) if is_dataclass(value) else make(mapped)
+            copies[id(value)] = (
+                mapped if make is dict else make(**mapped) if is_dataclass(value) else make(mapped)
+            )
         else:
             copies[id(value)] = new = object.__new__(type(value))
             for name, item in list(vars(value).items()):
@@ -90,12 +108,18 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, An
 
 
 def written_to(value: Any, given: set[int]) -> list[Tensor]:
-    """The tensors that a call has written into what it was called with (a cache): those that were not `given`, by identity."""
+    """The tensors that a call has written into what it was called with (a cache): those that were not
+    `given`, by identity.
+    """
     return [t for t in tensors_in(value) if isinstance(t, Tensor) and id(t) not in given]
 
 
-def assign(target: Any, source: Any, tensor: Callable[[Tensor], Tensor], done: dict[int, Any] | None = None) -> Any:
-    """Write into `target` what its copy `source` holds after a call has changed that; `tensor` gives each tensor's form."""
+def assign(
+    target: Any, source: Any, tensor: Callable[[Tensor], Tensor], done: dict[int, Any] | None = None
+) -> Any:
+    """Write into `target` what its copy `source` holds after a call has changed that; `tensor` gives each
+    tensor's form.
+    """
     done = {} if done is None else done
     if id(source) in done:
         return done[id(source)]
@@ -108,7 +132,9 @@ def assign(target: Any, source: Any, tensor: Callable[[Tensor], Tensor], done: d
         return map_tensors(tensor, source, done)
     if isinstance(source, list):
         done[id(source)] = target
-        target[:] = [assign(target[i] if i < len(target) else None, s, tensor, done) for i, s in enumerate(source)]
+        target[:] = [
+            assign(target[i] if i < len(target) else None, s, tensor, done) for i, s in enumerate(source)
+        ]
     elif isinstance(source, Mapping) or opens(source):
         into, values = (target, source) if isinstance(source, Mapping) else (vars(target), vars(source))
         done[id(source)] = target
@@ -122,7 +148,9 @@ def assign(target: Any, source: Any, tensor: Callable[[Tensor], Tensor], done: d
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of a module's own: its direct ones, and those of children that are never called (ParameterList)."""
+    """(name, parameter) of a module's own: its direct ones, and those of children that are never called
+    (ParameterList).
+    """
     yield from ((name, p) for name, p in module._parameters.items() if p is not None)
     for name, child in module._modules.items():
         if child is not None and not callable_module(child):

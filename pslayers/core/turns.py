@@ -1,4 +1,6 @@
-"""Threads that call one model: side by side where calls read its parameters, alone where one puts something in their place."""
+"""Threads that call one model: side by side where calls read its parameters, alone where one puts something
+in their place.
+"""
 
 from threading import Condition, Lock, get_ident
 from types import TracebackType
@@ -14,7 +16,8 @@ class Turns:
         self.free = Condition(self.lock)
         self.readers = self.waiting = self.writes = 0
         self.writer = -1
-        self.reading, self.writing = _Reading(self), _Writing(self)  # contexts: to wait for one's turn, and let others have theirs
+        # contexts: to wait for one's turn, and let others have theirs
+        self.reading, self.writing = _Reading(self), _Writing(self)
 
 
 class _Turn:
@@ -43,7 +46,9 @@ class _Reading(_Turn):
                 self.wait()
             turns.readers += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self.turns.lock:
             self.turns.readers -= 1
             self.over()
@@ -59,7 +64,9 @@ class _Writing(_Turn):
                 self.wait()
             turns.writes, turns.writer = turns.writes + 1, me
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with self.turns.lock:
             self.turns.writes -= 1
             self.over()

@@ -1,4 +1,6 @@
-"""Ops with per-sample weights: each sample has a weight of its own, or the weight is one, expanded to the batch."""
+"""Ops with per-sample weights: each sample has a weight of its own, or the weight is one, expanded to the
+batch.
+"""
 
 from .activation import prelu
 from .attention import in_projection, multi_head_attention

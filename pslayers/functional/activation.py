@@ -13,8 +13,8 @@ from .affine import Separate, affine
 def prelu(x: Tensor, weight: Tensor | Expansion) -> Tensor:
     """``y[n, c] = x[n, c] if x[n, c] > 0 else weight[n, c] * x[n, c]``.
 
-    Shapes: x (N, C, ...) or (N,) with N = k * B rows, k a sample; weight (B, C), or (B, 1) for all channels; (C,) or (1,) for all
-    samples; result as x.
+    Shapes: x (N, C, ...) or (N,) with N = k * B rows, k a sample; weight (B, C), or (B, 1) for all channels;
+    (C,) or (1,) for all samples; result as x.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -22,8 +22,8 @@ def prelu(x: Tensor, weight: Tensor | Expansion) -> Tensor:
     weights = (weight if isinstance(weight, Tensor) else weight.weight).shape[-1]
     if x.ndim == 0 or weights not in (1, x.shape[1] if x.ndim > 1 else 1):
         raise ValueError(
-            f"ps.functional.prelu got an input of shape {tuple(x.shape)} with {weights} weights a sample: expected one weight, or "
-            f"an input (N, {weights}, ...)."
+            f"ps.functional.prelu got an input of shape {tuple(x.shape)} with {weights} weights a sample:"
+            f" expected one weight, or an input (N, {weights}, ...)."
         )
     return affine(_PReLU(weights), "prelu", x, weight, None, 1)
 
@@ -44,7 +44,8 @@ class _PReLU(Separate):
 
     def weight_grad(self, gy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
         each = gy * x.clamp(max=0)
-        return each.reshape(len(x), self.weights, each.numel() // max(len(x) * self.weights, 1)).sum(2)  # (N, C)
+        # (N, C)
+        return each.reshape(len(x), self.weights, each.numel() // max(len(x) * self.weights, 1)).sum(2)
 
     def bias_grad(self, gy: Tensor) -> Tensor:
         return gy

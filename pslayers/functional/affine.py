@@ -1,4 +1,5 @@
-"""Ops whose weights scale and shift what is there without them: norms, PReLU. A `Kernel` says what; the rest is shared.
+"""Ops whose weights scale and shift what is there without them: norms, PReLU. A `Kernel` says what; the rest
+is shared.
 
 Shapes: B samples, N = k * B rows; S the shape of weight and bias.
 """
@@ -16,13 +17,20 @@ Weight = Tensor | Expansion | None
 
 
 class Kernel(Protocol):
-    """An op with one weight for all samples, by kernels that are fast, and by a composite form that is differentiable."""
+    """An op with one weight for all samples, by kernels that are fast, and by a composite form that is
+    differentiable.
+    """
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
         """The result, and the statistics that the backward pass needs, in the dtype that it computes in."""
 
     def grads(
-        self, gy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], need: tuple[bool, bool, bool]
+        self,
+        gy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        statistics: Sequence[Tensor],
+        need: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of x, and of each row's weight and bias, (N, *S); `need` says which."""
 
@@ -37,7 +45,9 @@ def affine(kernel: Kernel, op: str, x: Tensor, weight: Weight, bias: Weight, ndi
         size = next(len(t) for t in (weight, bias) if isinstance(t, Tensor) and t.ndim > ndim)
         each = [None if t is None else per_sample(t, ndim, size) for t in (weight, bias)]
         check_rows(op, x, each[0] if each[0] is not None else each[1])
-        return kernel.composite(x, *(None if t is None else t.repeat_interleave(len(x) // max(size, 1), 0) for t in each))
+        return kernel.composite(
+            x, *(None if t is None else t.repeat_interleave(len(x) // max(size, 1), 0) for t in each)
+        )
     handles = [(None, None) if e is None else (e.weight, e.rows) for e in (w, b)]
     for _, rows in handles:
         check_rows(op, x, rows)
@@ -62,7 +72,12 @@ class Separate:
         raise NotImplementedError
 
     def grads(
-        self, gy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], need: tuple[bool, bool, bool]
+        self,
+        gy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        statistics: Sequence[Tensor],
+        need: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         need_x, need_weight, need_bias = need
         return (
@@ -103,7 +118,9 @@ class _Affine(Op):
         inside = statistics[0].dtype if statistics else torch.promote_types(dtype, w.weight.dtype)
         x, gy = of_dtype(x, inside), of_dtype(gy, inside)
         need = need_x, need_w or need_w_rows, need_b or need_b_rows
-        gx, each_w, each_b = kernel.grads(gy, x, None if weight is None else of_dtype(weight, inside), statistics, need)
+        gx, each_w, each_b = kernel.grads(
+            gy, x, None if weight is None else of_dtype(weight, inside), statistics, need
+        )
         if each_w is not None:
             g_w, g_w_rows = _sums(each_w, w, need_w, need_w_rows)
         if each_b is not None:
@@ -112,7 +129,9 @@ class _Affine(Op):
         return gx, g_w, g_w_rows, g_b, g_b_rows, None, None, None
 
 
-def _sums(each: Tensor, e: Expansion, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
+def _sums(
+    each: Tensor, e: Expansion, need_weight: bool, need_rows: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of (weight, rows) from the gradient of each of the N rows, (N, *S)."""
     total = rows = None
     if need_weight:

@@ -22,11 +22,13 @@ Weight = Tensor | Expansion
 def in_projection(
     query: Tensor, key: Tensor, value: Tensor, weight: Weight | Sequence[Weight], bias: Weight | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value projected, ``q[n] = query[n] @ weight_q[n].T + bias_q[n]`` and so on; inputs that are the same at once.
+    """Query, key and value projected, ``q[n] = query[n] @ weight_q[n].T + bias_q[n]`` and so on; inputs that
+    are the same at once.
 
-    Shapes: query (N, L, Eq), key (N, S, Ek), value (N, S, Ev) with N = k * B rows, k a sample; weight (B, 3 * E, E), packed in the
-    order q, k, v, or three of (B, E, Eq), (B, E, Ek), (B, E, Ev); bias (B, 3 * E) or None; result (N, L, E), (N, S, E) twice. What
-    lacks the B is one for all samples. Memory of the weights' gradients: B times their own.
+    Shapes: query (N, L, Eq), key (N, S, Ek), value (N, S, Ev) with N = k * B rows, k a sample; weight (B, 3 *
+    E, E), packed in the order q, k, v, or three of (B, E, Eq), (B, E, Ek), (B, E, Ev); bias (B, 3 * E) or
+    None; result (N, L, E), (N, S, E) twice. What lacks the B is one for all samples. Memory of the weights'
+    gradients: B times their own.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -58,13 +60,15 @@ def multi_head_attention(
     is_causal: bool = False,
     need_weights: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention between in- and out-projection, a head on each E / H features: ``softmax(q @ k.T / sqrt(E / H) + mask) @ v``.
+    """Attention between in- and out-projection, a head on each E / H features: ``softmax(q @ k.T / sqrt(E /
+    H) + mask) @ v``.
 
-    It has no weights. By torch's fused kernels where torch would take them; in contrast to these it can be differentiated any
-    number of times.
+    It has no weights. By torch's fused kernels where torch would take them; in contrast to these it can be
+    differentiated any number of times.
 
-    Shapes: q (N, L, E), k and v (N, S, E), mask (N or 1, H or 1, L or 1, S), added; result (N, L, E), and the attention weights
-    (N, H, L, S) if they are needed, else None. Memory: N x H x L x S values where no fused kernel is taken.
+    Shapes: q (N, L, E), k and v (N, S, E), mask (N or 1, H or 1, L or 1, S), added; result (N, L, E), and the
+    attention weights (N, H, L, S) if they are needed, else None. Memory: N x H x L x S values where no fused
+    kernel is taken.
     """
     q, k, v = (t.unflatten(-1, (num_heads, -1)).transpose(1, 2) for t in (q, k, v))  # (N, H, L or S, E / H)
     if mask is not None:
@@ -88,16 +92,20 @@ def _fusible(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: floa
     return bool(torch_api.attention_choice(q, k, v, mask, dropout, is_causal) != SDPBackend.MATH.value)
 
 
-def _composite(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool) -> Tensor:
+def _composite(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
+) -> Tensor:
     """torch's own, of differentiable ops."""
     out: Tensor = torch_api.attention_math(q, k, v, mask, dropout, is_causal)[0]
     return out
 
 
 class _Fused(Op):
-    """Attention by torch's fused kernels, whose backward pass cannot be differentiated: if it is to be, it is the composite's.
+    """Attention by torch's fused kernels, whose backward pass cannot be differentiated: if it is to be, it is
+    the composite's.
 
-    Other devices' kernels differ in what they keep for their backward pass: there, `F.scaled_dot_product_attention` runs once more.
+    Other devices' kernels differ in what they keep for their backward pass: there,
+    `F.scaled_dot_product_attention` runs once more.
     """
 
     @staticmethod
@@ -116,9 +124,13 @@ class _Fused(Op):
         q, k, v, mask, *kept = ctx.saved_tensors
         found: Sequence[Tensor | None]
         if torch.is_grad_enabled():
-            found = composite_backward(lambda q, k, v: _composite(q, k, v, mask, 0.0, ctx.is_causal), (q, k, v), grads)
+            found = composite_backward(
+                lambda q, k, v: _composite(q, k, v, mask, 0.0, ctx.is_causal), (q, k, v), grads
+            )
         elif kept:
-            found = torch_api.ATTENTION[q.device.type][1](*grads, q, k, v, *kept, 0.0, ctx.is_causal, attn_mask=mask)
+            found = torch_api.ATTENTION[q.device.type][1](
+                *grads, q, k, v, *kept, 0.0, ctx.is_causal, attn_mask=mask
+            )
         else:
             with torch.enable_grad():
                 q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
@@ -158,23 +170,34 @@ def _parts(xs: Sequence[Tensor], weight: Weight, thirds: Sequence[int]) -> tuple
         return tuple(linear(x, part) for x, part in zip(xs, weight.split(sizes, -2), strict=True))
     for x in xs:
         check_rows("in_projection", x, w.rows)
-    parts: tuple[Tensor, ...] = _Parts.apply(w.weight, w.rows, w, [w.weight.shape[0] // 3 * t for t in thirds], False, *xs)
+    parts: tuple[Tensor, ...] = _Parts.apply(
+        w.weight, w.rows, w, [w.weight.shape[0] // 3 * t for t in thirds], False, *xs
+    )
     return parts
 
 
 class _Parts(Op):
-    """Several linear maps whose weights are packed in one: ``linear``'s op, for each part with an input of its own.
+    """Several linear maps whose weights are packed in one: ``linear``'s op, for each part with an input of
+    its own.
 
     The family closes on itself: the input gradients are the same op with ``turned`` flipped (``x @ weight``).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, rows: Tensor | None, w: Expansion, sizes: list[int], turned: bool, *xs: Tensor
+        ctx: Any,
+        weight: Tensor,
+        rows: Tensor | None,
+        w: Expansion,
+        sizes: list[int],
+        turned: bool,
+        *xs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(weight, rows, *(xs if any(ctx.needs_input_grad[:2]) else ()))
         ctx.w, ctx.sizes, ctx.turned, ctx.dtypes = w, sizes, turned, [x.dtype for x in xs]
-        return tuple(owned(affine(x, p.t() if turned else p)) for x, p in zip(xs, weight.split(sizes), strict=True))
+        return tuple(
+            owned(affine(x, p.t() if turned else p)) for x, p in zip(xs, weight.split(sizes), strict=True)
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -189,19 +212,29 @@ class _Parts(Op):
             else:
                 parts = zip(gys, weight.split(sizes), need_xs, strict=True)
                 gxs = [(affine(gy, p if turned else p.t()) if need else None) for gy, p, need in parts]
-            gxs = [None if gx is None else of_dtype(gx, dtype) for gx, dtype in zip(gxs, ctx.dtypes, strict=True)]
+            gxs = [
+                None if gx is None else of_dtype(gx, dtype) for gx, dtype in zip(gxs, ctx.dtypes, strict=True)
+            ]
         g_weight = g_rows = None
         if need_weight or need_rows:
             xs = [of_dtype(x, weight.dtype) for x in xs]
-            pairs = list(zip(xs, gys, strict=True) if turned else zip(gys, xs, strict=True))  # outputs' side, inputs' side
+            # outputs' side, inputs' side
+            pairs = list(zip(xs, gys, strict=True) if turned else zip(gys, xs, strict=True))
             g_weight, g_rows = _weight_grads(pairs, rows, w, sizes, need_weight, need_rows)
         return g_weight, g_rows, None, None, None, *gxs
 
 
 def _weight_grads(
-    pairs: list[tuple[Tensor, Tensor]], rows: Tensor | None, w: Expansion, sizes: list[int], need_weight: bool, need_rows: bool
+    pairs: list[tuple[Tensor, Tensor]],
+    rows: Tensor | None,
+    w: Expansion,
+    sizes: list[int],
+    need_weight: bool,
+    need_rows: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of (weight, rows): ``gy.T @ x`` part by part, over all rows, and over each sample's t rows."""
+    """The gradients of (weight, rows): ``gy.T @ x`` part by part, over all rows, and over each sample's t
+    rows.
+    """
     g_weight = g_rows = None
     graph = torch.is_grad_enabled()
     if need_rows:
@@ -214,7 +247,11 @@ def _weight_grads(
             for (gy, x), out in zip(factors, g_rows.split(sizes, 1), strict=True):
                 outer_each(gy, x, w.scale.rows, out)
     if need_weight:
-        if g_rows is not None and not graph and 0 < g_rows.shape[0] * SUM_FROM_ROWS < min(x.shape[:-1].numel() for _, x in pairs):
+        if (
+            g_rows is not None
+            and not graph
+            and 0 < g_rows.shape[0] * SUM_FROM_ROWS < min(x.shape[:-1].numel() for _, x in pairs)
+        ):
             g_weight = g_rows.sum(0) * (1 / w.scale.rows)
         else:
             g_weight = torch.cat([(product if graph else outer)(gy, x) for gy, x in pairs])

@@ -23,11 +23,13 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """``y[n] = reduce(weight[n, id] for id in bag n)``, where reduce is the sum, the mean or the maximum; 0 for an empty bag.
+    """``y[n] = reduce(weight[n, id] for id in bag n)``, where reduce is the sum, the mean or the maximum; 0
+    for an empty bag.
 
-    Shapes: ids (N, L), or (M,) with offsets (N,), where each bag starts (and with `include_last_offset` M at the end); weight
-    (B, V, D), or (V, D) for all samples; result (N, D). `per_sample_weights`, shaped as ids, multiply what is summed (torch's name:
-    they are weights of entries). Ids that equal `padding_idx` are left out. Memory of the weight's gradient: B x V x D values.
+    Shapes: ids (N, L), or (M,) with offsets (N,), where each bag starts (and with `include_last_offset` M at
+    the end); weight (B, V, D), or (V, D) for all samples; result (N, D). `per_sample_weights`, shaped as ids,
+    multiply what is summed (torch's name: they are weights of entries). Ids that equal `padding_idx` are left
+    out. Memory of the weight's gradient: B x V x D values.
 
     Raises:
         ValueError: the shapes or options do not fit.
@@ -37,12 +39,22 @@ def embedding_bag(
     entries = (weight if isinstance(weight, Tensor) else weight.weight).shape[-2]
     _check(ids, offsets, mode, per_sample_weights)
     if padding_idx is not None and not -entries <= padding_idx < entries:
-        raise ValueError(f"ps.functional.embedding_bag got padding_idx={padding_idx} for a table of {entries} entries.")
+        raise ValueError(
+            f"ps.functional.embedding_bag got padding_idx={padding_idx} for a table of {entries} entries."
+        )
     starts = ids[:, 0] if offsets is None else offsets[:-1] if include_last_offset else offsets
-    check_rows("embedding_bag", starts, weight if w is None and isinstance(weight, Tensor) else w.rows if w is not None else None)
+    check_rows(
+        "embedding_bag",
+        starts,
+        weight if w is None and isinstance(weight, Tensor) else w.rows if w is not None else None,
+    )
     flat, factors = ids.reshape(-1), None if per_sample_weights is None else per_sample_weights.reshape(-1)
     bag = torch.arange(len(flat), device=ids.device)  # of each entry
-    bag = bag // max(ids.shape[1], 1) if offsets is None else torch.searchsorted(starts.contiguous(), bag, right=True) - 1
+    bag = (
+        bag // max(ids.shape[1], 1)
+        if offsets is None
+        else torch.searchsorted(starts.contiguous(), bag, right=True) - 1
+    )
     if padding_idx is not None:
         keep = flat != padding_idx % entries
         flat, bag, factors = flat[keep], bag[keep], None if factors is None else factors[keep]
@@ -59,15 +71,20 @@ def _check(ids: Tensor, offsets: Tensor | None, mode: str, factors: Tensor | Non
     where = "ps.functional.embedding_bag"
     if mode not in MODES:
         raise ValueError(f"{where} got mode={mode!r}: expected 'sum', 'mean' or 'max'.")
-    if ids.ndim not in (1, 2) or (ids.ndim == 1) is (offsets is None) or (offsets is not None and offsets.ndim != 1):
+    if (
+        ids.ndim not in (1, 2)
+        or (ids.ndim == 1) is (offsets is None)
+        or (offsets is not None and offsets.ndim != 1)
+    ):
         given = "none" if offsets is None else f"some of shape {tuple(offsets.shape)}"
         raise ValueError(
-            f"{where} got ids of shape {tuple(ids.shape)}, and of offsets {given}: expected ids (N, L), or (M,) with offsets (N,)."
+            f"{where} got ids of shape {tuple(ids.shape)}, and of offsets {given}: expected ids (N, L), or"
+            " (M,) with offsets (N,)."
         )
     if factors is not None and (mode != "sum" or factors.shape != ids.shape):
         raise ValueError(
-            f"{where} got per_sample_weights of shape {tuple(factors.shape)} with mode={mode!r} and ids of shape "
-            f"{tuple(ids.shape)}: expected mode='sum', and one for each id."
+            f"{where} got per_sample_weights of shape {tuple(factors.shape)} with mode={mode!r} and ids of"
+            f" shape {tuple(ids.shape)}: expected mode='sum', and one for each id."
         )
 
 
@@ -103,7 +120,8 @@ class _Bags:
             index = self.index(size, entries)
             out.view(size * entries, width).index_add_(0, index, self.by_entry(gy, factors))
         elif self.count:
-            own = torch.arange(self.count, device=gy.device).unsqueeze(1) // k * entries  # where the sample's table begins
+            # where the sample's table begins
+            own = torch.arange(self.count, device=gy.device).unsqueeze(1) // k * entries
             gy = gy.masked_fill((self.sizes == 0).unsqueeze(1), 0)
             out.view(size * entries, width).scatter_add_(0, own + chosen, gy)
         return out
@@ -129,9 +147,12 @@ class _Bags:
 
 class _EmbeddingBag(Op):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, rows: Tensor | None, factors: Tensor | None, bags: _Bags, w: Expansion) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, rows: Tensor | None, factors: Tensor | None, bags: _Bags, w: Expansion
+    ) -> Tensor:
         y, ctx.chosen = bags.plain(weight, bags.ids, factors)
-        # saved only where its values count: another call may renormalise them (max_norm) before this one's backward pass
+        # saved only where its values count: another call may renormalise them (max_norm) before this one's
+        # backward pass
         ctx.save_for_backward(weight if ctx.needs_input_grad[2] else None, factors)
         ctx.bags, ctx.w = bags, w
         return owned(y)

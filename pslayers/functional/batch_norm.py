@@ -10,28 +10,37 @@ from .affine import Separate, Weight, affine
 
 
 def batch_norm(
-    x: Tensor, running_mean: Tensor, running_var: Tensor, weight: Weight = None, bias: Weight = None, eps: float = 1e-5
+    x: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Weight = None,
+    bias: Weight = None,
+    eps: float = 1e-5,
 ) -> Tensor:
     """``y[n, c] = (x[n, c] - running_mean[c]) / sqrt(running_var[c] + eps) * weight[n, c] + bias[n, c]``.
 
     The statistics are given, and are the same for all samples: those of the batch itself would mix samples.
 
-    Shapes: x (N, C, ...) with N = k * B rows, k a sample; weight and bias (B, C), or (C,) for all samples; result as x.
+    Shapes: x (N, C, ...) with N = k * B rows, k a sample; weight and bias (B, C), or (C,) for all samples;
+    result as x.
 
     Raises:
         ValueError: the shapes do not fit.
     """
     if x.ndim < 2 or running_mean.shape != x.shape[1:2] or running_var.shape != x.shape[1:2]:
         raise ValueError(
-            f"ps.functional.batch_norm got an input of shape {tuple(x.shape)} with statistics of shapes "
-            f"{tuple(running_mean.shape)} and {tuple(running_var.shape)}: expected an input (N, C, ...) and statistics (C,)."
+            f"ps.functional.batch_norm got an input of shape {tuple(x.shape)} with statistics of shapes"
+            f" {tuple(running_mean.shape)} and {tuple(running_var.shape)}: expected an input (N, C, ...) and"
+            " statistics (C,)."
         )
     return affine(_BatchNorm(running_mean, running_var, eps), "batch_norm", x, weight, bias, 1)
 
 
 @dataclass(frozen=True)
 class _BatchNorm(Separate):
-    """The kernels of batch_norm; the statistics are copied in, since training may go on before the backward pass."""
+    """The kernels of batch_norm; the statistics are copied in, since training may go on before the backward
+    pass.
+    """
 
     running_mean: Tensor
     running_var: Tensor

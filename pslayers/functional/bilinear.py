@@ -1,4 +1,6 @@
-"""Bilinear maps with per-sample weights: linear ones of the products of two inputs. I, J and O features, t rows a sample."""
+"""Bilinear maps with per-sample weights: linear ones of the products of two inputs. I, J and O features, t
+rows a sample.
+"""
 
 from typing import Any
 
@@ -11,12 +13,14 @@ from .common import bias_grads, by_sample, check_rows, owned
 from .linear import linear
 
 
-def bilinear(x1: Tensor, x2: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None) -> Tensor:
+def bilinear(
+    x1: Tensor, x2: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None
+) -> Tensor:
     """``y[n, o] = x1[n] @ weight[n, o] @ x2[n] + bias[n, o]``.
 
-    Shapes: x1 (N, ..., I) and x2 (N, ..., J) with N = k * B rows, k a sample; weight (B, O, I, J); bias (B, O) or None; result
-    (N, ..., O). A weight (O, I, J) or bias (O,) is one for all samples. Memory of the weight's gradient: B x O x I x J values, and
-    N x I x J on the side.
+    Shapes: x1 (N, ..., I) and x2 (N, ..., J) with N = k * B rows, k a sample; weight (B, O, I, J); bias (B,
+    O) or None; result (N, ..., O). A weight (O, I, J) or bias (O,) is one for all samples. Memory of the
+    weight's gradient: B x O x I x J values, and N x I x J on the side.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -25,11 +29,15 @@ def bilinear(x1: Tensor, x2: Tensor, weight: Tensor | Expansion, bias: Tensor | 
     weights = weight if isinstance(weight, Tensor) else weight.weight
     if x1.shape[:-1] != x2.shape[:-1] or (x1.shape[-1], x2.shape[-1]) != weights.shape[-2:]:
         raise ValueError(
-            f"ps.functional.bilinear got inputs of shapes {tuple(x1.shape)} and {tuple(x2.shape)} with weights of shape "
-            f"{tuple(weights.shape)}: expected (N, ..., {weights.shape[-2]}) and (N, ..., {weights.shape[-1]})."
+            f"ps.functional.bilinear got inputs of shapes {tuple(x1.shape)} and {tuple(x2.shape)} with"
+            f" weights of shape {tuple(weights.shape)}: expected (N, ..., {weights.shape[-2]}) and (N, ...,"
+            f" {weights.shape[-1]})."
         )
     if w is None or (bias is not None and b is None) or x1.is_complex():
-        size, *_ = (*(len(t) for t, nd in ((weight, 3), (bias, 1)) if isinstance(t, Tensor) and t.ndim > nd), len(x1))
+        size, *_ = (
+            *(len(t) for t, nd in ((weight, 3), (bias, 1)) if isinstance(t, Tensor) and t.ndim > nd),
+            len(x1),
+        )
         return linear(_products(x1, x2), per_sample(weight, 3, size).flatten(2), bias)
     for e in (w, b):
         check_rows("bilinear", x1, None if e is None else e.rows)
@@ -81,7 +89,8 @@ class _Bilinear(Op):
             products = _products(x1.to(weight.dtype), x2.to(weight.dtype))
             if need_rows:
                 size, width, g_rows = len(rows), products.shape[-1], w.buffer()
-                left = by_sample(gy if w.scale.rows == 1 else gy * w.scale.rows, size, outs).transpose(1, 2)  # (B, O, t)
+                # (B, O, t)
+                left = by_sample(gy if w.scale.rows == 1 else gy * w.scale.rows, size, outs).transpose(1, 2)
                 torch.bmm(left, by_sample(products, size, width), out=g_rows.view(size, outs, width))
             if need_weight:
                 total = gy.reshape(-1, outs).t() @ products.reshape(-1, products.shape[-1])

@@ -1,7 +1,9 @@
-"""What one kind of recurrence is: one step forward, and one walk back through time for the gradients of its gates.
+"""What one kind of recurrence is: one step forward, and one walk back through time for the gradients of its
+gates.
 
-Indices: t time, n row, g gates, i in, h hidden. T time steps, N rows, H hidden features, R features of the output: the
-projection's, else H; G = `blocks` * H. Sequences are time-major, ``(T, N, ...)``; shorter ones are padded.
+Indices: t time, n row, g gates, i in, h hidden. T time steps, N rows, H hidden features, R features of the
+output: the projection's, else H; G = `blocks` * H. Sequences are time-major, ``(T, N, ...)``; shorter ones
+are padded.
 """
 
 from collections.abc import Iterable
@@ -17,7 +19,9 @@ from .sequences import Steps
 
 
 class Pass(NamedTuple):
-    """One direction of one layer on its way back: what the forward pass has left, and the gradients that arrive."""
+    """One direction of one layer on its way back: what the forward pass has left, and the gradients that
+    arrive.
+    """
 
     steps: Steps
     reverse: bool
@@ -26,7 +30,8 @@ class Pass(NamedTuple):
     after: Tensor  # (T, N, R): h[t]
     states: tuple[Tensor, ...]  # the initial state but for h: c0 (N, H)
     weights: dict[str, Tensor]
-    g_after: Tensor  # (T, N, R): gradient of the output; ours to write on, as the walk adds what later steps give h[t]
+    # (T, N, R): gradient of the output; ours to write on, as the walk adds what later steps give h[t]
+    g_after: Tensor
     g_states: tuple[Tensor, ...]  # (N, H): of the final state but for h; ours to write on
 
     def first(self, t: Tensor) -> Tensor:
@@ -53,7 +58,9 @@ class Cell(Protocol):
     kernel: Any  # torch's fused one
 
     def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        """One step in ops that can be differentiated any number of times: (h before the projection, rest of the state)."""
+        """One step in ops that can be differentiated any number of times: (h before the projection, rest of
+        the state).
+        """
 
     def gate_grads(self, p: Pass) -> GateGrads:
         """Walk time back, once. Where a sequence has ended, no gradient may reach the gates."""
@@ -71,12 +78,13 @@ class _LSTM:
     def gate_grads(self, p: Pass) -> GateGrads:
         """All h being known, so are the gates; only c needs a scan.
 
-        ``gates[t]`` holds the factors by which the gradients of c[t] (for i, f, g) and of h[t] (for o) become those of the gates:
-        the walk multiplies them in place.
+        ``gates[t]`` holds the factors by which the gradients of c[t] (for i, f, g) and of h[t] (for o) become
+        those of the gates: the walk multiplies them in place.
         """
         (c0,), (gc,), w_hh, w_hr = p.states, p.g_states, p.weights["hh"], p.weights.get("hr")
         bias = p.weights["b_ih"] + p.weights["b_hh"] if "b_ih" in p.weights else None
-        gates = affine(torch.cat([p.x, p.before], -1), torch.cat([p.weights["ih"], w_hh], 1), bias)  # (T, N, 4 H)
+        # (T, N, 4 H)
+        gates = affine(torch.cat([p.x, p.before], -1), torch.cat([p.weights["ih"], w_hh], 1), bias)
         by_gate = gates.unflatten(-1, (4, -1))
         i, f, g, o = by_gate.unbind(2)
         if p.steps.padding is not None:  # closed gates carry the state through
@@ -89,7 +97,8 @@ class _LSTM:
         for step in _in_time(p.reverse, ig, keep, c_before, c_after):
             torch.addcmul(*step[:3], out=step[3])
         m = p.after.contiguous() if w_hr is None else o * c_after.tanh()
-        through = (m * m).div_(o.clamp_min_(torch.finfo(o.dtype).tiny))  # o * tanh(c)^2, where m = o * tanh(c)
+        # o * tanh(c)^2, where m = o * tanh(c)
+        through = (m * m).div_(o.clamp_min_(torch.finfo(o.dtype).tiny))
         torch.sub(o, through, out=through)  # dh/dc
         f.addcmul_(f, f, value=-1).mul_(c_before)
         torch.addcmul(i, ig, g, value=-1, out=g)
@@ -123,13 +132,16 @@ class _GRU:
     def gate_grads(self, p: Pass) -> GateGrads:
         """All h being known, so are the gates.
 
-        ``hh[t]`` holds the factors by which the gradient of h[t] becomes those of the gates: the walk multiplies them in place.
-        Those on the side of x are the same but for n's, which lacks the factor r.
+        ``hh[t]`` holds the factors by which the gradient of h[t] becomes those of the gates: the walk
+        multiplies them in place. Those on the side of x are the same but for n's, which lacks the factor r.
         """
         w_hh = p.weights["hh"]
         ih = affine(p.x, p.weights["ih"], p.weights.get("b_ih"))  # (T, N, 3 H)
         hh = affine(p.before, w_hh, p.weights.get("b_hh"))
-        (r, z, n), (to_r, to_z, to_n) = ih.unflatten(-1, (3, -1)).unbind(2), hh.unflatten(-1, (3, -1)).unbind(2)
+        (r, z, n), (to_r, to_z, to_n) = (
+            ih.unflatten(-1, (3, -1)).unbind(2),
+            hh.unflatten(-1, (3, -1)).unbind(2),
+        )
         r.add_(to_r).sigmoid_()
         z.add_(to_z).sigmoid_()
         if p.steps.padding is not None:  # a closed gate carries the state through
@@ -187,12 +199,16 @@ RNN_RELU = _RNN("rnn_relu", torch_api.rnn_relu, relu=True)
 
 
 def _tanh(x: Tensor) -> Tensor:
-    """tanh in place: torch's own goes value by value through a part of the gates, ten times slower than its sigmoid."""
+    """tanh in place: torch's own goes value by value through a part of the gates, ten times slower than its
+    sigmoid.
+    """
     return x.mul_(2).sigmoid_().mul_(2).sub_(1)
 
 
 def _states(first: Tensor, time: int, reverse: bool) -> tuple[Tensor, Tensor]:
-    """Memory for the states before and after each step, that before the first one filled in: (T, N, H) each."""
+    """Memory for the states before and after each step, that before the first one filled in: (T, N, H)
+    each.
+    """
     states = first.new_empty(time + 1, *first.shape)
     states[-1 if reverse else 0] = first
     return (states[1:], states[:-1]) if reverse else (states[:-1], states[1:])

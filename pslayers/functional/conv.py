@@ -1,7 +1,7 @@
 """Convolutions with per-sample weights, in any number of dims.
 
-Shapes: B samples, N = k * B rows, C and O in and out channels, G groups, K kernel, S space, L positions of the result,
-T = k * L of them a sample, P the number of values in a weight.
+Shapes: B samples, N = k * B rows, C and O in and out channels, G groups, K kernel, S space, L positions of
+the result, T = k * L of them a sample, P the number of values in a weight.
 """
 
 from typing import Any
@@ -46,10 +46,11 @@ def conv2d(
 ) -> Tensor:
     """``y[n] = conv2d(x[n], weight[n]) + bias[n]``.
 
-    Shapes: x ``(N, C, *S)`` with N = k * B rows, k a sample; weight ``(B, O, C/G, *K)``; bias (B, O) or None; result
-    ``(N, O, *L)``. A weight ``(O, C/G, *K)`` or bias (O,) is one for all samples. Options as those of nn.Conv2d, `padding_mode`
-    included. Where the weights are only an expansion, forward and input gradient are those of the plain, fused op; memory of the
-    weight's gradient: B x P values, and a few MB on the side (one sample's patches, where that is more).
+    Shapes: x ``(N, C, *S)`` with N = k * B rows, k a sample; weight ``(B, O, C/G, *K)``; bias (B, O) or None;
+    result ``(N, O, *L)``. A weight ``(O, C/G, *K)`` or bias (O,) is one for all samples. Options as those of
+    nn.Conv2d, `padding_mode` included. Where the weights are only an expansion, forward and input gradient
+    are those of the plain, fused op; memory of the weight's gradient: B x P values, and a few MB on the side
+    (one sample's patches, where that is more).
 
     Raises:
         ValueError: the shapes or options do not fit.
@@ -116,21 +117,26 @@ def apply(
 def add_bias(y: Tensor, bias: Tensor | Expansion) -> Tensor:
     """`y` (N, O, *L) plus each sample's bias."""
     per_row = per_sample(bias, 1, len(y))
-    per_row = per_row if len(per_row) == len(y) else per_row.repeat_interleave(len(y) // len(per_row), 0)  # (N, O)
+    # (N, O)
+    per_row = per_row if len(per_row) == len(y) else per_row.repeat_interleave(len(y) // len(per_row), 0)
     return y + per_row.reshape(*per_row.shape, *(1,) * (y.ndim - 2)).to(y.dtype)
 
 
-def check_shapes(op: str, n: int, x: Tensor, weight: Tensor | Expansion, groups: int, transposed: bool = False) -> Tensor:
-    """The weights (O, C/G, *K), transposed (C, O/G, *K), with or without a dim of samples; they must fit the input."""
+def check_shapes(
+    op: str, n: int, x: Tensor, weight: Tensor | Expansion, groups: int, transposed: bool = False
+) -> Tensor:
+    """The weights (O, C/G, *K), transposed (C, O/G, *K), with or without a dim of samples; they must fit the
+    input.
+    """
     weights = weight if isinstance(weight, Tensor) else weight.weight
     channels, divided = weights.shape[-n - 1] * groups, weights.shape[-n - 2]
     if transposed:
         channels = divided
     if x.ndim != n + 2 or x.shape[1] != channels or divided % groups:
         raise ValueError(
-            f"ps.functional.{op} got an input of shape {tuple(x.shape)} with weights of shape {tuple(weights.shape)} and "
-            f"groups={groups}: expected an input (N, {channels}, {', '.join('DHW'[-n:])}) and {'in' if transposed else 'out'} "
-            f"channels that `groups` divides."
+            f"ps.functional.{op} got an input of shape {tuple(x.shape)} with weights of shape"
+            f" {tuple(weights.shape)} and groups={groups}: expected an input (N, {channels},"
+            f" {', '.join('DHW'[-n:])}) and {'in' if transposed else 'out'} channels that `groups` divides."
         )
     return weights
 
@@ -153,7 +159,10 @@ def _padded(
     """`x` padded where the convolution itself cannot do it, and the geometry of what is left to do."""
     n = len(kernel)
     if mode not in ("zeros", "reflect", "replicate", "circular"):
-        raise ValueError(f"ps.functional.{op} got padding_mode={mode!r}: expected 'zeros', 'reflect', 'replicate' or 'circular'.")
+        raise ValueError(
+            f"ps.functional.{op} got padding_mode={mode!r}: expected 'zeros', 'reflect', 'replicate' or"
+            " 'circular'."
+        )
     if padding == "same" and stride == (1,) * n:
         totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         sides = [(total // 2, total - total // 2) for total in totals]
@@ -161,19 +170,23 @@ def _padded(
         sides = [(0, 0)] * n
     elif isinstance(padding, str):
         raise ValueError(
-            f"ps.functional.{op} got padding={padding!r} with stride {stride}: expected 'valid', 'same' with a stride of 1, "
-            f"or numbers."
+            f"ps.functional.{op} got padding={padding!r} with stride {stride}: expected 'valid', 'same' with"
+            " a stride of 1, or numbers."
         )
     else:
         sides = [(p, p) for p in each(padding, n)]
     if mode == "zeros" and all(before == after for before, after in sides):
         return x, Geometry(stride, tuple(before for before, _ in sides), dilation, groups)
     pads = [p for pair in reversed(sides) for p in pair]
-    return F.pad(x, pads, "constant" if mode == "zeros" else mode), Geometry(stride, (0,) * n, dilation, groups)
+    return F.pad(x, pads, "constant" if mode == "zeros" else mode), Geometry(
+        stride, (0,) * n, dilation, groups
+    )
 
 
 # ---------------------------------------------------------------------- truly different weights
-def _grouped(x: Tensor, weight: Tensor, geometry: Geometry, transposed: bool, output_padding: tuple[int, ...]) -> Tensor:
+def _grouped(
+    x: Tensor, weight: Tensor, geometry: Geometry, transposed: bool, output_padding: tuple[int, ...]
+) -> Tensor:
     """One weight a sample, (B, O, C/G, *K) or transposed (B, C, O/G, *K): a convolution with B * G groups."""
     size, how = len(weight), (transposed, output_padding)
     if size == 0:  # a group more than none; stays a part of the graph
@@ -185,10 +198,11 @@ def _grouped(x: Tensor, weight: Tensor, geometry: Geometry, transposed: bool, ou
 
 # ---------------------------------------------------------------------- one weight, expanded
 class _Conv(Op):
-    """One weight for all samples in forward and input gradient; weight and bias gradients summed and per sample.
+    """One weight for all samples in forward and input gradient; weight and bias gradients summed and per
+    sample.
 
-    The family closes on itself: the input gradient is the same op with ``transposed`` flipped. A transposed convolution takes
-    its weight as torch does, (C, O/G, *K), and an output padding smaller than the stride.
+    The family closes on itself: the input gradient is the same op with ``transposed`` flipped. A transposed
+    convolution takes its weight as torch does, (C, O/G, *K), and an output padding smaller than the stride.
     """
 
     @staticmethod
@@ -206,7 +220,9 @@ class _Conv(Op):
         output_padding: tuple[int, ...],
     ) -> Tensor:
         # a convolution's input gradient needs the input's shape, too
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else x.new_empty(()).expand(x.shape), weight, rows)
+        ctx.save_for_backward(
+            x if any(ctx.needs_input_grad[1:3]) else x.new_empty(()).expand(x.shape), weight, rows
+        )
         ctx.w, ctx.b, ctx.options = w, b, (geometry, transposed, output_padding)
         return owned(convolution(x, weight, bias, geometry, transposed, output_padding))
 
@@ -230,7 +246,9 @@ class _Conv(Op):
                 gx = _Conv.apply(gy.to(weight.dtype), weight, rows, None, None, *flipped)
             else:
                 like = of_dtype(x, gy.dtype), of_dtype(weight, gy.dtype)
-                gx = convolution_backward(gy, *like, geometry, transposed, output_padding, (True, False, False))[0]
+                gx = convolution_backward(
+                    gy, *like, geometry, transposed, output_padding, (True, False, False)
+                )[0]
             gx = of_dtype(gx, x.dtype)
         return gx, g_weight, g_rows, g_bias, g_bias_rows, None, None, None, None, None
 
@@ -239,26 +257,34 @@ def _left_over(x: Tensor, gy: Tensor, weight: Tensor, geometry: Geometry) -> tup
     """How much of `x` a strided kernel has not reached: the transposed convolution's output padding."""
     stride, padding, dilation, _ = geometry
     sizes = zip(x.shape[2:], gy.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    return tuple(s - ((length - 1) * step - 2 * pad + d * (k - 1) + 1) for s, length, k, step, pad, d in sizes)
+    return tuple(
+        s - ((length - 1) * step - 2 * pad + d * (k - 1) + 1) for s, length, k, step, pad, d in sizes
+    )
 
 
 def _weight_grads(
     x: Tensor, gy: Tensor, w: Expansion, geometry: Geometry, need_weight: bool, need_rows: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of (weight, rows): `x` correlated with `gy` over all positions, and over those of each sample.
+    """The gradients of (weight, rows): `x` correlated with `gy` over all positions, and over those of each
+    sample.
 
     `x` is the side that the kernel moves over: the input, or a transposed convolution's output gradient.
     """
     x, gy = of_dtype(x, w.weight.dtype), of_dtype(gy, w.weight.dtype)
     if torch.is_grad_enabled():
-        g_rows = differentiable_rows(x, gy, w.rows.shape, geometry) if need_rows and w.rows is not None else None
+        g_rows = (
+            differentiable_rows(x, gy, w.rows.shape, geometry) if need_rows and w.rows is not None else None
+        )
         return w.out(_summed(x, gy, w.weight, geometry) if need_weight else None, g_rows)
     g_weight = g_rows = None
     if need_rows:
         g_rows = w.buffer()
         write_rows(x, gy, w.scale.rows, g_rows, geometry)
     if need_weight:
-        if g_rows is not None and 0 < SUM_FROM_POSITIONS * g_rows.shape[0] < gy.shape[0] * gy.shape[2:].numel():
+        if (
+            g_rows is not None
+            and 0 < SUM_FROM_POSITIONS * g_rows.shape[0] < gy.shape[0] * gy.shape[2:].numel()
+        ):
             g_weight = g_rows.sum(0) * (1 / w.scale.rows)
         else:
             g_weight = _summed(x, gy, w.weight, geometry)

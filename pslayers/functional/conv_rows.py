@@ -1,6 +1,8 @@
-"""The per-sample gradient of a convolution's weight, (B, O, C/G, *K), by the method that is fastest for its shape.
+"""The per-sample gradient of a convolution's weight, (B, O, C/G, *K), by the method that is fastest for its
+shape.
 
-Shapes: B samples, N = k * B rows, C and O in and out channels, G groups, K kernel, S space, L positions of the result.
+Shapes: B samples, N = k * B rows, C and O in and out channels, G groups, K kernel, S space, L positions of
+the result.
 """
 
 import functools
@@ -14,7 +16,8 @@ from torch.nn import functional as F
 
 from .products import onednn_is_faster, product
 
-# what one chunk of samples may take on the side: on a CPU it should stay in the cache, elsewhere a chunk should fill the device
+# what one chunk of samples may take on the side: on a CPU it should stay in the cache, elsewhere a chunk
+# should fill the device
 CHUNK_BYTES = {"cpu": 4 << 20}
 CHUNK_BYTES_ELSEWHERE = 64 << 20
 
@@ -36,7 +39,9 @@ def convolution(
     transposed: bool = False,
     output_padding: tuple[int, ...] = (),
 ) -> Tensor:
-    """The plain convolution, or its transpose; by torch.nn.functional, since autocast does not see torch.convolution."""
+    """The plain convolution, or its transpose; by torch.nn.functional, since autocast does not see
+    torch.convolution.
+    """
     stride, padding, dilation, groups = geometry
     n = len(stride) - 1
     if transposed:
@@ -80,7 +85,9 @@ def differentiable_rows(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geom
 
 
 def _fused_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
-    """A convolution's own weight gradient, with every sample a group; by chunks, since it writes to new memory, and copies."""
+    """A convolution's own weight gradient, with every sample a group; by chunks, since it writes to new
+    memory, and copies.
+    """
     k, n = x.shape[0] // out.shape[0], len(geometry.stride)
     for start, stop in _chunks(out, max(out[0].numel(), x[:k].numel() + gy[:k].numel())):
         part = out[start:stop]  # stands in for the weights too, which are not read
@@ -91,21 +98,29 @@ def _fused_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geom
 
 
 def _im2col_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
-    """Output gradients times patches; by chunks, since the patches hold every input value as often as it is used."""
+    """Output gradients times patches; by chunks, since the patches hold every input value as often as it is
+    used.
+    """
     for patches, outs, into in _by_chunks(x, gy, out, geometry):
         columns = patches.reshape(*into.shape[::2], outs.shape[2])
         into.baddbmm_(outs, columns.transpose(1, 2), beta=0, alpha=scale)
 
 
 def _product_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
-    """Output gradients times patches too, sample by sample in oneDNN: faster than a batched product in MKL, where that is slow."""
+    """Output gradients times patches too, sample by sample in oneDNN: faster than a batched product in MKL,
+    where that is slow.
+    """
     for patches, outs, into in _by_chunks(x, gy, out, geometry):
         for patch, one, row in zip(patches.flatten(0, 1), outs, into, strict=True):
             torch.mul(product(one, patch.reshape(row.shape[1], one.shape[1])), scale, out=row)
 
 
-def _by_chunks(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Patches and output gradients as `_factors`, and the rows (B * G, O/G, C/G * K) to write, of some samples at a time."""
+def _by_chunks(
+    x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Patches and output gradients as `_factors`, and the rows (B * G, O/G, C/G * K) to write, of some
+    samples at a time.
+    """
     k, width = x.shape[0] // out.shape[0], out[0, 0].numel()
     for start, stop in _chunks(out, width * geometry.groups * k * gy.shape[2:].numel()):
         some, rows = slice(start * k, stop * k), out[start:stop]
@@ -116,17 +131,20 @@ def _by_chunks(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> Iterat
 def _turned_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
     """A convolution of the input with the output gradient as its kernel, stride and dilation exchanged.
 
-    With groups of one channel in and out this is a depthwise convolution, which has kernels of its own: far faster than the
-    weight gradient of a depthwise convolution, which mostly has none.
+    With groups of one channel in and out this is a depthwise convolution, which has kernels of its own: far
+    faster than the weight gradient of a depthwise convolution, which mostly has none.
     """
     stride, padding, dilation, groups = geometry
     k, n = x.shape[0] // out.shape[0], len(stride)
     for start, stop in _chunks(out, x[:k].numel()):
         some, rows, size = slice(start * k, stop * k), out[start:stop], stop - start
-        some_x = x[some].unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2)  # (B, G, k, C/G, *S)
-        some_gy = gy[some].unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2).transpose(2, 3)  # (B, G, O/G, k, *L)
+        # (B, G, k, C/G, *S)
+        some_x = x[some].unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2)
+        # (B, G, O/G, k, *L)
+        some_gy = gy[some].unflatten(0, (size, -1)).unflatten(2, (groups, -1)).transpose(1, 2).transpose(2, 3)
         moved = Geometry(dilation, padding, stride, size * groups)
-        y = convolution(some_x.movedim(3, 0).flatten(1, 3), some_gy.flatten(0, 2), None, moved)  # (C/G, B * O, *K), or more
+        # (C/G, B * O, *K), or more
+        y = convolution(some_x.movedim(3, 0).flatten(1, 3), some_gy.flatten(0, 2), None, moved)
         for dim in range(n):  # what the strided kernel did not reach
             y = y.narrow(2 + dim, 0, out.shape[3 + dim])
         torch.mul(y.unflatten(1, rows.shape[:2]).movedim(0, 2), scale, out=rows)
@@ -165,10 +183,11 @@ def _factors(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> tu
     return x, gy.reshape(size * groups, shape[1] // groups, gy.shape[3:].numel())
 
 
-# Nanoseconds on two cores, fitted to some 750 shapes; what decides is their ratios. The fused kernel pays for every value of the
-# result (another memory layout inside), for what it reads, and for blocks of channels, odd numbers of which go slower; it copies
-# patches where it moves far beyond the edge, or has few channels in. A product with patches pays for copying those, run by run
-# (there is nothing to copy for a kernel of one), is slow for few columns, and a little slower for long sums.
+# Nanoseconds on two cores, fitted to some 750 shapes; what decides is their ratios. The fused kernel pays for
+# every value of the result (another memory layout inside), for what it reads, and for blocks of channels, odd
+# numbers of which go slower; it copies patches where it moves far beyond the edge, or has few channels in. A
+# product with patches pays for copying those, run by run (there is nothing to copy for a kernel of one), is
+# slow for few columns, and a little slower for long sums.
 FUSED_MULTIPLY, FUSED_RESULT, FUSED_INPUT, FUSED_CALL = 0.0065, 0.3, 0.17, 65e3
 FUSED_ODD, FUSED_LARGE, FUSED_FAR, FAR = 2.8, 1.1, 0.8, 32
 FEW, FEW_MULTIPLY, FEW_RESULT, FEW_PATCH = 8, 0.008, 0.15, 0.4
@@ -190,7 +209,11 @@ def _fastest(x: torch.Size, gy: torch.Size, shape: torch.Size, geometry: Geometr
     o, i, kernel = shape[1] // groups, shape[2], shape[3:].numel()
     if o == i == 1:  # depthwise: oneDNN has a kernel for 3 x 3 alone
         return "fused" if tuple(shape[3:]) == (3, 3) and max(geometry.dilation) == 1 else "turned"
-    values, inputs, patches = groups * o * i * kernel, (x.numel() + gy.numel()) / shape[0], groups * i * kernel * positions
+    values, inputs, patches = (
+        groups * o * i * kernel,
+        (x.numel() + gy.numel()) / shape[0],
+        groups * i * kernel * positions,
+    )
     copied = patches if kernel > 1 or any(s > 1 for s in geometry.stride) else 0
     wide = groups * math.prod(math.ceil(n / 32) * 32 for n in (o, i * kernel))
     if i < FEW:
@@ -198,12 +221,24 @@ def _fastest(x: torch.Size, gy: torch.Size, shape: torch.Size, geometry: Geometr
     else:
         slower = (FUSED_ODD if o % 8 and o > 2 else 1.0) * (FUSED_LARGE if max(shape[3:]) > 3 else 1.0)
         far = patches * FUSED_FAR if max(*geometry.dilation, *geometry.padding) >= FAR else 0.0
-        fused = groups * kernel * _blocked(o) * _blocked(i) * (FUSED_RESULT + FUSED_MULTIPLY * slower * positions) + far
+        fused = (
+            groups * kernel * _blocked(o) * _blocked(i) * (FUSED_RESULT + FUSED_MULTIPLY * slower * positions)
+            + far
+        )
     longer = IM2COL_LONG if positions >= LONG and o > 16 else 1.0
-    im2col = values * IM2COL_RESULT + wide * IM2COL_MULTIPLY * longer * positions + copied * (IM2COL_PATCH + IM2COL_RUN / gy[-1])
-    costs = {"fused": fused + inputs * FUSED_INPUT + FUSED_CALL / shape[0], "im2col": im2col + IM2COL_CALL / shape[0]}
+    im2col = (
+        values * IM2COL_RESULT
+        + wide * IM2COL_MULTIPLY * longer * positions
+        + copied * (IM2COL_PATCH + IM2COL_RUN / gy[-1])
+    )
+    costs = {
+        "fused": fused + inputs * FUSED_INPUT + FUSED_CALL / shape[0],
+        "im2col": im2col + IM2COL_CALL / shape[0],
+    }
     if onednn:
-        product = values * (PRODUCT_RESULT + PRODUCT_MULTIPLY * positions) + copied * (PRODUCT_PATCH + PRODUCT_RUN / gy[-1])
+        product = values * (PRODUCT_RESULT + PRODUCT_MULTIPLY * positions) + copied * (
+            PRODUCT_PATCH + PRODUCT_RUN / gy[-1]
+        )
         costs["product"] = product + groups * PRODUCT_CALL
     return min(costs, key=costs.__getitem__)
 

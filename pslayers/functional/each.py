@@ -1,4 +1,6 @@
-"""Any function of torch with per-sample weights: one run for all samples, and the gradient of each sample's weights by vmap."""
+"""Any function of torch with per-sample weights: one run for all samples, and the gradient of each sample's
+weights by vmap.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +16,13 @@ Result = Tensor | tuple[Tensor, ...]
 
 
 def for_each(fn: Callable[..., Any], weights: Sequence[Tensor], batch: Sequence[Tensor]) -> Any:
-    """``y[n] = fn(*weights[n], *batch[n])``, weights being expansions (of stride 0 over the batch), by one run for all samples.
+    """``y[n] = fn(*weights[n], *batch[n])``, weights being expansions (of stride 0 over the batch), by one
+    run for all samples.
 
-    Shapes: weights (B, *S); batch (k * B, ...), k rows a sample, and a result's rows likewise; without a batch, results are
-    expansions (B, *S') themselves. `fn` must treat the rows of each sample by themselves: that is the caller's to know. It returns
-    a tensor or a tuple of some. Memory: what `fn` takes, and B x S values for each weight's gradient.
+    Shapes: weights (B, *S); batch (k * B, ...), k rows a sample, and a result's rows likewise; without a
+    batch, results are expansions (B, *S') themselves. `fn` must treat the rows of each sample by themselves:
+    that is the caller's to know. It returns a tensor or a tuple of some. Memory: what `fn` takes, and B x S
+    values for each weight's gradient.
     """
     made: list[Any] = []
 
@@ -37,7 +41,9 @@ def _apart(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
 
 class _Each(Op):
     @staticmethod
-    def forward(ctx: Any, fn: Callable[..., tuple[Tensor, ...]], count: int, size: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, fn: Callable[..., tuple[Tensor, ...]], count: int, size: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.fn, ctx.count, ctx.size = fn, count, size
         results = fn(*(w[0] for w in tensors[:count]), *tensors[count:])

@@ -1,4 +1,6 @@
-"""Look-up tables with per-sample weights. V entries of D features; t counts the looked-up entries of a sample."""
+"""Look-up tables with per-sample weights. V entries of D features; t counts the looked-up entries of a
+sample.
+"""
 
 from typing import Any
 
@@ -13,8 +15,9 @@ from .common import check_rows, of_dtype, owned
 def embedding(ids: Tensor, weight: Tensor | Expansion, padding_idx: int | None = None) -> Tensor:
     """``y[n, ...] = weight[n, ids[n, ...]]``.
 
-    Shapes: ids (N, ...) of integers, N = k * B rows, k a sample; weight (B, V, D), or (V, D) for all samples; result (N, ..., D).
-    The entry ``padding_idx`` receives no gradient. Memory of the weight's gradient: B x V x D values.
+    Shapes: ids (N, ...) of integers, N = k * B rows, k a sample; weight (B, V, D), or (V, D) for all samples;
+    result (N, ..., D). The entry ``padding_idx`` receives no gradient. Memory of the weight's gradient: B x V
+    x D values.
 
     Raises:
         ValueError: the shapes do not fit, or ``padding_idx`` is no entry.
@@ -24,7 +27,9 @@ def embedding(ids: Tensor, weight: Tensor | Expansion, padding_idx: int | None =
     entries = (w.weight if w is not None else weight).shape[-2]  # type: ignore[union-attr]
     if padding_idx is not None:
         if not -entries <= padding_idx < entries:
-            raise ValueError(f"ps.functional.embedding got padding_idx={padding_idx} for a table of {entries} entries.")
+            raise ValueError(
+                f"ps.functional.embedding got padding_idx={padding_idx} for a table of {entries} entries."
+            )
         padding_idx %= entries
     if w is None:
         assert isinstance(weight, Tensor)
@@ -44,10 +49,15 @@ def _flat(ids: Tensor, size: int, entries: int) -> Tensor:
 
 def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     size, entries, width = weight.shape
-    if not torch.compiler.is_compiling() and ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= entries):
+    if (
+        not torch.compiler.is_compiling()
+        and ids.numel()
+        and (int(ids.min()) < 0 or int(ids.max()) >= entries)
+    ):
         raise IndexError(f"ps.functional.embedding got an id outside of 0..{entries - 1}.")
     flat = _flat(ids, size, entries)
-    if torch.compiler.is_compiling():  # values cannot be looked at: what is out of range must not find another sample's entry
+    # values cannot be looked at: what is out of range must not find another sample's entry
+    if torch.compiler.is_compiling():
         flat = torch.where((ids < 0) | (ids >= entries), -1, flat.reshape(ids.shape)).reshape(flat.shape)
     found = F.embedding(flat, weight.reshape(size * entries, width)).reshape(*ids.shape, width)
     if padding_idx is None:
@@ -58,7 +68,9 @@ def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
 def table_grads(
     gy: Tensor, ids: Tensor, w: Expansion, padding_idx: int | None, need_weight: bool, need_rows: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of (weight, rows), and which entries of the samples' tables, laid end to end, were looked up."""
+    """The gradients of (weight, rows), and which entries of the samples' tables, laid end to end, were looked
+    up.
+    """
     g_weight = g_rows = index = None
     graph = torch.is_grad_enabled()
     if need_rows:
@@ -78,7 +90,9 @@ def table_grads(
 
 class _Embedding(Op):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, rows: Tensor | None, w: Expansion, padding_idx: int | None) -> Tensor:
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, rows: Tensor | None, w: Expansion, padding_idx: int | None
+    ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.w, ctx.padding_idx = w, padding_idx
         return owned(F.embedding(ids, weight, padding_idx))
@@ -87,6 +101,8 @@ class _Embedding(Op):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gy,), (ids,), w = grads, ctx.saved_tensors, ctx.w
         _, need_weight, need_rows, *_ = wanted(ctx, w)
-        g_weight, g_rows, index = table_grads(of_dtype(gy, w.weight.dtype), ids, w, ctx.padding_idx, need_weight, need_rows)
+        g_weight, g_rows, index = table_grads(
+            of_dtype(gy, w.weight.dtype), ids, w, ctx.padding_idx, need_weight, need_rows
+        )
         sent = w.out(g_weight, g_rows) if torch.is_grad_enabled() else w.send(g_weight, g_rows, index)
         return None, *sent, None, None

@@ -1,4 +1,6 @@
-"""Products of groups of rows with one matrix a group (experts), with per-sample weights. E groups of rows, S rows in all."""
+"""Products of groups of rows with one matrix a group (experts), with per-sample weights. E groups of rows, S
+rows in all.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +14,16 @@ from .common import of_dtype, owned
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def grouped_mm(x: Tensor, weight: Tensor | Expansion, offsets: Tensor, samples: Tensor, product: Product) -> Tensor:
-    """``y[r] = x[r] @ weight[samples[r], group(r)]``, where group e holds the rows ``offsets[e - 1] <= r < offsets[e]``.
+def grouped_mm(
+    x: Tensor, weight: Tensor | Expansion, offsets: Tensor, samples: Tensor, product: Product
+) -> Tensor:
+    """``y[r] = x[r] @ weight[samples[r], group(r)]``, where group e holds the rows ``offsets[e - 1] <= r <
+    offsets[e]``.
 
-    Shapes: x (S, I), weight (B, E, I, O), offsets (E,), samples (S,) the sample of each row; result (S, O). Rows from the last
-    offset on are in no group: what they give is not defined, and they get no gradient. `product` is torch's own
-    (``torch._grouped_mm``), by which the result is computed where the weights are only an expansion. Memory of the weight's
-    gradient: B x E x I x O values.
+    Shapes: x (S, I), weight (B, E, I, O), offsets (E,), samples (S,) the sample of each row; result (S, O).
+    Rows from the last offset on are in no group: what they give is not defined, and they get no gradient.
+    `product` is torch's own (``torch._grouped_mm``), by which the result is computed where the weights are
+    only an expansion. Memory of the weight's gradient: B x E x I x O values.
     """
     w = shared(weight, 3)
     if w is None:
@@ -42,7 +47,14 @@ def _composite(x: Tensor, weight: Tensor, offsets: Tensor, samples: Tensor) -> T
 class _Grouped(Op):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, rows: Tensor | None, offsets: Tensor, samples: Tensor, w: Expansion, product: Product
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        rows: Tensor | None,
+        offsets: Tensor,
+        samples: Tensor,
+        w: Expansion,
+        product: Product,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, rows, offsets, samples)
         ctx.w, ctx.product = w, product
@@ -75,8 +87,12 @@ class _Grouped(Op):
         return *(gx, *w.send(g_weight, g_rows)), None, None, None, None
 
 
-def _each_group(x: Tensor, gy: Tensor, group: Tensor, groups: int) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """What writes ``x.T @ gy`` over the rows of each (owner, group) to a tensor (owners, E, I, O), times a factor."""
+def _each_group(
+    x: Tensor, gy: Tensor, group: Tensor, groups: int
+) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """What writes ``x.T @ gy`` over the rows of each (owner, group) to a tensor (owners, E, I, O), times a
+    factor.
+    """
 
     def write(owners: Tensor, out: Tensor, factor: float) -> Tensor:
         keys = torch.where(group < groups, owners * groups + group, len(out) * groups)
@@ -84,11 +100,18 @@ def _each_group(x: Tensor, gy: Tensor, group: Tensor, groups: int) -> Callable[[
         counts = keys.bincount(minlength=len(out) * groups + 1)[: len(out) * groups]
         n, rows = max(int(counts.max()), 1), int(counts.sum())
         order, starts = order[:rows], counts.cumsum(0) - counts
-        places = torch.arange(rows, device=x.device) + (torch.arange(len(counts), device=x.device) * n - starts)[keys[order]]
-        left, right = (t.new_zeros(len(counts) * n, t.shape[1]).index_copy_(0, places, t[order]) for t in (x, gy))
+        places = (
+            torch.arange(rows, device=x.device)
+            + (torch.arange(len(counts), device=x.device) * n - starts)[keys[order]]
+        )
+        left, right = (
+            t.new_zeros(len(counts) * n, t.shape[1]).index_copy_(0, places, t[order]) for t in (x, gy)
+        )
         if factor != 1:
             right *= factor
-        torch.bmm(left.view(-1, n, x.shape[1]).mT, right.view(-1, n, gy.shape[1]), out=out.view(-1, *out.shape[2:]))
+        torch.bmm(
+            left.view(-1, n, x.shape[1]).mT, right.view(-1, n, gy.shape[1]), out=out.view(-1, *out.shape[2:])
+        )
         return out
 
     return write

@@ -11,12 +11,15 @@ from .common import SUM_FROM_ROWS, bias_grads, by_sample, check_rows, of_dtype, 
 from .products import affine, outer, outer_each
 
 
-def linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None, *, transposed: bool = False) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None, *, transposed: bool = False
+) -> Tensor:
     """``y[n] = x[n] @ weight[n].T + bias[n]``.
 
-    Shapes: x (N, ..., I) with N = k * B rows, k a sample; weight (B, O, I), or (B, I, O) with ``transposed=True``; bias (B, O) or
-    None; result (N, ..., O). A weight (O, I) or bias (O,) is one for all samples. Where the weights are only an expansion,
-    forward and input gradient are those of the plain, fused op; memory of the weight's gradient: B x O x I values.
+    Shapes: x (N, ..., I) with N = k * B rows, k a sample; weight (B, O, I), or (B, I, O) with
+    ``transposed=True``; bias (B, O) or None; result (N, ..., O). A weight (O, I) or bias (O,) is one for all
+    samples. Where the weights are only an expansion, forward and input gradient are those of the plain, fused
+    op; memory of the weight's gradient: B x O x I values.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -37,8 +40,13 @@ def _add_bias(y: Tensor, bias: Any) -> Tensor:
     return (by_sample(y, len(bias), y.shape[-1]) + bias.unsqueeze(1)).reshape(y.shape)
 
 
-def _per_sample_linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None, transposed: bool) -> Tensor:
-    size, *_ = (*(len(t) for t, nd in ((weight, 3), (bias, 2)) if isinstance(t, Tensor) and t.ndim == nd), len(x))
+def _per_sample_linear(
+    x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None, transposed: bool
+) -> Tensor:
+    size, *_ = (
+        *(len(t) for t, nd in ((weight, 3), (bias, 2)) if isinstance(t, Tensor) and t.ndim == nd),
+        len(x),
+    )
     w = per_sample(weight, 2, size)
     w = w.transpose(1, 2) if transposed else w
     check_rows("linear", x, w)
@@ -50,7 +58,8 @@ def _per_sample_linear(x: Tensor, weight: Tensor | Expansion, bias: Tensor | Exp
 
 
 class _Linear(Op):
-    """One weight for all samples in forward and input gradient; weight and bias gradients summed and per sample.
+    """One weight for all samples in forward and input gradient; weight and bias gradients summed and per
+    sample.
 
     The family closes on itself: the input gradient is the same op with ``turned`` flipped (``x @ weight``).
     """
@@ -80,7 +89,9 @@ class _Linear(Op):
         gx = g_weight = g_rows = g_bias = g_bias_rows = None
         if need_x:
             if torch.is_grad_enabled():
-                gx = _Linear.apply(gy.to(weight.dtype), weight, rows, None, None, w.rebind(weight, rows), None, not turned)
+                gx = _Linear.apply(
+                    gy.to(weight.dtype), weight, rows, None, None, w.rebind(weight, rows), None, not turned
+                )
             else:
                 gx = affine(gy, of_dtype(weight if turned else weight.t(), gy.dtype))
             gx = of_dtype(gx, ctx.dtype)
@@ -106,7 +117,9 @@ def _weight_grads(
     if need_rows:
         assert rows is not None
         size = rows.shape[0]
-        g_rows = outer_each(by_sample(gy, size, gy.shape[-1]), by_sample(x, size, x.shape[-1]), w.scale.rows, w.buffer())
+        g_rows = outer_each(
+            by_sample(gy, size, gy.shape[-1]), by_sample(x, size, x.shape[-1]), w.scale.rows, w.buffer()
+        )
     if need_weight:
         if g_rows is not None and 0 < g_rows.shape[0] * SUM_FROM_ROWS < x.shape[:-1].numel():
             g_weight = g_rows.sum(0) * (1 / w.scale.rows)
@@ -121,4 +134,5 @@ def product(gy: Tensor, x: Tensor) -> Tensor:
 
 
 def _factors(gy: Tensor, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    return by_sample(gy, size, gy.shape[-1]).transpose(1, 2), by_sample(x, size, x.shape[-1])  # (B, O, t), (B, t, I)
+    # (B, O, t), (B, t, I)
+    return by_sample(gy, size, gy.shape[-1]).transpose(1, 2), by_sample(x, size, x.shape[-1])

@@ -12,11 +12,14 @@ from .. import torch_api
 from .affine import Separate, Weight, affine, in_float32
 
 
-def layer_norm(x: Tensor, normalized_shape: Sequence[int], weight: Weight = None, bias: Weight = None, eps: float = 1e-5) -> Tensor:
-    """``y[n] = (x[n] - mean) / sqrt(var + eps) * weight[n] + bias[n]``, over the last dims, of shape S = ``normalized_shape``.
+def layer_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Weight = None, bias: Weight = None, eps: float = 1e-5
+) -> Tensor:
+    """``y[n] = (x[n] - mean) / sqrt(var + eps) * weight[n] + bias[n]``, over the last dims, of shape S =
+    ``normalized_shape``.
 
-    Shapes: x ``(N, ..., *S)`` with N = k * B rows, k a sample; weight and bias ``(B, *S)``, or ``(*S)`` for all samples; result as
-    x.
+    Shapes: x ``(N, ..., *S)`` with N = k * B rows, k a sample; weight and bias ``(B, *S)``, or ``(*S)`` for
+    all samples; result as x.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -26,11 +29,14 @@ def layer_norm(x: Tensor, normalized_shape: Sequence[int], weight: Weight = None
     return affine(_LayerNorm(shape, eps), "layer_norm", in_float32(x), weight, bias, len(shape))
 
 
-def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Weight = None, eps: float | None = None) -> Tensor:
-    """``y[n] = x[n] / sqrt(mean(x[n]**2) + eps) * weight[n]``, over the last dims, of shape S = ``normalized_shape``.
+def rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Weight = None, eps: float | None = None
+) -> Tensor:
+    """``y[n] = x[n] / sqrt(mean(x[n]**2) + eps) * weight[n]``, over the last dims, of shape S =
+    ``normalized_shape``.
 
-    Shapes: x ``(N, ..., *S)`` with N = k * B rows, k a sample; weight ``(B, *S)``, or ``(*S)`` for all samples; result as x. An eps
-    of None is the machine epsilon of x's dtype.
+    Shapes: x ``(N, ..., *S)`` with N = k * B rows, k a sample; weight ``(B, *S)``, or ``(*S)`` for all
+    samples; result as x. An eps of None is the machine epsilon of x's dtype.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -40,23 +46,32 @@ def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Weight = None, 
     return affine(_RMSNorm(shape, eps), "rms_norm", in_float32(x), weight, None, len(shape))
 
 
-def group_norm(x: Tensor, num_groups: int, weight: Weight = None, bias: Weight = None, eps: float = 1e-5) -> Tensor:
-    """``y[n, c] = (x[n, c] - mean[n, g]) / sqrt(var[n, g] + eps) * weight[n, c] + bias[n, c]``, g the group of channel c.
+def group_norm(
+    x: Tensor, num_groups: int, weight: Weight = None, bias: Weight = None, eps: float = 1e-5
+) -> Tensor:
+    """``y[n, c] = (x[n, c] - mean[n, g]) / sqrt(var[n, g] + eps) * weight[n, c] + bias[n, c]``, g the group
+    of channel c.
 
-    Shapes: x (N, C, ...) with N = k * B rows, k a sample; weight and bias (B, C), or (C,) for all samples; result as x.
+    Shapes: x (N, C, ...) with N = k * B rows, k a sample; weight and bias (B, C), or (C,) for all samples;
+    result as x.
 
     Raises:
         ValueError: the shapes do not fit.
     """
     if x.ndim < 2 or x.shape[1] % num_groups:
-        raise ValueError(f"ps.functional.group_norm got an input of shape {tuple(x.shape)} for {num_groups} groups of channels.")
+        raise ValueError(
+            f"ps.functional.group_norm got an input of shape {tuple(x.shape)} for {num_groups} groups of"
+            " channels."
+        )
     return affine(_GroupNorm(num_groups, eps), "group_norm", in_float32(x), weight, bias, 1)
 
 
 def instance_norm(x: Tensor, weight: Weight = None, bias: Weight = None, eps: float = 1e-5) -> Tensor:
-    """``y[n, c] = (x[n, c] - mean[n, c]) / sqrt(var[n, c] + eps) * weight[n, c] + bias[n, c]``: `group_norm` of single channels.
+    """``y[n, c] = (x[n, c] - mean[n, c]) / sqrt(var[n, c] + eps) * weight[n, c] + bias[n, c]``: `group_norm`
+    of single channels.
 
-    Shapes: x (N, C, ...) with N = k * B rows, k a sample; weight and bias (B, C), or (C,) for all samples; result as x.
+    Shapes: x (N, C, ...) with N = k * B rows, k a sample; weight and bias (B, C), or (C,) for all samples;
+    result as x.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -66,7 +81,9 @@ def instance_norm(x: Tensor, weight: Weight = None, bias: Weight = None, eps: fl
 
 def _check_shape(op: str, x: Tensor, shape: tuple[int, ...]) -> None:
     if x.shape[max(x.ndim - len(shape), 0) :] != shape:
-        raise ValueError(f"ps.functional.{op} got an input of shape {tuple(x.shape)}; expected (N, ..., {shape}).")
+        raise ValueError(
+            f"ps.functional.{op} got an input of shape {tuple(x.shape)}; expected (N, ..., {shape})."
+        )
 
 
 @dataclass(frozen=True)
@@ -124,7 +141,9 @@ class _RMSNorm(Separate):
 
 
 def _sum_between(values: Tensor, shape: tuple[int, ...], times: Tensor | None = None) -> Tensor:
-    """The sum over all dims between the first and those of `shape`, of `values` times a statistic: (N, *S)."""
+    """The sum over all dims between the first and those of `shape`, of `values` times a statistic: (N,
+    *S).
+    """
     n, size = values.shape[0], math.prod(shape)
     if values.ndim == 1 + len(shape):
         return values if times is None else values * times
@@ -133,7 +152,8 @@ def _sum_between(values: Tensor, shape: tuple[int, ...], times: Tensor | None = 
         return values.reshape(n, t, *shape).sum(1)
     if not values.is_cpu:  # where a product may be rounded more (tf32)
         return _sum_between(values * times, shape)
-    return torch.bmm(times.reshape(n, 1, t), values.reshape(n, t, size)).view(n, *shape)  # sums in the same pass
+    # sums in the same pass
+    return torch.bmm(times.reshape(n, 1, t), values.reshape(n, t, size)).view(n, *shape)
 
 
 def _spread(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -149,20 +169,41 @@ class _GroupNorm:
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         n, c = x.shape[:2]
-        return torch.native_group_norm(x.contiguous(), weight, bias, n, c, math.prod(x.shape[2:]), self.groups, self.eps)
+        return torch.native_group_norm(
+            x.contiguous(), weight, bias, n, c, math.prod(x.shape[2:]), self.groups, self.eps
+        )
 
     def grads(
-        self, gy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], need: tuple[bool, bool, bool]
+        self,
+        gy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        statistics: Sequence[Tensor],
+        need: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """All at once: with every row's channels side by side as one row, the sum over the rows has but one term."""
+        """All at once: with every row's channels side by side as one row, the sum over the rows has but one
+        term.
+        """
         mean, rstd = (t.reshape(1, -1) for t in statistics)
         (n, c), space = x.shape[:2], math.prod(x.shape[2:])
-        every = None if weight is None else weight.repeat(n) if need[0] else weight.new_empty(n * c)  # else its shape is read alone
+        # else its shape is read alone
+        every = None if weight is None else weight.repeat(n) if need[0] else weight.new_empty(n * c)
         one = (t.contiguous().view(1, n * c, space) for t in (gy, x))
         gx, gw, gb = torch.ops.aten.native_group_norm_backward(
-            *one, mean, rstd, every, 1, n * c, space, n * self.groups, [need[0], need[1] and weight is not None, need[2]]
+            *one,
+            mean,
+            rstd,
+            every,
+            1,
+            n * c,
+            space,
+            n * self.groups,
+            [need[0], need[1] and weight is not None, need[2]],
         )
-        return tuple(None if g is None else g.view(shape) for g, shape in zip((gx, gw, gb), (x.shape, (n, c), (n, c)), strict=True))  # type: ignore[return-value]
+        return tuple(
+            None if g is None else g.view(shape)
+            for g, shape in zip((gx, gw, gb), (x.shape, (n, c), (n, c)), strict=True)
+        )  # type: ignore[return-value]
 
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         y = F.group_norm(x, self.groups, None, None, self.eps)

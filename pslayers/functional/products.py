@@ -1,8 +1,8 @@
 """Products of matrices, by the faster of the libraries that torch brings along.
 
-On CPUs that are not Intel's, the library behind torch's matrix products (MKL) leaves half of the machine unused; oneDNN, which
-torch uses for convolutions, does not: 90 against 180 GFLOP/s on one core of an AMD EPYC, for large float32 products. Small
-products are faster in MKL, whose calls cost less.
+On CPUs that are not Intel's, the library behind torch's matrix products (MKL) leaves half of the machine
+unused; oneDNN, which torch uses for convolutions, does not: 90 against 180 GFLOP/s on one core of an AMD
+EPYC, for large float32 products. Small products are faster in MKL, whose calls cost less.
 """
 
 import functools
@@ -48,19 +48,29 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _dense(t: Tensor) -> Tensor:
-    """For other strides (an expanded gradient, a slice of time-major memory) oneDNN has slow reference kernels only."""
+    """For other strides (an expanded gradient, a slice of time-major memory) oneDNN has slow reference
+    kernels only.
+    """
     return t if t.is_contiguous() or (t.ndim == 2 and t.t().is_contiguous()) else t.contiguous()
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: x (..., I), weight (O, I), bias (O,) or None, result (..., O). Not differentiable."""
-    if weight.shape[0] >= 16 and _by_onednn(x, x.numel() * weight.shape[0], WORTH_IT) and weight.dtype == x.dtype:
+    """``x @ weight.T + bias``: x (..., I), weight (O, I), bias (O,) or None, result (..., O). Not
+    differentiable.
+    """
+    if (
+        weight.shape[0] >= 16
+        and _by_onednn(x, x.numel() * weight.shape[0], WORTH_IT)
+        and weight.dtype == x.dtype
+    ):
         return _onednn(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right.T``, in oneDNN whatever the sizes: left (O, t), right (I, t), result (O, I). Not differentiable."""
+    """``left @ right.T``, in oneDNN whatever the sizes: left (O, t), right (I, t), result (O, I). Not
+    differentiable.
+    """
     return _onednn(left, right, None) if _by_onednn(left, 0, 0) else left @ right.t()
 
 
@@ -74,7 +84,9 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
 
 
 def outer_each(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor:
-    """``scale * left[n].T @ right[n]``, written to `out`: left (B, t, O), right (B, t, I), out (B, O, I). Not differentiable."""
+    """``scale * left[n].T @ right[n]``, written to `out`: left (B, t, O), right (B, t, I), out (B, O, I). Not
+    differentiable.
+    """
     if left.shape[1] == 1:  # written, not summed
         left = left.transpose(1, 2)
         return torch.mul(left if scale == 1 else left * scale, right, out=out)

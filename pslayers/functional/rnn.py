@@ -1,10 +1,11 @@
 """Recurrent layers with per-sample weights.
 
-Indices: t time, n row (N = k * B of them, k a sample, batch-major), g gates, i in, h hidden. T time steps, D directions, L layers,
-H hidden features, R features of the output: the projection's, else H. Sequences are time-major, ``(T, N, ...)``, or packed.
+Indices: t time, n row (N = k * B of them, k a sample, batch-major), g gates, i in, h hidden. T time steps, D
+directions, L layers, H hidden features, R features of the output: the projection's, else H. Sequences are
+time-major, ``(T, N, ...)``, or packed.
 
-What one kind of recurrence is, a cell says (cells.py); directions and the weights' gradients (rnn_layer.py), packing
-(sequences.py), layers and dropout are common to all.
+What one kind of recurrence is, a cell says (cells.py); directions and the weights' gradients (rnn_layer.py),
+packing (sequences.py), layers and dropout are common to all.
 """
 
 from collections.abc import Sequence
@@ -38,23 +39,27 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A long short-term memory: ``torch.nn.LSTM`` with weights of its own for each sample.
 
-    ``i, f, g, o = w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t - 1, n] + b_hh[n]``;
-    ``c[t, n] = sigmoid(f) * c[t - 1, n] + sigmoid(i) * tanh(g)``; ``h[t, n] = w_hr[n] @ (sigmoid(o) * tanh(c[t, n]))``.
+    ``i, f, g, o = w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t - 1, n] + b_hh[n]``; ``c[t, n] = sigmoid(f) *
+    c[t - 1, n] + sigmoid(i) * tanh(g)``; ``h[t, n] = w_hr[n] @ (sigmoid(o) * tanh(c[t, n]))``.
 
-    Shapes: x (T, N, I) with N = k * B rows, k a sample; hx, each (L * D, N, ...), zeros if None; result (T, N, D * R), h_n, c_n.
-    `weights` come in torch's order: for each layer and direction w_ih (B, 4 H, I), w_hh (B, 4 H, R), then b_ih, b_hh (B, 4 H) where
-    `bias`, and w_hr (B, R, H) where there is a projection. One without the batch dim is one for all samples. `packing` is a
-    PackedSequence's (batch_sizes, sorted_indices, unsorted_indices): then x and the result are its packed data, while rows and
-    hx are in the caller's order.
+    Shapes: x (T, N, I) with N = k * B rows, k a sample; hx, each (L * D, N, ...), zeros if None; result (T,
+    N, D * R), h_n, c_n. `weights` come in torch's order: for each layer and direction w_ih (B, 4 H, I), w_hh
+    (B, 4 H, R), then b_ih, b_hh (B, 4 H) where `bias`, and w_hr (B, R, H) where there is a projection. One
+    without the batch dim is one for all samples. `packing` is a PackedSequence's (batch_sizes,
+    sorted_indices, unsorted_indices): then x and the result are its packed data, while rows and hx are in the
+    caller's order.
 
-    Where the weights are only an expansion, the forward pass is torch's fused kernel, the backward pass walks time once for the
-    gates' gradients and makes each weight's in one product over all time. Memory: that of the weights' gradients, and while it
-    runs some 14 H values for each step and row, of one layer and direction at a time. Otherwise every step is a batched product.
+    Where the weights are only an expansion, the forward pass is torch's fused kernel, the backward pass walks
+    time once for the gates' gradients and makes each weight's in one product over all time. Memory: that of
+    the weights' gradients, and while it runs some 14 H values for each step and row, of one layer and
+    direction at a time. Otherwise every step is a batched product.
 
     Raises:
         ValueError: the number of sequences is no multiple of the number of per-sample weights.
     """
-    y, h, c = _run(LSTM, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing)
+    y, h, c = _run(
+        LSTM, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing
+    )
     return y, h, c
 
 
@@ -72,11 +77,13 @@ def gru(
 ) -> tuple[Tensor, Tensor]:
     """A gated recurrent unit: ``torch.nn.GRU`` with weights of its own for each sample.
 
-    With ``rx, zx, nx = w_ih[n] @ x[t, n] + b_ih[n]`` and ``rh, zh, nh = w_hh[n] @ h[t - 1, n] + b_hh[n]``: r, z are
-    ``sigmoid(rx + rh), sigmoid(zx + zh)``, and ``h[t, n] = (1 - z) * tanh(nx + r * nh) + z * h[t - 1, n]``.
+    With ``rx, zx, nx = w_ih[n] @ x[t, n] + b_ih[n]`` and ``rh, zh, nh = w_hh[n] @ h[t - 1, n] + b_hh[n]``: r,
+    z are ``sigmoid(rx + rh), sigmoid(zx + zh)``, and ``h[t, n] = (1 - z) * tanh(nx + r * nh) + z * h[t - 1,
+    n]``.
 
-    Shapes: x (T, N, I), hx (L * D, N, H) or None; result (T, N, D * H), h_n; weights (B, 3 H, I), (B, 3 H, H) and (B, 3 H). Memory
-    while it runs: some 10 H values for each step and row. All else, and what is raised, as in `lstm`.
+    Shapes: x (T, N, I), hx (L * D, N, H) or None; result (T, N, D * H), h_n; weights (B, 3 H, I), (B, 3 H, H)
+    and (B, 3 H). Memory while it runs: some 10 H values for each step and row. All else, and what is raised,
+    as in `lstm`.
     """
     y, h = _run(GRU, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing)
     return y, h
@@ -94,12 +101,16 @@ def rnn_tanh(
     bidirectional: bool = False,
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Elman's network, ``torch.nn.RNN``: ``h[t, n] = tanh(w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t - 1, n] + b_hh[n])``.
+    """Elman's network, ``torch.nn.RNN``: ``h[t, n] = tanh(w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t - 1, n]
+    + b_hh[n])``.
 
-    Shapes: x (T, N, I), hx (L * D, N, H) or None; result (T, N, D * H), h_n; weights (B, H, I), (B, H, H) and (B, H). Memory while
-    it runs: some 4 H values for each step and row. All else, and what is raised, as in `lstm`.
+    Shapes: x (T, N, I), hx (L * D, N, H) or None; result (T, N, D * H), h_n; weights (B, H, I), (B, H, H) and
+    (B, H). Memory while it runs: some 4 H values for each step and row. All else, and what is raised, as in
+    `lstm`.
     """
-    y, h = _run(RNN_TANH, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing)
+    y, h = _run(
+        RNN_TANH, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing
+    )
     return y, h
 
 
@@ -116,28 +127,43 @@ def rnn_relu(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Like `rnn_tanh`, with ``max(0, ...)`` in the place of tanh."""
-    y, h = _run(RNN_RELU, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing)
+    y, h = _run(
+        RNN_RELU, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing
+    )
     return y, h
 
 
 # ---------------------------------------------------------------------- single steps
 def lstm_cell(
-    x: Tensor, hx: tuple[Tensor, Tensor], w_ih: Weight, w_hh: Weight, b_ih: Weight | None = None, b_hh: Weight | None = None
+    x: Tensor,
+    hx: tuple[Tensor, Tensor],
+    w_ih: Weight,
+    w_hh: Weight,
+    b_ih: Weight | None = None,
+    b_hh: Weight | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step of `lstm`: ``torch.nn.LSTMCell``. Shapes: x (N, I), hx two of (N, H), weights as in `lstm`; result like hx."""
+    """One step of `lstm`: ``torch.nn.LSTMCell``. Shapes: x (N, I), hx two of (N, H), weights as in `lstm`;
+    result like hx.
+    """
     h, c = LSTM.step(linear(x, w_ih, b_ih), linear(hx[0], w_hh, b_hh), *hx)
     return h, c
 
 
-def gru_cell(x: Tensor, hx: Tensor, w_ih: Weight, w_hh: Weight, b_ih: Weight | None = None, b_hh: Weight | None = None) -> Tensor:
-    """One step of `gru`: ``torch.nn.GRUCell``. Shapes: x (N, I), hx (N, H), weights as in `gru`; result like hx."""
+def gru_cell(
+    x: Tensor, hx: Tensor, w_ih: Weight, w_hh: Weight, b_ih: Weight | None = None, b_hh: Weight | None = None
+) -> Tensor:
+    """One step of `gru`: ``torch.nn.GRUCell``. Shapes: x (N, I), hx (N, H), weights as in `gru`; result like
+    hx.
+    """
     return GRU.step(linear(x, w_ih, b_ih), linear(hx, w_hh, b_hh), hx)[0]
 
 
 def rnn_tanh_cell(
     x: Tensor, hx: Tensor, w_ih: Weight, w_hh: Weight, b_ih: Weight | None = None, b_hh: Weight | None = None
 ) -> Tensor:
-    """One step of `rnn_tanh`: ``torch.nn.RNNCell``. Shapes: x (N, I), hx (N, H), weights as in `rnn_tanh`; result like hx."""
+    """One step of `rnn_tanh`: ``torch.nn.RNNCell``. Shapes: x (N, I), hx (N, H), weights as in `rnn_tanh`;
+    result like hx.
+    """
     return RNN_TANH.step(linear(x, w_ih, b_ih), linear(hx, w_hh, b_hh), hx)[0]
 
 
@@ -184,7 +210,9 @@ def _run(
             flat = [t for w in whole for t in (w.weight, w.rows)]
             x, *final = Layer.apply(plan, x.contiguous(), *states, *flat)
         else:
-            x, *final = composite(plan, x, states, [per_sample(w, nd, size) for w, nd in zip(given, ndims, strict=True)])
+            x, *final = composite(
+                plan, x, states, [per_sample(w, nd, size) for w, nd in zip(given, ndims, strict=True)]
+            )
         finals.append(final)
         if dropout and layer < num_layers - 1:
             x = F.dropout(x, dropout, True)
@@ -204,7 +232,7 @@ def _samples(op: str, given: Sequence[Weight], common: Sequence[Expansion | None
     for size in sizes:
         if rows != size and (not size or not rows or rows % size):
             raise ValueError(
-                f"ps.functional.{op} got {rows} sequences with {size} per-sample weights: expected {size}, one for each sample's "
-                f"weight, or a multiple of it (k a sample, batch-major)."
+                f"ps.functional.{op} got {rows} sequences with {size} per-sample weights: expected {size},"
+                " one for each sample's weight, or a multiple of it (k a sample, batch-major)."
             )
     return max(sizes, default=1)

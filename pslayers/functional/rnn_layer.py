@@ -1,6 +1,8 @@
-"""One recurrent layer, all its directions: torch's kernel forward, one walk back; or step by step, in ops that autograd knows.
+"""One recurrent layer, all its directions: torch's kernel forward, one walk back; or step by step, in ops
+that autograd knows.
 
-Indices as in rnn.py: t time, n row (N = k * B), g gates, i in, h hidden; M weights, where M divides N. Sequences are time-major.
+Indices as in rnn.py: t time, n row (N = k * B), g gates, i in, h hidden; M weights, where M divides N.
+Sequences are time-major.
 """
 
 from collections.abc import Sequence
@@ -29,11 +31,15 @@ class Plan:
 
     def by_direction(self, tensors: Sequence[Any]) -> list[dict[str, Any]]:
         k = len(self.names)
-        return [dict(zip(self.names, tensors[k * d : k * d + k], strict=True)) for d in range(self.directions)]
+        return [
+            dict(zip(self.names, tensors[k * d : k * d + k], strict=True)) for d in range(self.directions)
+        ]
 
 
 class Layer(Op):
-    """One layer with one weight for all samples: torch's kernel forward, one walk back, weight gradients summed and per sample."""
+    """One layer with one weight for all samples: torch's kernel forward, one walk back, weight gradients
+    summed and per sample.
+    """
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
@@ -63,7 +69,9 @@ def _split(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[
     return tensors[:count], tensors[count:]
 
 
-def _graph_backward(plan: Plan, x: Tensor, tensors: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _graph_backward(
+    plan: Plan, x: Tensor, tensors: Sequence[Any], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
     def again(x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         states, flat = _split(plan, tensors)
         pairs = zip(plan.expansions, flat[::2], flat[1::2], strict=True)
@@ -75,7 +83,9 @@ def _graph_backward(plan: Plan, x: Tensor, tensors: Sequence[Any], grads: Sequen
     return composite_backward(again, (x, *tensors), grads)
 
 
-def composite(plan: Plan, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def composite(
+    plan: Plan, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
     """The layer step by step, in ops that autograd knows; weights (M, ...), where M divides N."""
     steps, outputs, finals = plan.steps, [], []
     x = steps.pad(x)  # (T, N, I)
@@ -85,7 +95,9 @@ def composite(plan: Plan, x: Tensor, states: Sequence[Tensor], weights: Sequence
         after: list[Tensor] = []
         order = range(steps.time)
         for t in reversed(order) if d else order:
-            m, *now = plan.cell.step(gates_x[t], _product(h.unsqueeze(0), w["hh"], w.get("b_hh"))[0], h, *rest)
+            m, *now = plan.cell.step(
+                gates_x[t], _product(h.unsqueeze(0), w["hh"], w.get("b_hh"))[0], h, *rest
+            )
             now = [m if "hr" not in w else _product(m.unsqueeze(0), w["hr"])[0], *now]
             if steps.padding is not None:
                 ended = steps.padding[t].unsqueeze(-1).to(h.device)
@@ -117,7 +129,12 @@ def _by_weight(t: Tensor, size: int) -> Tensor:
 
 # ---------------------------------------------------------------------- the way back
 def _backward(
-    plan: Plan, need: Sequence[bool], x: Tensor, y: Tensor, tensors: Sequence[Any], grads: Sequence[Tensor | None]
+    plan: Plan,
+    need: Sequence[bool],
+    x: Tensor,
+    y: Tensor,
+    tensors: Sequence[Any],
+    grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """The gradients of (x, *states, and weight and rows in turn)."""
     steps, (states, flat) = plan.steps, _split(plan, tensors)
@@ -126,13 +143,17 @@ def _backward(
     if dtype in (torch.bfloat16, torch.float16):  # as torch's kernels: narrow outside, float inside
         dtype = torch.float32
     left = steps.pad(x).to(dtype), steps.pad(y).to(dtype), [s.to(dtype) for s in states]
-    g_last = [torch.zeros_like(s) if g is None else g.to(dtype) for s, g in zip(left[2], grads[1:], strict=True)]
+    g_last = [
+        torch.zeros_like(s) if g is None else g.to(dtype) for s, g in zip(left[2], grads[1:], strict=True)
+    ]
     gy = torch.zeros_like(left[1]) if grads[0] is None else steps.pad(grads[0]).to(dtype)  # (T, N, D * R)
 
     gx: Tensor | None = None
     g_states: list[tuple[Tensor, ...]] = []
     g_flat: list[Tensor | None] = []
-    weights = plan.by_direction(list(zip(flat[::2], plan.expansions, need_flat[::2], need_flat[1::2], strict=True)))
+    weights = plan.by_direction(
+        list(zip(flat[::2], plan.expansions, need_flat[::2], need_flat[1::2], strict=True))
+    )
     for d, ws in enumerate(weights):
         p = _pass(steps, d, left, {name: weight.to(dtype) for name, (weight, *_) in ws.items()}, gy, g_last)
         gates = plan.cell.gate_grads(p)
@@ -160,7 +181,12 @@ def _backward(
 
 
 def _pass(
-    steps: Steps, d: int, left: tuple[Tensor, Tensor, list[Tensor]], weights: dict[str, Tensor], gy: Tensor, g_last: list[Tensor]
+    steps: Steps,
+    d: int,
+    left: tuple[Tensor, Tensor, list[Tensor]],
+    weights: dict[str, Tensor],
+    gy: Tensor,
+    g_last: list[Tensor],
 ) -> Pass:
     """Direction d of a layer that has left (x, y, initial states), all (T, N, ...) or (D, N, ...)."""
     (x, y, (h0, *rest)), (gh_last, *g_rest) = left, g_last
@@ -170,32 +196,55 @@ def _pass(
     before = torch.cat([after[1:], h0[d : d + 1]] if d else [h0[d : d + 1], after[:-1]])
     if d and steps.padding is not None:
         before[steps.outermost(last=True)] = h0[d]
-    return Pass(steps, d == 1, x, before, after, tuple(s[d] for s in rest), weights, gh, tuple(g[d].clone() for g in g_rest))
+    return Pass(
+        steps,
+        d == 1,
+        x,
+        before,
+        after,
+        tuple(s[d] for s in rest),
+        weights,
+        gh,
+        tuple(g[d].clone() for g in g_rest),
+    )
 
 
-def _weight_grads(g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Of (weight, rows): the sum of ``g[t, n] @ x[t, n].T`` over everything, and over what is each sample's own."""
+def _weight_grads(
+    g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_rows: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of (weight, rows): the sum of ``g[t, n] @ x[t, n].T`` over everything, and over what is each sample's
+    own.
+    """
     if not need_weight and not need_rows:
         return None, None
     g, x = g.to(w.weight.dtype), x.to(w.weight.dtype)
     g_weight = g_rows = None
     if need_rows:
         assert w.rows is not None
-        g_rows = outer_each(_by_weight(g, w.rows.shape[0]), _by_weight(x, w.rows.shape[0]), w.scale.rows, w.buffer())
+        g_rows = outer_each(
+            _by_weight(g, w.rows.shape[0]), _by_weight(x, w.rows.shape[0]), w.scale.rows, w.buffer()
+        )
     if need_weight:
-        if g_rows is not None and g_rows.shape[0] and g.shape[0] * g.shape[1] > SUM_FROM_ROWS * g_rows.shape[0]:
+        if (
+            g_rows is not None
+            and g_rows.shape[0]
+            and g.shape[0] * g.shape[1] > SUM_FROM_ROWS * g_rows.shape[0]
+        ):
             g_weight = g_rows.sum(0) * (1 / w.scale.rows)
         else:
             g_weight = outer(g, x)
     return w.send(g_weight, g_rows)
 
 
-def _bias_grads(g: Tensor, b: Expansion, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
+def _bias_grads(
+    g: Tensor, b: Expansion, need_weight: bool, need_rows: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Of (bias, rows), from the gradient of each row's gates summed over time, (N, G)."""
     g_weight = g_rows = None
     if need_rows:
         assert b.rows is not None
-        own = g if g.shape[0] == b.rows.shape[0] else g.view(b.rows.shape[0], -1, g.shape[-1]).sum(1)  # (B, G)
+        # (B, G)
+        own = g if g.shape[0] == b.rows.shape[0] else g.view(b.rows.shape[0], -1, g.shape[-1]).sum(1)
         g_rows = torch.mul(own, b.scale.rows, out=b.buffer())
     if need_weight:
         g_weight = g.sum(0).to(b.weight.dtype)

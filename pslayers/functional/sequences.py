@@ -1,4 +1,6 @@
-"""How sequences lie in memory: side by side, of one length, or packed. Indices: t time, n row; T time steps, N rows."""
+"""How sequences lie in memory: side by side, of one length, or packed. Indices: t time, n row; T time steps,
+N rows.
+"""
 
 from functools import cached_property
 from typing import Any
@@ -36,9 +38,13 @@ class Steps:
 
 
 class Packed(Steps):
-    """Sequences of many lengths, longest first, in one block of data: all their first steps, all their second ones, ..."""
+    """Sequences of many lengths, longest first, in one block of data: all their first steps, all their second
+    ones, ...
+    """
 
-    def __init__(self, batch_sizes: Tensor, sorted_indices: Tensor | None, unsorted_indices: Tensor | None) -> None:
+    def __init__(
+        self, batch_sizes: Tensor, sorted_indices: Tensor | None, unsorted_indices: Tensor | None
+    ) -> None:
         super().__init__(len(batch_sizes), int(batch_sizes[0]))
         self.batch_sizes: Tensor = batch_sizes
         self.sorted_indices, self.unsorted_indices = sorted_indices, unsorted_indices
@@ -47,7 +53,8 @@ class Packed(Steps):
     def places(self) -> Tensor:
         """Where in (T * N) each entry of the packed data belongs."""
         rows = torch.arange(self.rows) if self.sorted_indices is None else self.sorted_indices
-        present = self.batch_sizes.to(rows.device).unsqueeze(1) > torch.arange(self.rows, device=rows.device)  # (T, N)
+        # (T, N)
+        present = self.batch_sizes.to(rows.device).unsqueeze(1) > torch.arange(self.rows, device=rows.device)
         return (torch.arange(self.time, device=rows.device).unsqueeze(1) * self.rows + rows)[present]
 
     def pad(self, t: Tensor) -> Tensor:

@@ -1,16 +1,17 @@
 """Modules without a replacement: how their forward is run so that each sample has parameters of its own.
 
-Three ways, the fastest first; a way is taken only after it has been proved on the very inputs of the module's call:
+Three ways, the fastest first; a way is taken only after it has been proved on the very inputs of the module's
+call:
 
-- "direct": the forward runs as it is, once, with tensors in the place of parameters that stand for one of each sample
-  (`PerSample`), and know what to do in torch's functions. Where those must know whose the rows of other tensors are, these are
-  followed through the forward. The module's own parameters are replaced, and what lies below stays on its fast ops; or all that is
-  below it too.
+- "direct": the forward runs as it is, once, with tensors in the place of parameters that stand for one of
+  each sample (`PerSample`), and know what to do in torch's functions. Where those must know whose the rows of
+  other tensors are, these are followed through the forward. The module's own parameters are replaced, and
+  what lies below stays on its fast ops; or all that is below it too.
 - "vmap": the forward runs under torch.func.vmap, everything trainable below it per sample.
 - "loop": the forward runs sample by sample. Always right, and slow: it is said once, by name.
 
-The proof: the outputs are those of the plain module; the rows add up to the plain gradient; and when the gradient of each sample's
-outputs is multiplied by a number of its own, so is that sample's row.
+The proof: the outputs are those of the plain module; the rows add up to the plain gradient; and when the
+gradient of each sample's outputs is multiplied by a number of its own, so is that sample's row.
 """
 
 from .calls import run, run_single

@@ -29,16 +29,25 @@ from .plan import Call, Forward, Plan, copied, memory_order, sample_ids
 from .ways import run_by
 
 
-def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
+def run(
+    module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]
+) -> Any:
     """A call of a module by its plan."""
     batch, call = local.batch, (args, kwargs)
     assert batch is not None
-    weights = _weights(module, module._ps_given() if plan.includes_children else given, own=not plan.includes_children, plan=plan)
+    weights = _weights(
+        module,
+        module._ps_given() if plan.includes_children else given,
+        own=not plan.includes_children,
+        plan=plan,
+    )
     if weights.keys() - plan.names:  # not trained when this was proved
         raise NoRuleError("a parameter is trained that was not")
     taken = {id(t) for t in tensors_in(call)}
     compared = (
-        plan.way != "direct" and not given and (MIXED in plan.layouts.outputs or module._ps_state().settings.has_gathered_rows)
+        plan.way != "direct"
+        and not given
+        and (MIXED in plan.layouts.outputs or module._ps_state().settings.has_gathered_rows)
     )
     plain = _plainly(module, forward, call) if compared else None
     output = run_by(module, forward, plan, call, weights, batch.size)
@@ -62,14 +71,22 @@ def run(module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs
             batch.outputs.add([(w, 0, None) for w in weights.values()])
             _note(batch, tensors_in([output]), plan.layouts.outputs)
         else:  # inside, the way itself keeps samples apart
-            _note(batch, [*tensors_in([output]), *written_to(call, taken)], (*plan.layouts.outputs, *plan.layouts.written))
+            _note(
+                batch,
+                [*tensors_in([output]), *written_to(call, taken)],
+                (*plan.layouts.outputs, *plan.layouts.written),
+            )
     return output
 
 
 def _laid_out(output: Any, plan: Plan, taken: set[int]) -> Any:
     """An output that lies in memory as the plain module's does: dropout fills its masks in that order."""
     pairs = zip(tensors_of(output), plan.orders, strict=False)
-    orders = {id(t): order for t, order in pairs if order is not None and id(t) not in taken and order != memory_order(t)}
+    orders = {
+        id(t): order
+        for t, order in pairs
+        if order is not None and id(t) not in taken and order != memory_order(t)
+    }
 
     def lay(t: Tensor) -> Tensor:
         if (order := orders.get(id(t))) is None:
@@ -82,17 +99,23 @@ def _laid_out(output: Any, plan: Plan, taken: set[int]) -> Any:
 def _note(batch: Any, tensors: Iterable[Any], layouts: Iterable[Layout]) -> None:
     """Have what was made of the samples watched, while whose its rows are is to be proved."""
     pairs = zip(tensors, layouts, strict=True)
-    batch.outputs.add([_owned(t, layout, batch.size) for t, layout in pairs if layout != MIXED and isinstance(t, Tensor)])
+    batch.outputs.add(
+        [_owned(t, layout, batch.size) for t, layout in pairs if layout != MIXED and isinstance(t, Tensor)]
+    )
 
 
 def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | None]:
-    """A tensor that was put together from the samples', the dim of its rows, and whose they are; None: k a sample, in order."""
+    """A tensor that was put together from the samples', the dim of its rows, and whose they are; None: k a
+    sample, in order.
+    """
     if layout == PICKED:
         return t, 0, sample_ids(t)
     return t, layout[1], samples_of_rows(layout, t, size) if layout == TIME_MAJOR else None
 
 
-def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]) -> Any:
+def run_single(
+    module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]
+) -> Any:
     """A call for one sample with weights of its own, or for none: everything is that sample's."""
     batch, whole = local.batch, module._ps_state().includes_children
     assert batch is not None
@@ -103,7 +126,8 @@ def run_single(module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dic
 
 
 def _weights(module: Any, given: set[str], own: bool, plan: Plan | None = None) -> dict[str, Tensor]:
-    """Per-sample weights (B, *S): those that were given, and recorded expansions of trainable parameters, but those that are idle.
+    """Per-sample weights (B, *S): those that were given, and recorded expansions of trainable parameters, but
+    those that are idle.
 
     These have no rows: an error by name, should they get a gradient.
     """
@@ -117,7 +141,12 @@ def _weights(module: Any, given: set[str], own: bool, plan: Plan | None = None) 
         if name in given:
             module._ps_check_given(name, param, batch.size)
             weights[name] = param
-        elif param.requires_grad and isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
+        elif (
+            param.requires_grad
+            and isinstance(param, nn.Parameter)
+            and state.settings.recording
+            and torch.is_grad_enabled()
+        ):
             holder = module.get_submodule(name.rpartition(".")[0])
             recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
             recorder.unexpanded = name in idle
@@ -136,15 +165,22 @@ def _plainly(module: Any, forward: Forward, call: Call) -> tuple[Any, bool]:
 
 
 def _check_plain(module: Any, output: Any, plain: Any, drawn: bool, layouts: Sequence[Layout]) -> None:
-    """An error where samples by themselves do not return what they do together: what masks pick may be put in any order."""
+    """An error where samples by themselves do not return what they do together: what masks pick may be put in
+    any order.
+    """
     ours, theirs = tensors_of(output), tensors_of(plain)
     size = local.batch.size if local.batch is not None else 1
     pairs = zip(theirs, layouts, strict=True)
-    theirs = [t.expand(size, *t.shape[layout == SHARED :]) if layout in (SHARED, TABLE) else t for t, layout in pairs]
-    if [t.shape for t in ours] != [t.shape for t in theirs] or (not drawn and disagreement(ours, theirs) is not None):
+    theirs = [
+        t.expand(size, *t.shape[layout == SHARED :]) if layout in (SHARED, TABLE) else t
+        for t, layout in pairs
+    ]
+    if [t.shape for t in ours] != [t.shape for t in theirs] or (
+        not drawn and disagreement(ours, theirs) is not None
+    ):
         raise ValueError(
-            f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample, and its samples, each by itself, do "
-            f"not return what they do together: they interact, rows that were picked by data (as in h[mask]) are moved in a way "
-            f"that is not followed, or a loss in it is no {module._ps_state().settings.loss_reduction} over samples. Write a layer "
-            f"for it (ps.PSLayer)."
+            f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample, and its samples,"
+            " each by itself, do not return what they do together: they interact, rows that were picked by"
+            " data (as in h[mask]) are moved in a way that is not followed, or a loss in it is no"
+            f" {module._ps_state().settings.loss_reduction} over samples. Write a layer for it (ps.PSLayer)."
         )

@@ -1,4 +1,6 @@
-"""How a call of a module without a replacement is run: the plan, and the layouts of what it takes and returns."""
+"""How a call of a module without a replacement is run: the plan, and the layouts of what it takes and
+returns.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +24,9 @@ Forward = Callable[..., Any]
 
 
 class Layouts(NamedTuple):
-    """How the tensors of a call hold the samples: of what it takes, returns, and writes into what it takes (a cache)."""
+    """How the tensors of a call hold the samples: of what it takes, returns, and writes into what it takes (a
+    cache).
+    """
 
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
@@ -33,11 +37,13 @@ class Layouts(NamedTuple):
 class Plan:
     """How a module's call is run.
 
-    `names`: the parameters of which each sample has its own; `includes_children`: of all modules below. For "direct", `follows`:
-    rows of other tensors are followed, and `choices`: see `Standing`. For "vmap", `fresh`: tensors that the forward makes anew are made for each
-    sample, to be written into. `idle`: parameters that reach but outputs in which samples interact. `others`: those that are left
-    to a layer below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps, which vmap and
-    the loop do not. `orders`: in which order the dims of what the plain module returns lie in memory.
+    `names`: the parameters of which each sample has its own; `includes_children`: of all modules below. For
+    "direct", `follows`: rows of other tensors are followed, and `choices`: see `Standing`. For "vmap",
+    `fresh`: tensors that the forward makes anew are made for each sample, to be written into. `idle`:
+    parameters that reach but outputs in which samples interact. `others`: those that are left to a layer
+    below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps, which
+    vmap and the loop do not. `orders`: in which order the dims of what the plain module returns lie in
+    memory.
     """
 
     way: str
@@ -73,7 +79,9 @@ def fits(plan: Plan, call: Call, size: int) -> bool:
 
 
 def places(state: Any, call: int, slot: str, values: Any) -> tuple[Layout, ...]:
-    """The layout of every tensor that a call takes ("in"), returns ("out") or writes ("written"), as tracked."""
+    """The layout of every tensor that a call takes ("in"), returns ("out") or writes ("written"), as
+    tracked.
+    """
     return tuple(_places(state, call, slot, values))
 
 

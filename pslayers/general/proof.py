@@ -38,10 +38,11 @@ def choose(
     picks: bool,
     differ: bool = False,
 ) -> Plan:
-    """The fastest way that is proved right for this call; `includes_children` rules out those that leave what lies below to itself.
+    """The fastest way that is proved right for this call; `includes_children` rules out those that leave what
+    lies below to itself.
 
-    `picks`: it picks rows by data, which may be in the batch's order by chance. `differ`: also for weights that truly differ from
-    sample to sample.
+    `picks`: it picks rows by data, which may be in the batch's order by chance. `differ`: also for weights
+    that truly differ from sample to sample.
     """
     if given := module._ps_given():  # proved with those of the first sample
         first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
@@ -55,7 +56,9 @@ def choose(
     others = frozenset[str]() if includes_children else proof.of_layers()
     for idle in (frozenset[str](), *proof.idle()):
         for follows in (True,) if includes_children or picks else (False, True):
-            plan = Plan("direct", layouts, names - idle - others, includes_children, follows, idle=idle, others=others)
+            plan = Plan(
+                "direct", layouts, names - idle - others, includes_children, follows, idle=idle, others=others
+            )
             if proved := proof.of(plan):
                 return proved
     if {MIXED, PICKED} & {*layouts.inputs, *layouts.written} or PICKED in layouts.outputs:
@@ -65,22 +68,32 @@ def choose(
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
         if proved := proof.of(Plan(way, layouts, names, True, fresh=fresh, counts=proof.counts)):
             if way == "loop":
-                warnings.warn(f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.", stacklevel=2)
+                warnings.warn(
+                    f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.",
+                    stacklevel=2,
+                )
             return proved
-    inputs = tuple(_of_mask(t, layout, size) for t, layout in zip(tensors_in(call), layouts.inputs, strict=True))
+    inputs = tuple(
+        _of_mask(t, layout, size) for t, layout in zip(tensors_in(call), layouts.inputs, strict=True)
+    )
     if inputs != layouts.inputs:
-        return choose(module, forward, call, layouts._replace(inputs=inputs), size, includes_children, picks, differ)
+        return choose(
+            module, forward, call, layouts._replace(inputs=inputs), size, includes_children, picks, differ
+        )
     raise NoWayError(proof.problem)
 
 
 def _of_mask(t: Any, layout: Layout, size: int) -> Layout:
-    """Masks are not changed to see where they lead, so they seem to be shared: with as many rows, they may be the samples'."""
+    """Masks are not changed to see where they lead, so they seem to be shared: with as many rows, they may be
+    the samples'.
+    """
     batch = isinstance(t, Tensor) and t.dtype == torch.bool and t.ndim > 0 and len(t) == size
     return ("dim", 0) if batch and layout == TABLE else layout
 
 
 class _Proof:
-    """Runs a way with per-sample parameters, and compares outputs and gradients with those of the plain module.
+    """Runs a way with per-sample parameters, and compares outputs and gradients with those of the plain
+    module.
 
     Parameters have some noise meanwhile: nothing depends on what a zero-initialised layer gives.
     """
@@ -101,8 +114,12 @@ class _Proof:
         self.layouts, self.problem = (*layouts.outputs, *layouts.written), ""
         self.inputs = layouts.inputs
         found = parameters_of(module, own=False)
-        self.values = {n: p.detach() + 0.1 * (p.detach().abs().mean() + 0.1) * (noise(p) - 0.4) for n, p in found.items()}
-        self.values |= {n: p.detach() for n, p in own_parameters(module) if n in names and n not in self.values}
+        self.values = {
+            n: p.detach() + 0.1 * (p.detach().abs().mean() + 0.1) * (noise(p) - 0.4) for n, p in found.items()
+        }
+        self.values |= {
+            n: p.detach() for n, p in own_parameters(module) if n in names and n not in self.values
+        }
         self.names = sorted(names)
         self.factors = 0.5 + noise(torch.empty(size, dtype=torch.float64))  # one for each sample
         self.rounding = _rounding(call, self.values.values())
@@ -111,7 +128,10 @@ class _Proof:
             args, kwargs = copied(call)
             given = {id(t) for t in tensors_in((args, kwargs))}
             output = forward(module, *args, **kwargs)
-            self.plain, self.orders = self._outputs(output, (args, kwargs), given), tuple(map(memory_order, tensors_of(output)))
+            self.plain, self.orders = (
+                self._outputs(output, (args, kwargs), given),
+                tuple(map(memory_order, tensors_of(output))),
+            )
             self.counts = before.differs()
             self.sums = [self._gradients(self.plain, plain, mixed) for mixed in (False, True)]
         self.plain = [t.detach() for t in self.plain]
@@ -120,7 +140,13 @@ class _Proof:
         """Around a run of the module: nothing is left behind, and nothing recorded."""
         stack = ExitStack()
         straight = torch_api.reentrant_checkpoints_straight()
-        for context in (torch.enable_grad(), trial(self.module), by_original_layers(), straight, quiet_hooks(self.module)):
+        for context in (
+            torch.enable_grad(),
+            trial(self.module),
+            by_original_layers(),
+            straight,
+            quiet_hooks(self.module),
+        ):
             stack.enter_context(context)
         others = {n: v for n, v in self.values.items() if n not in self.names}
         stack.enter_context(in_place_of(places_of(self.module, others, tied=True)))
@@ -140,7 +166,11 @@ class _Proof:
                 yield each, ("dim", 0) if layout in (SHARED, TABLE) else layout
 
     def _gradients(
-        self, tensors: Sequence[Tensor], of: dict[str, Tensor], mixed: bool = False, factors: Tensor | None = None
+        self,
+        tensors: Sequence[Tensor],
+        of: dict[str, Tensor],
+        mixed: bool = False,
+        factors: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Of some numbers times the outputs, and times the factor of each sample."""
         loss: Tensor | float = 0.0
@@ -150,7 +180,8 @@ class _Proof:
             loss = loss + (torch.where(t.isfinite(), t, 0) * weights).sum()
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             return {}
-        # asked for too where a real run needs them: torch's group_norm crashes on channels_last images that need none
+        # asked for too where a real run needs them: torch's group_norm crashes on channels_last images that
+        # need none
         taken = [t for t in tensors_in(self.call) if isinstance(t, Tensor) and t.requires_grad]
         with quiet_pass():
             found = torch.autograd.grad(loss, [*of.values(), *taken], allow_unused=True, retain_graph=True)
@@ -163,9 +194,17 @@ class _Proof:
 
     def of_layers(self) -> frozenset[str]:
         """The module's own parameters that are a layer's below, too (tied ones), which alone uses them."""
-        below = {id(p) for m in self.module.modules() if m is not self.module for p in m._parameters.values() if p is not None}
+        below = {
+            id(p)
+            for m in self.module.modules()
+            if m is not self.module
+            for p in m._parameters.values()
+            if p is not None
+        }
         own = parameters_of(self.module, own=True)
-        return frozenset(n for n, p in own.items() if id(p) in below and n not in self.sums[0] and n not in self.sums[1])
+        return frozenset(
+            n for n, p in own.items() if id(p) in below and n not in self.sums[0] and n not in self.sums[1]
+        )
 
     def of(self, plan: Plan) -> Plan | None:
         """The plan, with what its run has shown, where it is right."""
@@ -176,7 +215,9 @@ class _Proof:
             self.problem = f"{type(error).__name__}: {error}".splitlines()[0]
         if self.problem:
             return None
-        return replace(plan, choices=tuple(standing.chosen), fast=plan.names - standing.slow, orders=self.orders)
+        return replace(
+            plan, choices=tuple(standing.chosen), fast=plan.names - standing.slow, orders=self.orders
+        )
 
     def _wrong(self, plan: Plan, standing: Standing) -> str | None:
         each = self._each(plan)
@@ -204,7 +245,9 @@ class _Proof:
         return {n: (w.clone() if self.differ else w).requires_grad_() for n, w in each.items()}
 
     def _interact(self, plan: Plan, rows: dict[str, Tensor], names: list[str]) -> str | None:
-        """Whether rows, of what reaches but numbers of the whole batch (a loss), change with the inputs of other samples."""
+        """Whether rows, of what reaches but numbers of the whole batch (a loss), change with the inputs of
+        other samples.
+        """
         for samples in separating_groups(self.size):
             changed, each = torch.isin(torch.arange(self.size), torch.tensor(samples)), self._each(plan)
             with self._run_by_itself({n: self.values[n] for n in plan.idle}):
@@ -225,7 +268,9 @@ class _Proof:
             layout = next(layouts)
             if not t.is_floating_point() or layout in (SHARED, TABLE, MIXED):
                 return t.clone()
-            return torch.where(_factors(samples.to(t.device), t, layout), t * (0.5 + noise(t)) + 0.1 * noise(t), t)
+            return torch.where(
+                _factors(samples.to(t.device), t, layout), t * (0.5 + noise(t)) + 0.1 * noise(t), t
+            )
 
         changed: Call = map_tensors(change, self.call)
         return changed
@@ -255,21 +300,33 @@ class _Proof:
     def _close(self, found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
         with torch_api.without_torch_function():
             # some gradients are nothing but rounding (a bias before a softmax): judge by the largest
-            largest = max((g.nan_to_num(0, 0, 0).abs().max().item() for g in expected.values() if g.numel()), default=0.0)
+            largest = max(
+                (g.nan_to_num(0, 0, 0).abs().max().item() for g in expected.values() if g.numel()),
+                default=0.0,
+            )
             close = max(1e-3, 16 * self.rounding), max(1e-4, 4 * self.rounding) * largest
-            return all(n in found and torch.allclose(found[n], g, *close, equal_nan=True) for n, g in expected.items())
+            return all(
+                n in found and torch.allclose(found[n], g, *close, equal_nan=True)
+                for n, g in expected.items()
+            )
 
 
 def _rounding(call: Call, params: Iterable[Tensor]) -> float:
     """The relative error of one number in the coarsest precision that a call computes in."""
     tensors = [t for t in (*tensors_in(call), *params) if isinstance(t, Tensor) and t.is_floating_point()]
     cast = {t.device.type for t in tensors if torch.is_autocast_enabled(t.device.type)}
-    return max((torch.finfo(d).eps for d in (*(t.dtype for t in tensors), *map(torch.get_autocast_dtype, cast))), default=0.0)
+    return max(
+        (torch.finfo(d).eps for d in (*(t.dtype for t in tensors), *map(torch.get_autocast_dtype, cast))),
+        default=0.0,
+    )
 
 
 def _factors(each: Tensor, like: Tensor, layout: Layout) -> Tensor:
     """`each` (B,), one for each sample, so that it broadcasts over a tensor of this layout."""
-    owners, dim = sample_ids(like) if layout == PICKED else samples_of_rows(layout, like, len(each)), layout[1]
+    owners, dim = (
+        sample_ids(like) if layout == PICKED else samples_of_rows(layout, like, len(each)),
+        layout[1],
+    )
     return each[owners].reshape(*[1] * dim, -1, *[1] * (like.ndim - dim - 1))
 
 

@@ -1,4 +1,6 @@
-"""The ways of running a module without a replacement with parameters of each sample's own: direct, vmap, loop."""
+"""The ways of running a module without a replacement with parameters of each sample's own: direct, vmap,
+loop.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -66,19 +68,33 @@ def run_by(
         ):
             output = forward(module, *args, **kwargs)
         written = written_to(taken, {id(t) for t in tensors})
-        skeleton[:] = [output, taken, dict(zip(map(id, tensors), itertools.count())), {id(t): i for i, t in enumerate(written)}]
+        skeleton[:] = [
+            output,
+            taken,
+            dict(zip(map(id, tensors), itertools.count())),
+            {id(t): i for i, t in enumerate(written)},
+        ]
         return (*(t for t in tensors_in([output]) if isinstance(t, Tensor)), *written)
 
     both = (*plan.layouts.outputs, *plan.layouts.written)
     if plan.way == "vmap":
-        with torch_api.quiet_vmap(), torch_api.reentrant_checkpoints_straight():  # which transforms do not go into
+        # which transforms do not go into
+        with torch_api.quiet_vmap(), torch_api.reentrant_checkpoints_straight():
             outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
     else:
-        own = [dict(zip(weights, each, strict=True)) for each in zip(*(w.unbind() for w in weights.values()), strict=True)]
-        each = [one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True))) for i in range(size)]
+        own = [
+            dict(zip(weights, each, strict=True))
+            for each in zip(*(w.unbind() for w in weights.values()), strict=True)
+        ]
+        each = [
+            one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True)))
+            for i in range(size)
+        ]
         outputs = tuple(zip(*each, strict=True))  # type: ignore[arg-type]
     if standing is not None:
-        standing.slow |= {name for name, w in weights.items() if plan.way == "loop" or w.data_ptr() not in redirect.weights}
+        standing.slow |= {
+            name for name, w in weights.items() if plan.way == "loop" or w.data_ptr() not in redirect.weights
+        }
     mean = module._ps_state().settings.loss_reduction == "mean"  # type: ignore[operator, union-attr]
     together = [_together(parts, layout, mean) for parts, layout in zip(outputs, both, strict=True)]
     output, taken, given, written = skeleton
@@ -93,17 +109,28 @@ def run_by(
 
 
 def _directly(
-    module: nn.Module, forward: Forward, plan: Plan, call: Call, weights: dict[str, Tensor], size: int, standing: Standing | None
+    module: nn.Module,
+    forward: Forward,
+    plan: Plan,
+    call: Call,
+    weights: dict[str, Tensor],
+    size: int,
+    standing: Standing | None,
 ) -> Any:
     """The forward as it is, with tensors that stand for the parameters of each sample."""
     layouts = list(zip(tensors_in(call), plan.layouts.inputs, strict=True))
-    standing = Standing((), plan.includes_children, {}, plan.follows, plan.choices) if standing is None else standing
+    standing = (
+        Standing((), plan.includes_children, {}, plan.follows, plan.choices) if standing is None else standing
+    )
     standing.weights = weights
-    standing.inputs = [t for t, layout in layouts if isinstance(t, Tensor) and layout in (BATCH_MAJOR, ("dim", 0))]
+    standing.inputs = [
+        t for t, layout in layouts if isinstance(t, Tensor) and layout in (BATCH_MAJOR, ("dim", 0))
+    ]
     with following(size, layouts) if plan.follows else nullcontext():
         with _below(module, size) if plan.includes_children else nullcontext(), standing_in(module, standing):
             output = forward(module, *call[0], **call[1])
-            if not any(isinstance(t, PerSample) for t, _ in layouts):  # then what it returns may stand for each sample's, too
+            # then what it returns may stand for each sample's, too
+            if not any(isinstance(t, PerSample) for t, _ in layouts):
                 output = _of_the_batch(output, plan.layouts.outputs)
             if plan.follows:
                 _check_owners(tensors_in([output]), plan.layouts.outputs)
@@ -112,7 +139,9 @@ def _directly(
 
 @contextmanager
 def _below(module: Any, size: int) -> Iterator[None]:
-    """Around a forward in which layers, too, are given the samples' own weights: they run as such, in a batch."""
+    """Around a forward in which layers, too, are given the samples' own weights: they run as such, in a
+    batch.
+    """
     before = local.batch
     local.batch = before or Batch(size, module._ps_state().settings)
     try:
@@ -125,12 +154,18 @@ def _below(module: Any, size: int) -> Iterator[None]:
 def _check_owners(tensors: Iterable[Any], layouts: Sequence[Layout]) -> None:
     """NoRuleError where rows that were moved are no longer where they were when this was proved."""
     for t, layout in zip(tensors, layouts, strict=True):
-        if layout in (BATCH_MAJOR, ("dim", 0)) and (owners := local.gathered_rows.owners(t)) is not None and owners.picked:
+        if (
+            layout in (BATCH_MAJOR, ("dim", 0))
+            and (owners := local.gathered_rows.owners(t)) is not None
+            and owners.picked
+        ):
             raise NoRuleError("rows that were picked are no longer in the order of the batch")
 
 
 def _of_the_batch(output: Any, layouts: tuple[Layout, ...]) -> Any:
-    """An output in which no parameter stands for each sample's own: what all samples share in the plain one has a batch dim."""
+    """An output in which no parameter stands for each sample's own: what all samples share in the plain one
+    has a batch dim.
+    """
     tensors = list(tensors_in([output]))
     if not any(isinstance(t, PerSample) for t in tensors):
         return output
@@ -161,7 +196,9 @@ def _together(t: Tensor | tuple[Tensor, ...], layout: Layout, mean: bool) -> Ten
     """The samples' outputs (B, ...), or one of each, in the layout that the plain output has."""
     kind, dim = layout
     if not isinstance(t, Tensor) and any(one.shape != t[0].shape for one in t):
-        raise ValueError(f"samples return tensors of shapes {sorted({tuple(one.shape) for one in t})}, which are no batch.")
+        raise ValueError(
+            f"samples return tensors of shapes {sorted({tuple(one.shape) for one in t})}, which are no batch."
+        )
     t = t if isinstance(t, Tensor) else torch.stack(t)
     if kind == "dim":
         return t.movedim(0, dim).flatten(dim, dim + 1)

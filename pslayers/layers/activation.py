@@ -9,8 +9,9 @@ from ..modules.base import PSLayer
 class PSPReLU(PSLayer, nn.PReLU, replaces=nn.PReLU, fused=True):
     """nn.PReLU with per-sample weights: ``y[n, c] = x[n, c] if x[n, c] > 0 else weight[n, c] * x[n, c]``.
 
-    Shapes: x (B, C, ...) or (B,), result the same; `grad_sample` (B, num_parameters). Also k * B rows, and (1, ...), which all
-    samples share. Memory: B x num_parameters values. Source: He et al. 2015 (arXiv:1502.01852).
+    Shapes: x (B, C, ...) or (B,), result the same; `grad_sample` (B, num_parameters). Also k * B rows, and
+    (1, ...), which all samples share. Memory: B x num_parameters values. Source: He et al. 2015
+    (arXiv:1502.01852).
 
     Raises:
         ValueError: the input has another number of channels than `num_parameters`.

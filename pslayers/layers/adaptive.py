@@ -13,16 +13,19 @@ from ..modules.base import PSLayer
 from ..torch_api import AdaptiveOutput
 
 
-class PSAdaptiveLogSoftmaxWithLoss(PSLayer, nn.AdaptiveLogSoftmaxWithLoss, replaces=nn.AdaptiveLogSoftmaxWithLoss, fused=True):
+class PSAdaptiveLogSoftmaxWithLoss(
+    PSLayer, nn.AdaptiveLogSoftmaxWithLoss, replaces=nn.AdaptiveLogSoftmaxWithLoss, fused=True
+):
     """nn.AdaptiveLogSoftmaxWithLoss with per-sample weights: ``output[n] = log p(target[n] | x[n])``.
 
-    Its weights are those of the linear layers below it, whose replacements do the work. torch sends each row to the layers of its
-    target's cluster alone; here all rows go to all of them, and rows of other clusters are left out of the result afterwards, so
-    that every layer knows whose its rows are.
+    Its weights are those of the linear layers below it, whose replacements do the work. torch sends each row
+    to the layers of its target's cluster alone; here all rows go to all of them, and rows of other clusters
+    are left out of the result afterwards, so that every layer knows whose its rows are.
 
-    Shapes: x (B, I), target (B,), output (B,), loss (); `grad_sample` of the head (B, shortlist + clusters, I), of the tails
-    (B, hidden, I) and (B, classes, hidden). Also k * B rows, one row, which all samples share, and x (I,). Memory: B times that of
-    the weights, and rows x classes log-probabilities, as for `log_prob`. Source: Grave et al. 2017 (arXiv:1609.04309).
+    Shapes: x (B, I), target (B,), output (B,), loss (); `grad_sample` of the head (B, shortlist + clusters,
+    I), of the tails (B, hidden, I) and (B, classes, hidden). Also k * B rows, one row, which all samples
+    share, and x (I,). Memory: B times that of the weights, and rows x classes log-probabilities, as for
+    `log_prob`. Source: Grave et al. 2017 (arXiv:1609.04309).
 
     Raises:
         RuntimeError: the shapes do not fit, or a target is out of range; as in torch.
@@ -37,7 +40,9 @@ class PSAdaptiveLogSoftmaxWithLoss(PSLayer, nn.AdaptiveLogSoftmaxWithLoss, repla
 
     def _ps_needed(self) -> bool:
         """Where one of the layers below needs it."""
-        return any(layer._ps_needed() for layer in self.modules() if isinstance(layer, PSLayer) and layer is not self)
+        return any(
+            layer._ps_needed() for layer in self.modules() if isinstance(layer, PSLayer) and layer is not self
+        )
 
     def _ps_plain(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """All rows to all layers: what is tracked must be what is run."""
@@ -55,15 +60,16 @@ class PSAdaptiveLogSoftmaxWithLoss(PSLayer, nn.AdaptiveLogSoftmaxWithLoss, repla
         """x (B, I), target (B,) -> output (B,), loss ()."""
         if (input_.ndim, target_.ndim) not in ((2, 1), (1, 0)) or input_.shape[:-1] != target_.shape:
             raise RuntimeError(
-                f"Expected an input (N, {self.in_features}) with targets (N,), or ({self.in_features},) with one target; got "
-                f"shapes {tuple(input_.shape)} and {tuple(target_.shape)}."
+                f"Expected an input (N, {self.in_features}) with targets (N,), or ({self.in_features},) with"
+                f" one target; got shapes {tuple(input_.shape)} and {tuple(target_.shape)}."
             )
         x, target = input_.reshape(-1, input_.shape[-1]), target_.reshape(-1)
-        look = len(target) > 0 and not transforming() and not torch.compiler.is_compiling()  # values are there to be read
+        # values are there to be read
+        look = len(target) > 0 and not transforming() and not torch.compiler.is_compiling()
         if look and (int(target.min()) < 0 or int(target.max()) >= self.n_classes):
             raise RuntimeError(
-                f"Target values should be in [0, {self.n_classes - 1}], but values in range [{int(target.min())}, "
-                f"{int(target.max())}] were found."
+                f"Target values should be in [0, {self.n_classes - 1}], but values in range"
+                f" [{int(target.min())}, {int(target.max())}] were found."
             )
         head = F.log_softmax(self.head(x), dim=1)  # (N, shortlist + clusters)
         target = target.expand(len(head))  # one row may be shared by all samples

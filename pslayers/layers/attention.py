@@ -21,11 +21,13 @@ from .linear import PSLinear
 Undo = Callable[[Tensor], Tensor] | None
 
 
-class PSNonDynamicallyQuantizableLinear(PSLinear, NonDynamicallyQuantizableLinear, replaces=NonDynamicallyQuantizableLinear):
+class PSNonDynamicallyQuantizableLinear(
+    PSLinear, NonDynamicallyQuantizableLinear, replaces=NonDynamicallyQuantizableLinear
+):
     """`PSLinear` for the ``out_proj`` of nn.MultiheadAttention, which is a class of its own in torch.
 
-    Shapes: x (B, ..., I), result (B, ..., O); `grad_sample` (B, O, I) and (B, O). Memory: B x O x (I + 1) values. Source: direct
-    derivation, see `PSLinear`.
+    Shapes: x (B, ..., I), result (B, ..., O); `grad_sample` (B, O, I) and (B, O). Memory: B x O x (I + 1)
+    values. Source: direct derivation, see `PSLinear`.
 
     Example:
         >>> import torch, pslayers as ps
@@ -36,18 +38,21 @@ class PSNonDynamicallyQuantizableLinear(PSLinear, NonDynamicallyQuantizableLinea
 
 
 class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.MultiheadAttention, fused=True):
-    """nn.MultiheadAttention in full, with per-sample weights: ``out[n] = concat(head_1, ..., head_H) @ out_proj[n].T + bias[n]``.
+    """nn.MultiheadAttention in full, with per-sample weights: ``out[n] = concat(head_1, ..., head_H) @
+    out_proj[n].T + bias[n]``.
 
-    A head is ``softmax(q @ k.T / sqrt(E / H) + mask) @ v`` of parts of ``q = query[n] @ w_q[n].T + b_q[n]`` and so on, w_q[n]
-    being a part of ``in_proj_weight[n]``. The batch dim of the inputs is the layer's own, by its ``batch_first``, whatever the
-    rest of the model does.
+    A head is ``softmax(q @ k.T / sqrt(E / H) + mask) @ v`` of parts of ``q = query[n] @ w_q[n].T + b_q[n]``
+    and so on, w_q[n] being a part of ``in_proj_weight[n]``. The batch dim of the inputs is the layer's own,
+    by its ``batch_first``, whatever the rest of the model does.
 
-    Shapes: query (L, B, E), key (S, B, K), value (S, B, V), or batch first; attn_mask (L, S) or (B * H, L, S), key_padding_mask
-    (B, S); result (L, B, E), and attention weights (B, L, S) or (B, H, L, S); `grad_sample` (B, 3 E, E), or (B, E, E), (B, E, K),
-    (B, E, V), (B, 3 E), (B, 1, 1, E). Also k * B rows, k a sample; one row, (L, 1, E) or (L, E), is shared by all samples, and the
-    results then have B. Memory: B times that of the weights, and B x H x L x S values where torch takes no fused kernel (attention
-    weights that are returned, second derivatives). It can be differentiated any number of times (but for dropout without
-    `need_weights` on GPU, where the kernel draws the random numbers). Source: Vaswani et al. 2017 (arXiv:1706.03762).
+    Shapes: query (L, B, E), key (S, B, K), value (S, B, V), or batch first; attn_mask (L, S) or (B * H, L,
+    S), key_padding_mask (B, S); result (L, B, E), and attention weights (B, L, S) or (B, H, L, S);
+    `grad_sample` (B, 3 E, E), or (B, E, E), (B, E, K), (B, E, V), (B, 3 E), (B, 1, 1, E). Also k * B rows, k
+    a sample; one row, (L, 1, E) or (L, E), is shared by all samples, and the results then have B. Memory: B
+    times that of the weights, and B x H x L x S values where torch takes no fused kernel (attention weights
+    that are returned, second derivatives). It can be differentiated any number of times (but for dropout
+    without `need_weights` on GPU, where the kernel draws the random numbers). Source: Vaswani et al. 2017
+    (arXiv:1706.03762).
 
     Example:
         >>> import torch, pslayers as ps
@@ -59,7 +64,8 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
         torch.Size([5, 12, 4])
 
     Raises:
-        ValueError: the number of rows is no multiple of the batch size; and what nn.MultiheadAttention raises.
+        ValueError: the number of rows is no multiple of the batch size; and what nn.MultiheadAttention
+            raises.
     """
 
     event_dims = 2
@@ -81,8 +87,8 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
         if (known and "weight" in out._parameters) or not any(p.requires_grad for p in out.parameters()):
             return None
         return (
-            f"has an `out_proj` of type {type(out).__name__}, whose forward it does not call: put its weight into an nn.Linear, "
-            f"freeze it, or write a layer for the attention module (ps.PSLayer)"
+            f"has an `out_proj` of type {type(out).__name__}, whose forward it does not call: put its weight"
+            " into an nn.Linear, freeze it, or write a layer for the attention module (ps.PSLayer)"
         )
 
     def forward(
@@ -100,7 +106,11 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
         batch = current_batch()
         assert batch is not None
         causal = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
-        masks = self._masks(query, key, key_padding_mask, None if causal else attn_mask) if self._fit(query, key, value) else None
+        masks = (
+            self._masks(query, key, key_padding_mask, None if causal else attn_mask)
+            if self._fit(query, key, value)
+            else None
+        )
         if masks is None or (is_causal and attn_mask is None):
             return super().forward(  # torch's own error
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -110,7 +120,8 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
         q, k, v = self._each(lambda t: self._arranged(t, batch.size)[0], *given)
         n = len(q)
         q, k, v = self._project(q, k, v)
-        if undo is not None:  # the order of rows matters to the weights alone; masks and dropout's random numbers are the caller's
+        # the order of rows matters to the weights alone; masks and dropout's random numbers are the caller's
+        if undo is not None:
             q, k, v = undo(q), undo(k), undo(v)
         mask = functools.reduce(torch.add, masks) if masks else None
         if self.add_zero_attn:
@@ -132,13 +143,22 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
         return out.movedim(0, self._batch_dim), weights
 
     def _project(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, L, E), (N, S, K), (N, S, V) -> (N, L, E), (N, S', E) twice: a step more where there is a bias of keys and values."""
-        names = ("in_proj_weight",) if self._qkv_same_embed_dim else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        """(N, L, E), (N, S, K), (N, S, V) -> (N, L, E), (N, S', E) twice: a step more where there is a bias
+        of keys and values.
+        """
+        names = (
+            ("in_proj_weight",)
+            if self._qkv_same_embed_dim
+            else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+        )
         weights = [self._weight(name) for name in names]
-        q, k, v = PF.in_projection(q, k, v, weights[0] if len(weights) == 1 else weights, self.expansion("in_proj_bias"))
+        q, k, v = PF.in_projection(
+            q, k, v, weights[0] if len(weights) == 1 else weights, self.expansion("in_proj_bias")
+        )
         if self.bias_k is not None:
             k, v = (
-                torch.cat([t, of_rows(self._weight(name), 3, len(t)).squeeze(1)], 1) for t, name in ((k, "bias_k"), (v, "bias_v"))
+                torch.cat([t, of_rows(self._weight(name), 3, len(t)).squeeze(1)], 1)
+                for t, name in ((k, "bias_k"), (v, "bias_v"))
             )
         return q, k, v
 
@@ -164,10 +184,18 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
             return False
         n = [t.shape[self._batch_dim] if t.ndim == 3 else 1 for t in (query, key, value)]
         widths = [t.shape[-1] for t in (query, key, value)]
-        return n[0] == n[1] == n[2] and key.shape[:-1] == value.shape[:-1] and widths == [self.embed_dim, self.kdim, self.vdim]
+        return (
+            n[0] == n[1] == n[2]
+            and key.shape[:-1] == value.shape[:-1]
+            and widths == [self.embed_dim, self.kdim, self.vdim]
+        )
 
-    def _masks(self, query: Tensor, key: Tensor, padding: Tensor | None, mask: Tensor | None) -> list[Tensor] | None:
-        """The masks as floats to be added to (N, H, L, S); None where torch has an error to raise about them."""
+    def _masks(
+        self, query: Tensor, key: Tensor, padding: Tensor | None, mask: Tensor | None
+    ) -> list[Tensor] | None:
+        """The masks as floats to be added to (N, H, L, S); None where torch has an error to raise about
+        them.
+        """
         (n, length, _), (_, source, _) = self._rows_first(query).shape, self._rows_first(key).shape
         padding = torch_api.canonical_mask(
             mask=padding,
@@ -177,7 +205,12 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
             target_type=query.dtype,
         )
         mask = torch_api.canonical_mask(
-            mask=mask, mask_name="attn_mask", other_type=None, other_name="", target_type=query.dtype, check_other=False
+            mask=mask,
+            mask_name="attn_mask",
+            other_type=None,
+            other_name="",
+            target_type=query.dtype,
+            check_other=False,
         )
         masks = []
         if mask is not None:
@@ -229,7 +262,8 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
     def _each(fn: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
         """`fn` of each; those that are the same stay so."""
         done: list[Tensor] = []
-        for i, t in enumerate(tensors):  # not by id, for which torch.compile would make code for these very tensors alone
+        # not by id, for which torch.compile would make code for these very tensors alone
+        for i, t in enumerate(tensors):
             first = next(j for j in range(i + 1) if tensors[j] is t)
             done.append(done[first] if first < i else fn(t))
         return done
@@ -239,13 +273,15 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
         return x.unsqueeze(0) if x.ndim == 2 else x.movedim(self._batch_dim, 0)
 
     def _arranged(self, x: Tensor, size: int) -> tuple[Tensor, Undo]:
-        """(N, L, E) with N = k * size rows, batch-major, and how to bring outputs back to the caller's rows."""
+        """(N, L, E) with N = k * size rows, batch-major, and how to bring outputs back to the caller's
+        rows.
+        """
         if x.shape[0] == 1:
             return x.expand(size, -1, -1), None
         try:
             return self.to_rows(x, size)
         except ValueError as error:
             raise ValueError(
-                f"{error} The shape above is batch first; the batch dim of this layer's own inputs is dim {self._batch_dim}, by "
-                f"its batch_first={self.batch_first}."
+                f"{error} The shape above is batch first; the batch dim of this layer's own inputs is dim"
+                f" {self._batch_dim}, by its batch_first={self.batch_first}."
             ) from None

@@ -9,7 +9,9 @@ from ..torch_api import AnyBatchNorm
 
 
 class PSRunningNorm(PSLayer, AnyBatchNorm, fused=True):
-    """What they share: an affine map by running statistics, and a refusal to record where samples are mixed."""
+    """What they share: an affine map by running statistics, and a refusal to record where samples are
+    mixed.
+    """
 
     _ps_channels = True
 
@@ -24,11 +26,13 @@ class PSRunningNorm(PSLayer, AnyBatchNorm, fused=True):
         if self.training or mean is None or var is None:
             name = f"`{self._ps_state().path}` ({(self.replaces or type(self)).__name__})"
             raise ValueError(
-                f"{name} mixes samples in training mode, so per-sample gradients are undefined: call .eval() on it, or turn it "
-                f"into a GroupNorm, ps.replace_batch_norm(model)."
+                f"{name} mixes samples in training mode, so per-sample gradients are undefined: call .eval()"
+                " on it, or turn it into a GroupNorm, ps.replace_batch_norm(model)."
                 if self.training
-                else f"{name} normalises over the batch (track_running_stats=False), which mixes samples: turn it into a "
-                f"GroupNorm, ps.replace_batch_norm(model)."
+                else (
+                    f"{name} normalises over the batch (track_running_stats=False), which mixes samples: turn"
+                    " it into a GroupNorm, ps.replace_batch_norm(model)."
+                )
             )
         self._check_input_dim(input)
         return PF.batch_norm(input, mean, var, self.expansion("weight"), self.expansion("bias"), self.eps)
@@ -37,8 +41,8 @@ class PSRunningNorm(PSLayer, AnyBatchNorm, fused=True):
 class PSBatchNorm1d(PSRunningNorm, nn.BatchNorm1d, replaces=nn.BatchNorm1d):
     """nn.BatchNorm1d in eval mode, with per-sample weights; all else as in `PSBatchNorm2d`.
 
-    Shapes: x (B, C) or (B, C, L), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source: Ioffe and Szegedy 2015
-    (arXiv:1502.03167).
+    Shapes: x (B, C) or (B, C, L), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source:
+    Ioffe and Szegedy 2015 (arXiv:1502.03167).
 
     Example:
         >>> import torch, pslayers as ps
@@ -50,16 +54,18 @@ class PSBatchNorm1d(PSRunningNorm, nn.BatchNorm1d, replaces=nn.BatchNorm1d):
 
 
 class PSBatchNorm2d(PSRunningNorm, nn.BatchNorm2d, replaces=nn.BatchNorm2d):
-    """nn.BatchNorm2d in eval mode, with per-sample weights: ``y[n, c] = (x[n, c] - mean[c]) / std[c] * weight[n, c] + bias[n, c]``.
+    """nn.BatchNorm2d in eval mode, with per-sample weights: ``y[n, c] = (x[n, c] - mean[c]) / std[c] *
+    weight[n, c] + bias[n, c]``.
 
-    In training mode it mixes samples, so their gradients are undefined: there it refuses to record. Under ``ps.recording(model,
-    False)`` or no_grad it does whatever torch's does.
+    In training mode it mixes samples, so their gradients are undefined: there it refuses to record. Under
+    ``ps.recording(model, False)`` or no_grad it does whatever torch's does.
 
-    Shapes: x (B, C, H, W), result the same; `grad_sample` (B, C). Also k * B rows, and (1, C, H, W), which all
-    samples share. Memory: 2 x B x C values. Source: Ioffe and Szegedy 2015 (arXiv:1502.03167).
+    Shapes: x (B, C, H, W), result the same; `grad_sample` (B, C). Also k * B rows, and (1, C, H, W), which
+    all samples share. Memory: 2 x B x C values. Source: Ioffe and Szegedy 2015 (arXiv:1502.03167).
 
     Raises:
-        ValueError: the layer is in training mode, or has no running statistics; or the input's shape does not fit.
+        ValueError: the layer is in training mode, or has no running statistics; or the input's shape does not
+            fit.
 
     Example:
         >>> import torch, pslayers as ps
@@ -73,8 +79,8 @@ class PSBatchNorm2d(PSRunningNorm, nn.BatchNorm2d, replaces=nn.BatchNorm2d):
 class PSBatchNorm3d(PSRunningNorm, nn.BatchNorm3d, replaces=nn.BatchNorm3d):
     """nn.BatchNorm3d in eval mode, with per-sample weights; all else as in `PSBatchNorm2d`.
 
-    Shapes: x (B, C, D, H, W), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source: Ioffe and Szegedy 2015
-    (arXiv:1502.03167).
+    Shapes: x (B, C, D, H, W), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source: Ioffe
+    and Szegedy 2015 (arXiv:1502.03167).
 
     Example:
         >>> import torch, pslayers as ps
@@ -86,10 +92,11 @@ class PSBatchNorm3d(PSRunningNorm, nn.BatchNorm3d, replaces=nn.BatchNorm3d):
 
 
 class PSSyncBatchNorm(PSRunningNorm, nn.SyncBatchNorm, replaces=nn.SyncBatchNorm):
-    """nn.SyncBatchNorm in eval mode, where nothing is synchronised, with per-sample weights; all else as in `PSBatchNorm2d`.
+    """nn.SyncBatchNorm in eval mode, where nothing is synchronised, with per-sample weights; all else as in
+    `PSBatchNorm2d`.
 
-    Shapes: x (B, C, ...), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source: Ioffe and Szegedy 2015
-    (arXiv:1502.03167).
+    Shapes: x (B, C, ...), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source: Ioffe and
+    Szegedy 2015 (arXiv:1502.03167).
 
     Example:
         >>> import torch, pslayers as ps

@@ -9,10 +9,11 @@ from ..modules.base import PSLayer
 
 
 class PSConv1d(PSLayer, nn.Conv1d, replaces=nn.Conv1d, fused=True):
-    """nn.Conv1d with per-sample weights: ``y[n] = conv1d(x[n], weight[n]) + bias[n]``; all else as in `PSConv2d`.
+    """nn.Conv1d with per-sample weights: ``y[n] = conv1d(x[n], weight[n]) + bias[n]``; all else as in
+    `PSConv2d`.
 
-    Shapes: x (B, C, S), result (B, O, L); `grad_sample` (B, O, C/G, K) and (B, O). Memory: B x O x (C/G x K + 1) values.
-    Source: direct derivation.
+    Shapes: x (B, C, S), result (B, O, L); `grad_sample` (B, O, C/G, K) and (B, O). Memory: B x O x (C/G x K +
+    1) values. Source: direct derivation.
 
     Example:
         >>> import torch, pslayers as ps
@@ -35,11 +36,11 @@ class PSConv1d(PSLayer, nn.Conv1d, replaces=nn.Conv1d, fused=True):
 class PSConv2d(PSLayer, nn.Conv2d, replaces=nn.Conv2d, fused=True):
     """nn.Conv2d with per-sample weights: ``y[n] = conv2d(x[n], weight[n]) + bias[n]``.
 
-    Shapes: x (B, C, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, O, C/G, *K)`` and (B, O). Also k * B rows, and (1, C, H, W)
-    or (C, H, W), which all samples share: then the result has B rows. Every option of nn.Conv2d; with `groups`, no pairs of
-    different groups are computed. Memory: B x O x (C/G x K + 1) values, and a few MB while they are computed, or one sample's
-    patches, (C x K) x L values, where those take more. Source: direct derivation (each sample's input correlated with its output
-    gradient).
+    Shapes: x (B, C, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, O, C/G, *K)`` and (B, O). Also k * B
+    rows, and (1, C, H, W) or (C, H, W), which all samples share: then the result has B rows. Every option of
+    nn.Conv2d; with `groups`, no pairs of different groups are computed. Memory: B x O x (C/G x K + 1) values,
+    and a few MB while they are computed, or one sample's patches, (C x K) x L values, where those take more.
+    Source: direct derivation (each sample's input correlated with its output gradient).
 
     Raises:
         ValueError: the input's shape does not fit.
@@ -65,10 +66,11 @@ class PSConv2d(PSLayer, nn.Conv2d, replaces=nn.Conv2d, fused=True):
 
 
 class PSConv3d(PSLayer, nn.Conv3d, replaces=nn.Conv3d, fused=True):
-    """nn.Conv3d with per-sample weights: ``y[n] = conv3d(x[n], weight[n]) + bias[n]``; all else as in `PSConv2d`.
+    """nn.Conv3d with per-sample weights: ``y[n] = conv3d(x[n], weight[n]) + bias[n]``; all else as in
+    `PSConv2d`.
 
-    Shapes: x (B, C, D, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, O, C/G, *K)`` and (B, O). Memory: B x O x (C/G x K + 1)
-    values. Source: direct derivation.
+    Shapes: x (B, C, D, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, O, C/G, *K)`` and (B, O). Memory: B
+    x O x (C/G x K + 1) values. Source: direct derivation.
 
     Example:
         >>> import torch, pslayers as ps
@@ -89,10 +91,11 @@ class PSConv3d(PSLayer, nn.Conv3d, replaces=nn.Conv3d, fused=True):
 
 
 class PSConvTranspose1d(PSLayer, nn.ConvTranspose1d, replaces=nn.ConvTranspose1d, fused=True):
-    """nn.ConvTranspose1d with per-sample weights: ``y[n] = conv_transpose1d(x[n], weight[n]) + bias[n]``; as `PSConvTranspose2d`.
+    """nn.ConvTranspose1d with per-sample weights: ``y[n] = conv_transpose1d(x[n], weight[n]) + bias[n]``; as
+    `PSConvTranspose2d`.
 
-    Shapes: x (B, C, S), result (B, O, L); `grad_sample` (B, C, O/G, K) and (B, O). Memory: B x (C x O/G x K + O) values.
-    Source: direct derivation.
+    Shapes: x (B, C, S), result (B, O, L); `grad_sample` (B, C, O/G, K) and (B, O). Memory: B x (C x O/G x K +
+    O) values. Source: direct derivation.
 
     Example:
         >>> import torch, pslayers as ps
@@ -114,10 +117,11 @@ class PSConvTranspose1d(PSLayer, nn.ConvTranspose1d, replaces=nn.ConvTranspose1d
 class PSConvTranspose2d(PSLayer, nn.ConvTranspose2d, replaces=nn.ConvTranspose2d, fused=True):
     """nn.ConvTranspose2d with per-sample weights: ``y[n] = conv_transpose2d(x[n], weight[n]) + bias[n]``.
 
-    Shapes: x (B, C, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, C, O/G, *K)`` and (B, O). Also k * B rows, and (1, C, H, W)
-    or (C, H, W), which all samples share: then the result has B rows. Every option of nn.ConvTranspose2d, `output_size` included.
-    Memory: B x (C x O/G x K + O) values, and a few MB while they are computed, or one sample's patches, (O x K) x S values, where
-    those take more. Source: direct derivation (the convolution's, input and output gradient exchanged).
+    Shapes: x (B, C, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, C, O/G, *K)`` and (B, O). Also k * B
+    rows, and (1, C, H, W) or (C, H, W), which all samples share: then the result has B rows. Every option of
+    nn.ConvTranspose2d, `output_size` included. Memory: B x (C x O/G x K + O) values, and a few MB while they
+    are computed, or one sample's patches, (O x K) x S values, where those take more. Source: direct
+    derivation (the convolution's, input and output gradient exchanged).
 
     Raises:
         ValueError: the input's shape does not fit, or no input has an output of `output_size`.
@@ -141,10 +145,11 @@ class PSConvTranspose2d(PSLayer, nn.ConvTranspose2d, replaces=nn.ConvTranspose2d
 
 
 class PSConvTranspose3d(PSLayer, nn.ConvTranspose3d, replaces=nn.ConvTranspose3d, fused=True):
-    """nn.ConvTranspose3d with per-sample weights: ``y[n] = conv_transpose3d(x[n], weight[n]) + bias[n]``; as `PSConvTranspose2d`.
+    """nn.ConvTranspose3d with per-sample weights: ``y[n] = conv_transpose3d(x[n], weight[n]) + bias[n]``; as
+    `PSConvTranspose2d`.
 
-    Shapes: x (B, C, D, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, C, O/G, *K)`` and (B, O). Memory: B x (C x O/G x K + O)
-    values. Source: direct derivation.
+    Shapes: x (B, C, D, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, C, O/G, *K)`` and (B, O). Memory: B
+    x (C x O/G x K + O) values. Source: direct derivation.
 
     Example:
         >>> import torch, pslayers as ps
@@ -164,11 +169,14 @@ class PSConvTranspose3d(PSLayer, nn.ConvTranspose3d, replaces=nn.ConvTranspose3d
 
 
 def _options(
-    layer: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d, input: Tensor, output_size: Sequence[int] | None
+    layer: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d,
+    input: Tensor,
+    output_size: Sequence[int] | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]:
     """The options of a transposed convolution, `output_size` turned into an output padding."""
     n, padding = len(layer.kernel_size), layer.padding
     assert not isinstance(padding, str)
-    size = None if output_size is None else list(output_size)[-n:]  # what is before space may have been without the batch
+    # what is before space may have been without the batch
+    size = None if output_size is None else list(output_size)[-n:]
     more = layer._output_padding(input, size, layer.stride, padding, layer.kernel_size, n, layer.dilation)  # type: ignore[arg-type]
     return layer.stride, padding, tuple(more), layer.groups, layer.dilation

@@ -21,7 +21,10 @@ class PSTable(PSLayer):
     def unsupported(cls, module: Any) -> str | None:
         """Gradients that are counted over the batch, or sparse."""
         if module.scale_grad_by_freq:
-            return "counts how often an id occurs in the whole batch (scale_grad_by_freq), which mixes samples: switch it off"
+            return (
+                "counts how often an id occurs in the whole batch (scale_grad_by_freq), which mixes samples:"
+                " switch it off"
+            )
         if module.sparse:
             return "has sparse=True, while per-sample gradients are dense: build it with sparse=False"
         return None
@@ -33,9 +36,9 @@ class PSTable(PSLayer):
 
     def _ps_one_table(self) -> ValueError:
         return ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) has max_norm, by which each call writes to its one table, and was "
-            f"given per-sample weights: leave its weights out of what torch.func.functional_call gives, or use "
-            f"ps.per_sample_grads(model, ...)."
+            f"`{self._ps_state().path}` ({type(self).__name__}) has max_norm, by which each call writes to"
+            " its one table, and was given per-sample weights: leave its weights out of what"
+            " torch.func.functional_call gives, or use ps.per_sample_grads(model, ...)."
         )
 
     def table(self, ids: Tensor) -> Tensor | Expansion:
@@ -46,16 +49,19 @@ class PSTable(PSLayer):
             if isinstance(weight, Tensor):
                 raise self._ps_one_table()
             with torch.no_grad():
-                torch.embedding_renorm_(weight.weight.detach(), ids.contiguous(), self.max_norm, self.norm_type)
+                torch.embedding_renorm_(
+                    weight.weight.detach(), ids.contiguous(), self.max_norm, self.norm_type
+                )
         return weight
 
 
 class PSEmbedding(PSTable, nn.Embedding, replaces=nn.Embedding, fused=True):
     """nn.Embedding with per-sample weights: ``y[n, ...] = weight[n, input[n, ...]]``.
 
-    Shapes: input (B, ...) of integers, result (B, ..., D); `grad_sample` (B, V, D). Ids (1, ...) are shared by all samples: then
-    the result has B rows. The entry `padding_idx` gets no gradient. Memory: B x V x D values. `max_norm` renormalises the one
-    shared table, as torch does. Source: direct derivation (one-hot outer product).
+    Shapes: input (B, ...) of integers, result (B, ..., D); `grad_sample` (B, V, D). Ids (1, ...) are shared
+    by all samples: then the result has B rows. The entry `padding_idx` gets no gradient. Memory: B x V x D
+    values. `max_norm` renormalises the one shared table, as torch does. Source: direct derivation (one-hot
+    outer product).
 
     Raises:
         ValueError: `scale_grad_by_freq` (counting over the batch would mix samples) or `sparse`.
@@ -76,15 +82,18 @@ class PSEmbedding(PSTable, nn.Embedding, replaces=nn.Embedding, fused=True):
 
 
 class PSEmbeddingBag(PSTable, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=True):
-    """nn.EmbeddingBag with per-sample weights: ``y[n] = reduce(weight[n, id] for id in bag n)``. A bag is a sample.
+    """nn.EmbeddingBag with per-sample weights: ``y[n] = reduce(weight[n, id] for id in bag n)``. A bag is a
+    sample.
 
-    Shapes: input (B, L) of integers, or (M,) with offsets (B,), or (B + 1,) where `include_last_offset`; result (B, D);
-    `grad_sample` (B, V, D). Also k * B bags, and one bag, which all samples share. Ids that equal `padding_idx` are left out.
-    `per_sample_weights` are torch's: of each entry, with mode "sum"; they get their gradient. Memory: B x V x D values. `max_norm`
-    renormalises the one shared table, as torch does. Source: direct derivation.
+    Shapes: input (B, L) of integers, or (M,) with offsets (B,), or (B + 1,) where `include_last_offset`;
+    result (B, D); `grad_sample` (B, V, D). Also k * B bags, and one bag, which all samples share. Ids that
+    equal `padding_idx` are left out. `per_sample_weights` are torch's: of each entry, with mode "sum"; they
+    get their gradient. Memory: B x V x D values. `max_norm` renormalises the one shared table, as torch does.
+    Source: direct derivation.
 
     Raises:
-        ValueError: `scale_grad_by_freq` (counting over the batch would mix samples) or `sparse`; the shapes do not fit.
+        ValueError: `scale_grad_by_freq` (counting over the batch would mix samples) or `sparse`; the shapes
+            do not fit.
 
     Example:
         >>> import torch, pslayers as ps
@@ -107,7 +116,11 @@ class PSEmbeddingBag(PSTable, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=T
             return ids
         table = torch.arange(self.num_embeddings, device=ids.device).double().cos().unsqueeze(1)
         factors = None if factors is None else factors.double()
-        options: Any = {"mode": "sum", "include_last_offset": self.include_last_offset, "per_sample_weights": factors}
+        options: Any = {
+            "mode": "sum",
+            "include_last_offset": self.include_last_offset,
+            "per_sample_weights": factors,
+        }
         return nn.functional.embedding_bag(ids, table, offsets, **options)  # (N, 1)
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Any, int, Any]:
@@ -119,14 +132,23 @@ class PSEmbeddingBag(PSTable, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=T
             return (ids, None, factors), {}, len(ids), undo
         bags = len(offsets) - int(self.include_last_offset)
         if bags == 1:
-            offsets = torch.arange(size + self.include_last_offset, device=ids.device, dtype=offsets.dtype) * len(ids)
-            return (ids.repeat(size), offsets, None if factors is None else factors.repeat(size)), {}, size, None
+            offsets = torch.arange(
+                size + self.include_last_offset, device=ids.device, dtype=offsets.dtype
+            ) * len(ids)
+            return (
+                (ids.repeat(size), offsets, None if factors is None else factors.repeat(size)),
+                {},
+                size,
+                None,
+            )
         like = self.weight.new_empty(bags, 1)
         if self.layout(like, size) not in (("dim", 0), BATCH_MAJOR):
             self._attributable(MIXED, like, 1, size)
         return (ids, offsets, factors), {}, bags, None
 
-    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
         """input (B, L), or (M,) with offsets -> (B, D)."""
         options = self.mode, per_sample_weights, self.include_last_offset, self.padding_idx
         return PF.embedding_bag(input, self.table(input), offsets, *options)

@@ -10,8 +10,8 @@ from ..modules.base import PSLayer
 class PSInstanceNorm1d(PSLayer, nn.InstanceNorm1d, replaces=nn.InstanceNorm1d, fused=True):
     """nn.InstanceNorm1d with per-sample weights; all else as in `PSInstanceNorm2d`.
 
-    Shapes: x (B, C, L), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source: Ulyanov et al. 2016
-    (arXiv:1607.08022).
+    Shapes: x (B, C, L), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source: Ulyanov et
+    al. 2016 (arXiv:1607.08022).
 
     Example:
         >>> import torch, pslayers as ps
@@ -29,13 +29,14 @@ class PSInstanceNorm1d(PSLayer, nn.InstanceNorm1d, replaces=nn.InstanceNorm1d, f
 
 
 class PSInstanceNorm2d(PSLayer, nn.InstanceNorm2d, replaces=nn.InstanceNorm2d, fused=True):
-    """nn.InstanceNorm2d with per-sample weights: ``y[n, c] = (x[n, c] - mean[n, c]) / std[n, c] * weight[n, c] + bias[n, c]``.
+    """nn.InstanceNorm2d with per-sample weights: ``y[n, c] = (x[n, c] - mean[n, c]) / std[n, c] * weight[n,
+    c] + bias[n, c]``.
 
-    With `track_running_stats`, training updates the running statistics as torch does (a batch leaves its mark on later ones, not
-    on its own samples), and eval mode normalises by them.
+    With `track_running_stats`, training updates the running statistics as torch does (a batch leaves its mark
+    on later ones, not on its own samples), and eval mode normalises by them.
 
-    Shapes: x (B, C, H, W), result the same; `grad_sample` (B, C). Also k * B rows, and (1, C, H, W) or (C, H, W), which all samples
-    share. Memory: 2 x B x C values. Source: Ulyanov et al. 2016 (arXiv:1607.08022).
+    Shapes: x (B, C, H, W), result the same; `grad_sample` (B, C). Also k * B rows, and (1, C, H, W) or (C, H,
+    W), which all samples share. Memory: 2 x B x C values. Source: Ulyanov et al. 2016 (arXiv:1607.08022).
 
     Raises:
         ValueError: the input's shape does not fit, or has one position where its own statistics are needed.
@@ -58,8 +59,8 @@ class PSInstanceNorm2d(PSLayer, nn.InstanceNorm2d, replaces=nn.InstanceNorm2d, f
 class PSInstanceNorm3d(PSLayer, nn.InstanceNorm3d, replaces=nn.InstanceNorm3d, fused=True):
     """nn.InstanceNorm3d with per-sample weights; all else as in `PSInstanceNorm2d`.
 
-    Shapes: x (B, C, D, H, W), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source: Ulyanov et al. 2016
-    (arXiv:1607.08022).
+    Shapes: x (B, C, D, H, W), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source:
+    Ulyanov et al. 2016 (arXiv:1607.08022).
 
     Example:
         >>> import torch, pslayers as ps
@@ -77,11 +78,21 @@ class PSInstanceNorm3d(PSLayer, nn.InstanceNorm3d, replaces=nn.InstanceNorm3d, f
 
 
 def _instance_norm(layer: PSInstanceNorm1d | PSInstanceNorm2d | PSInstanceNorm3d, x: Tensor) -> Tensor:
-    """By the sample's own statistics, which training adds to the running ones; in eval mode by those, where there are any."""
+    """By the sample's own statistics, which training adds to the running ones; in eval mode by those, where
+    there are any.
+    """
     layer._check_input_dim(x)
     if x.shape[1] != layer.num_features:
-        raise ValueError(f"expected input's size at dim=1 to match num_features ({layer.num_features}), but got: {x.shape[1]}.")
-    mean, var, weight, bias = layer.running_mean, layer.running_var, layer.expansion("weight"), layer.expansion("bias")
+        raise ValueError(
+            f"expected input's size at dim=1 to match num_features ({layer.num_features}), but got:"
+            f" {x.shape[1]}."
+        )
+    mean, var, weight, bias = (
+        layer.running_mean,
+        layer.running_var,
+        layer.expansion("weight"),
+        layer.expansion("bias"),
+    )
     if mean is not None and var is not None and layer.track_running_stats and not layer.training:
         return PF.batch_norm(x, mean, var, weight, bias, layer.eps)
     if x.shape[2:].numel() == 1:

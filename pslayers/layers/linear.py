@@ -12,9 +12,9 @@ from ..modules.base import PSLayer
 class PSLinear(PSLayer, nn.Linear, replaces=nn.Linear, fused=True):
     """nn.Linear with per-sample weights: ``y[n] = x[n] @ weight[n].T + bias[n]``.
 
-    Shapes: x (B, ..., I), result (B, ..., O); `grad_sample` (B, O, I) and (B, O). Also k * B rows, and (1, ..., I) or (I,), which
-    all samples share: then the result has B rows. Memory: B x O x (I + 1) values. Source: direct derivation (outer product of
-    output gradient and input).
+    Shapes: x (B, ..., I), result (B, ..., O); `grad_sample` (B, O, I) and (B, O). Also k * B rows, and (1,
+    ..., I) or (I,), which all samples share: then the result has B rows. Memory: B x O x (I + 1) values.
+    Source: direct derivation (outer product of output gradient and input).
 
     Example:
         >>> import torch, pslayers as ps
@@ -38,9 +38,10 @@ class PSLinear(PSLayer, nn.Linear, replaces=nn.Linear, fused=True):
 class PSBilinear(PSLayer, nn.Bilinear, replaces=nn.Bilinear, fused=True):
     """nn.Bilinear with per-sample weights: ``y[n, o] = x1[n] @ weight[n, o] @ x2[n] + bias[n, o]``.
 
-    Shapes: x1 (B, ..., I) and x2 (B, ..., J), result (B, ..., O); `grad_sample` (B, O, I, J) and (B, O). Also k * B rows, and
-    (1, ..., I) or (I,), which all samples share: then the result has B rows. Memory: B x O x (I x J + 1) values, and the products
-    of the inputs, rows x I x J, while they are computed. Source: direct derivation (outer product of output gradient and inputs).
+    Shapes: x1 (B, ..., I) and x2 (B, ..., J), result (B, ..., O); `grad_sample` (B, O, I, J) and (B, O). Also
+    k * B rows, and (1, ..., I) or (I,), which all samples share: then the result has B rows. Memory: B x O x
+    (I x J + 1) values, and the products of the inputs, rows x I x J, while they are computed. Source: direct
+    derivation (outer product of output gradient and inputs).
 
     Raises:
         ValueError: the inputs' shapes do not fit.

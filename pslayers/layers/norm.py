@@ -9,8 +9,9 @@ from ..modules.base import PSLayer
 class PSLayerNorm(PSLayer, nn.LayerNorm, replaces=nn.LayerNorm, fused=True):
     """nn.LayerNorm with per-sample weights: ``y[n] = (x[n] - mean) / sqrt(var + eps) * weight[n] + bias[n]``.
 
-    Shapes: input ``(B, ..., *S)``, result the same, S = `normalized_shape`; `grad_sample` ``(B, *S)``. Also k * B rows, and
-    ``(1, ..., *S)`` or S, which all samples share. Memory: 2 x B x S values. Source: Ba et al. 2016 (arXiv:1607.06450).
+    Shapes: input ``(B, ..., *S)``, result the same, S = `normalized_shape`; `grad_sample` ``(B, *S)``. Also k
+    * B rows, and ``(1, ..., *S)`` or S, which all samples share. Memory: 2 x B x S values. Source: Ba et al.
+    2016 (arXiv:1607.06450).
 
     Example:
         >>> import torch, pslayers as ps
@@ -34,8 +35,9 @@ class PSLayerNorm(PSLayer, nn.LayerNorm, replaces=nn.LayerNorm, fused=True):
 class PSRMSNorm(PSLayer, nn.RMSNorm, replaces=nn.RMSNorm, fused=True):
     """nn.RMSNorm with per-sample weights: ``y[n] = x[n] / sqrt(mean(x[n]**2) + eps) * weight[n]``.
 
-    Shapes: x ``(B, ..., *S)``, result the same, S = `normalized_shape`; `grad_sample` ``(B, *S)``. Also k * B rows, and
-    ``(1, ..., *S)`` or S, which all samples share. Memory: B x S values. Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    Shapes: x ``(B, ..., *S)``, result the same, S = `normalized_shape`; `grad_sample` ``(B, *S)``. Also k * B
+    rows, and ``(1, ..., *S)`` or S, which all samples share. Memory: B x S values. Source: Zhang and Sennrich
+    2019 (arXiv:1910.07467).
 
     Example:
         >>> import torch, pslayers as ps
@@ -56,10 +58,11 @@ class PSRMSNorm(PSLayer, nn.RMSNorm, replaces=nn.RMSNorm, fused=True):
 
 
 class PSGroupNorm(PSLayer, nn.GroupNorm, replaces=nn.GroupNorm, fused=True):
-    """nn.GroupNorm with per-sample weights: ``y[n, c] = (x[n, c] - mean[n, g]) / std[n, g] * weight[n, c] + bias[n, c]``.
+    """nn.GroupNorm with per-sample weights: ``y[n, c] = (x[n, c] - mean[n, g]) / std[n, g] * weight[n, c] +
+    bias[n, c]``.
 
-    Shapes: input (B, C, ...), result the same; `grad_sample` (B, C). Also k * B rows, and (1, C, ...), which all samples share.
-    Memory: 2 x B x C values. Source: Wu and He 2018 (arXiv:1803.08494).
+    Shapes: input (B, C, ...), result the same; `grad_sample` (B, C). Also k * B rows, and (1, C, ...), which
+    all samples share. Memory: 2 x B x C values. Source: Wu and He 2018 (arXiv:1803.08494).
 
     Example:
         >>> import torch, pslayers as ps
@@ -73,4 +76,6 @@ class PSGroupNorm(PSLayer, nn.GroupNorm, replaces=nn.GroupNorm, fused=True):
 
     def forward(self, input: Tensor) -> Tensor:
         """x (B, C, ...) -> (B, C, ...)."""
-        return PF.group_norm(input, self.num_groups, self.expansion("weight"), self.expansion("bias"), self.eps)
+        return PF.group_norm(
+            input, self.num_groups, self.expansion("weight"), self.expansion("bias"), self.eps
+        )

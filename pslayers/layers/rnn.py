@@ -19,7 +19,8 @@ Undo = Callable[[Tensor], Tensor] | None
 class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
     """A recurrent layer; a subclass says which op runs it, and what its state is where that is not just h.
 
-    The batch dim of the input is the layer's own, by its ``batch_first``, whatever the rest of the model does.
+    The batch dim of the input is the layer's own, by its ``batch_first``, whatever the rest of the model
+    does.
     """
 
     event_dims = 2
@@ -71,7 +72,8 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         sizes = self._sizes(x, batch_sizes)
         if given:
             states = (
-                s.expand(-1, n, -1) if s.ndim == 3 and s.shape[1] == 1 else s for s, (_, n, _) in zip(given, sizes, strict=True)
+                s.expand(-1, n, -1) if s.ndim == 3 and s.shape[1] == 1 else s
+                for s, (_, n, _) in zip(given, sizes, strict=True)
             )
             hx = self._hidden(tuple(states))
         else:
@@ -82,7 +84,9 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
     def flatten_parameters(self) -> None:
         """As torch's, but per-sample weights given in place of the parameters stay where they are."""
         names = zip(self._flat_weights_names, self._flat_weights, strict=False)
-        if all(isinstance(w, Tensor) and w.ndim == (2 if name.startswith("weight") else 1) for name, w in names):
+        if all(
+            isinstance(w, Tensor) and w.ndim == (2 if name.startswith("weight") else 1) for name, w in names
+        ):
             super().flatten_parameters()
 
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -102,7 +106,11 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         states = (states,) if isinstance(states, Tensor) else states
         owned: list[tuple[Tensor, int, Tensor | None]] = [(s, 1, None) for s in states if s.ndim == 3]
         if isinstance(out, PackedSequence):
-            order = torch.arange(int(out.batch_sizes[0])) if out.sorted_indices is None else out.sorted_indices.cpu()
+            order = (
+                torch.arange(int(out.batch_sizes[0]))
+                if out.sorted_indices is None
+                else out.sorted_indices.cpu()
+            )
             owners = torch.cat([order[:count] for count in out.batch_sizes.tolist()])
             owned.append((out.data, 0, owners.to(out.data.device)))
         elif out.ndim == 3:
@@ -127,15 +135,17 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         return x.unsqueeze(0) if x.ndim == 2 else x.movedim(self._batch_dim, 0)
 
     def _to_rows(self, x: Tensor, size: int) -> tuple[Tensor, Undo]:
-        """(N, T, I) with N = k * size rows, batch-major, and how to bring outputs back to the caller's rows."""
+        """(N, T, I) with N = k * size rows, batch-major, and how to bring outputs back to the caller's
+        rows.
+        """
         if x.shape[0] == 1:
             return x.expand(size, -1, -1), None
         try:
             return self.to_rows(x, size)
         except ValueError as error:
             raise ValueError(
-                f"{error} The shape above is batch first; the batch dim of this layer's own input is dim {self._batch_dim}, by "
-                f"its batch_first={self.batch_first}."
+                f"{error} The shape above is batch first; the batch dim of this layer's own input is dim"
+                f" {self._batch_dim}, by its batch_first={self.batch_first}."
             ) from None
 
     def _packed_rows(self, packed: PackedSequence, size: int) -> PackedSequence:
@@ -152,7 +162,10 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
     def unsupported(cls, module: nn.Module) -> str | None:
         """Complex weights: the walk over time takes no conjugates."""
         if any(p.is_complex() for p in module.parameters(recurse=False)):
-            return "holds complex weights, whose gradients its walk over time does not know: call the cell of its kind step by step"
+            return (
+                "holds complex weights, whose gradients its walk over time does not know: call the cell of"
+                " its kind step by step"
+            )
         return None
 
     def _weights(self) -> list[Tensor | Expansion]:
@@ -160,16 +173,21 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         return [w for w in found if w is not None]
 
     def _options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("bias", "num_layers", "dropout", "training", "bidirectional")}
+        return {
+            name: getattr(self, name)
+            for name in ("bias", "num_layers", "dropout", "training", "bidirectional")
+        }
 
 
 class PSLSTM(PSRecurrent, nn.LSTM, replaces=nn.LSTM, fused=True):
-    """nn.LSTM in full, with per-sample weights: ``gates[t, n] = w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t - 1, n] + b_hh[n]``.
+    """nn.LSTM in full, with per-sample weights: ``gates[t, n] = w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t -
+    1, n] + b_hh[n]``.
 
-    Shapes: x (T, B, I), (B, T, I) where `batch_first`, or packed; result (T, B, D * R), h_n (L * D, B, R), c_n (L * D, B, H);
-    `grad_sample` (B, 4 H, I), (B, 4 H, R), (B, 4 H) and (B, R, H), row i being the caller's sample i also where packing has sorted
-    the sequences. Also k * B sequences, k a sample; one sequence, (T, 1, I) or (T, I), is shared by all samples, and the result
-    then has B. `hx` is torch's; of batch size 1, it is shared too. Memory: B times that of the weights. Source: direct derivation
+    Shapes: x (T, B, I), (B, T, I) where `batch_first`, or packed; result (T, B, D * R), h_n (L * D, B, R),
+    c_n (L * D, B, H); `grad_sample` (B, 4 H, I), (B, 4 H, R), (B, 4 H) and (B, R, H), row i being the
+    caller's sample i also where packing has sorted the sequences. Also k * B sequences, k a sample; one
+    sequence, (T, 1, I) or (T, I), is shared by all samples, and the result then has B. `hx` is torch's; of
+    batch size 1, it is shared too. Memory: B times that of the weights. Source: direct derivation
     (back-propagation through time, one walk for all samples).
 
     Example:
@@ -203,12 +221,13 @@ class PSLSTM(PSRecurrent, nn.LSTM, replaces=nn.LSTM, fused=True):
 class PSGRU(PSRecurrent, nn.GRU, replaces=nn.GRU, fused=True):
     """nn.GRU in full, with per-sample weights; inputs, rows and errors as in `PSLSTM`.
 
-    With ``rx, zx, nx = w_ih[n] @ x[t, n] + b_ih[n]`` and ``rh, zh, nh = w_hh[n] @ h[t - 1, n] + b_hh[n]``: r, z are
-    ``sigmoid(rx + rh), sigmoid(zx + zh)``, and ``h[t, n] = (1 - z) * tanh(nx + r * nh) + z * h[t - 1, n]``.
+    With ``rx, zx, nx = w_ih[n] @ x[t, n] + b_ih[n]`` and ``rh, zh, nh = w_hh[n] @ h[t - 1, n] + b_hh[n]``: r,
+    z are ``sigmoid(rx + rh), sigmoid(zx + zh)``, and ``h[t, n] = (1 - z) * tanh(nx + r * nh) + z * h[t - 1,
+    n]``.
 
-    Shapes: x (T, B, I), (B, T, I) where `batch_first`, or packed; result (T, B, D * H), h_n (L * D, B, H); `grad_sample`
-    (B, 3 H, I), (B, 3 H, H) and (B, 3 H). Memory: B times that of the weights. Source: direct derivation (back-propagation
-    through time, one walk for all samples).
+    Shapes: x (T, B, I), (B, T, I) where `batch_first`, or packed; result (T, B, D * H), h_n (L * D, B, H);
+    `grad_sample` (B, 3 H, I), (B, 3 H, H) and (B, 3 H). Memory: B times that of the weights. Source: direct
+    derivation (back-propagation through time, one walk for all samples).
 
     Example:
         >>> import torch, pslayers as ps
@@ -228,9 +247,9 @@ class PSRNN(PSRecurrent, nn.RNN, replaces=nn.RNN, fused=True):
 
     ``h[t, n] = tanh(w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t - 1, n] + b_hh[n])``.
 
-    Shapes: x (T, B, I), (B, T, I) where `batch_first`, or packed; result (T, B, D * H), h_n (L * D, B, H); `grad_sample`
-    (B, H, I), (B, H, H) and (B, H). Memory: B times that of the weights. Source: direct derivation (back-propagation through
-    time, one walk for all samples).
+    Shapes: x (T, B, I), (B, T, I) where `batch_first`, or packed; result (T, B, D * H), h_n (L * D, B, H);
+    `grad_sample` (B, H, I), (B, H, H) and (B, H). Memory: B times that of the weights. Source: direct
+    derivation (back-propagation through time, one walk for all samples).
 
     Example:
         >>> import torch, pslayers as ps

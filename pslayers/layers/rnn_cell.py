@@ -12,7 +12,9 @@ from ..modules.base import PSLayer
 
 
 class PSRecurrentCell(PSLayer, nn.RNNCellBase, fused=True):
-    """One step of a recurrent layer; a subclass says which op runs it, and what its state is where that is not just h."""
+    """One step of a recurrent layer; a subclass says which op runs it, and what its state is where that is
+    not just h.
+    """
 
     event_dims = 1
 
@@ -21,9 +23,12 @@ class PSRecurrentCell(PSLayer, nn.RNNCellBase, fused=True):
         batch = current_batch()
         assert batch is not None
         given = () if hx is None else self._states(hx)
-        # the state that an earlier call has left has B rows also where all samples share an input without a batch dim
+        # the state that an earlier call has left has B rows also where all samples share an input without a
+        # batch dim
         whole = [h.ndim == 2 and len(h) == batch.size > 1 for h in given]
-        if input.ndim not in (1, 2) or any(h.ndim != input.ndim and not w for h, w in zip(given, whole, strict=True)):
+        if input.ndim not in (1, 2) or any(
+            h.ndim != input.ndim and not w for h, w in zip(given, whole, strict=True)
+        ):
             return super().forward(input, hx)  # torch's own error
         x, undo = self.to_rows(input, batch.size)  # (N, I)
         if given:
@@ -61,9 +66,10 @@ class PSRecurrentCell(PSLayer, nn.RNNCellBase, fused=True):
 class PSLSTMCell(PSRecurrentCell, nn.LSTMCell, replaces=nn.LSTMCell, fused=True):
     """nn.LSTMCell with per-sample weights: one step of `PSLSTM`.
 
-    Shapes: x (B, I), hx two of (B, H), zeros if None; result like hx; `grad_sample` (B, 4 H, I), (B, 4 H, H) and (B, 4 H). Also
-    k * B rows, k a sample, and (1, I) or (I,), which all samples share: then the result has B rows. Memory: B times that of the
-    weights. Source: direct derivation (outer products of the gates' gradients with input and state).
+    Shapes: x (B, I), hx two of (B, H), zeros if None; result like hx; `grad_sample` (B, 4 H, I), (B, 4 H, H)
+    and (B, 4 H). Also k * B rows, k a sample, and (1, I) or (I,), which all samples share: then the result
+    has B rows. Memory: B times that of the weights. Source: direct derivation (outer products of the gates'
+    gradients with input and state).
 
     Example:
         >>> import torch, pslayers as ps
@@ -91,8 +97,8 @@ class PSLSTMCell(PSRecurrentCell, nn.LSTMCell, replaces=nn.LSTMCell, fused=True)
 class PSGRUCell(PSRecurrentCell, nn.GRUCell, replaces=nn.GRUCell, fused=True):
     """nn.GRUCell with per-sample weights: one step of `PSGRU`.
 
-    Shapes: x (B, I), hx (B, H), zeros if None; result like hx; `grad_sample` (B, 3 H, I), (B, 3 H, H) and (B, 3 H). Other rows as
-    in `PSLSTMCell`. Memory: B times that of the weights. Source: direct derivation.
+    Shapes: x (B, I), hx (B, H), zeros if None; result like hx; `grad_sample` (B, 3 H, I), (B, 3 H, H) and (B,
+    3 H). Other rows as in `PSLSTMCell`. Memory: B times that of the weights. Source: direct derivation.
 
     Example:
         >>> import torch, pslayers as ps
@@ -109,8 +115,8 @@ class PSGRUCell(PSRecurrentCell, nn.GRUCell, replaces=nn.GRUCell, fused=True):
 class PSRNNCell(PSRecurrentCell, nn.RNNCell, replaces=nn.RNNCell, fused=True):
     """nn.RNNCell, tanh or relu, with per-sample weights: one step of `PSRNN`.
 
-    Shapes: x (B, I), hx (B, H), zeros if None; result like hx; `grad_sample` (B, H, I), (B, H, H) and (B, H). Other rows as in
-    `PSLSTMCell`. Memory: B times that of the weights. Source: direct derivation.
+    Shapes: x (B, I), hx (B, H), zeros if None; result like hx; `grad_sample` (B, H, I), (B, H, H) and (B, H).
+    Other rows as in `PSLSTMCell`. Memory: B times that of the weights. Source: direct derivation.
 
     Example:
         >>> import torch, pslayers as ps

@@ -8,7 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from .. import compiled, torch_api
-from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, TIME_MAJOR, Ambiguous, Layout, Tracker, fits_layout
+from ..attribution.tracking import (
+    BATCH_MAJOR,
+    FIRST,
+    MIXED,
+    SHARED,
+    TABLE,
+    TIME_MAJOR,
+    Ambiguous,
+    Layout,
+    Tracker,
+    fits_layout,
+)
 from ..core.context import Batch, Scale, Settings, clear, in_place_of, local, places_of, transforming
 from ..core.expansion import Expansion, cross
 from ..core.recorder import recorder_of
@@ -21,15 +32,20 @@ REGISTRY: dict[type[nn.Module], type["PSLayer"]] = {}
 
 
 def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward: the original where nothing is recorded, else with the batch and the rows of this call known."""
+    """A layer's forward: the original where nothing is recorded, else with the batch and the rows of this
+    call known.
+    """
 
     @functools.wraps(ps_forward)
     def forward(self: "PSLayer", *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return compiled.call_layer(self, ps_forward, args, kwargs)
-        if local.call is not None and local.call.layer is self:  # a subclass that calls super().forward: one call, one set of rows
+        # a subclass that calls super().forward: one call, one set of rows
+        if local.call is not None and local.call.layer is self:
             return ps_forward(self, *args, **kwargs)
-        if (standing := local.stand_ins) is not None and (stand_in := self._ps_standing(standing, args, kwargs)) is not None:
+        if (standing := local.stand_ins) is not None and (
+            stand_in := self._ps_standing(standing, args, kwargs)
+        ) is not None:
             return stand_in(functools.partial(forward, self))
         if (picks := local.gathered_rows) is not None and not picks.enters(self):
             return picks.call(self, functools.partial(forward, self), args, kwargs)
@@ -55,7 +71,9 @@ def _run(ps_forward: Callable[..., Any], self: "PSLayer", *args: Any, **kwargs: 
 
 
 class Call:
-    """One call of a layer: its rows, the scale of its gradients, and the names of the parameters that it has expanded."""
+    """One call of a layer: its rows, the scale of its gradients, and the names of the parameters that it has
+    expanded.
+    """
 
     __slots__ = ("before", "expanded", "layer", "rows", "scale")
 
@@ -73,7 +91,8 @@ class Call:
 class PSLayer(Converted):
     """A layer that computes with per-sample weights; mixed in before the torch layer that it replaces.
 
-    A subclass writes ``forward`` with ``self.expand(name)`` in the place of ``self.name``; autograd does the rest:
+    A subclass writes ``forward`` with ``self.expand(name)`` in the place of ``self.name``; autograd does the
+    rest:
 
     Example:
         >>> import torch, pslayers as ps
@@ -92,10 +111,11 @@ class PSLayer(Converted):
         >>> model[1].scale.grad_sample.shape
         torch.Size([5, 4])
 
-    ``replaces=`` enters the class in the converter's registry: modules of exactly that type become this one. Without it the
-    class is used by constructing it. ``fused=True`` says that the forward hands its weights, as ``self.expansion(name)``, to ops of
-    ``ps.functional`` alone, which then scale the rows of a mean loss themselves. ``event_dims`` tells how many dims the first
-    input of one sample has by itself, where inputs without a batch dim, or with the batch in another dim, are to be handled.
+    ``replaces=`` enters the class in the converter's registry: modules of exactly that type become this one.
+    Without it the class is used by constructing it. ``fused=True`` says that the forward hands its weights,
+    as ``self.expansion(name)``, to ops of ``ps.functional`` alone, which then scale the rows of a mean loss
+    themselves. ``event_dims`` tells how many dims the first input of one sample has by itself, where inputs
+    without a batch dim, or with the batch in another dim, are to be handled.
     """
 
     replaces: ClassVar[type[nn.Module] | None] = None
@@ -104,7 +124,9 @@ class PSLayer(Converted):
     _ps_channels: ClassVar[bool] = False  # an input's dims are its rows, its channels, and others
     _ps_layer: ClassVar[bool] = True
 
-    def __init_subclass__(cls, replaces: type[nn.Module] | None = None, fused: bool = False, **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls, replaces: type[nn.Module] | None = None, fused: bool = False, **kwargs: Any
+    ) -> None:
         super().__init_subclass__(**kwargs)
         forward = cls.__dict__.get("forward")
         if forward is not None:
@@ -113,8 +135,9 @@ class PSLayer(Converted):
         if replaces is not None:
             if not (isinstance(replaces, type) and issubclass(cls, replaces)):
                 raise TypeError(
-                    f"`{cls.__name__}` says replaces={replaces!r}, but is no subclass of it: a replacement takes over the "
-                    f"original's attributes and forward, so write class {cls.__name__}(ps.PSLayer, Original, replaces=Original)."
+                    f"`{cls.__name__}` says replaces={replaces!r}, but is no subclass of it: a replacement"
+                    " takes over the original's attributes and forward, so write class"
+                    f" {cls.__name__}(ps.PSLayer, Original, replaces=Original)."
                 )
             cls.replaces = replaces
             REGISTRY[replaces] = cls
@@ -130,7 +153,9 @@ class PSLayer(Converted):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """What about this module's options rules per-sample gradients out, and the way out; None where nothing does."""
+        """What about this module's options rules per-sample gradients out, and the way out; None where
+        nothing does.
+        """
         return None
 
     # ------------------------------------------------------------------ one call
@@ -141,9 +166,15 @@ class PSLayer(Converted):
         return super()._ps_batch_size(args, kwargs)
 
     def _ps_needed(self) -> bool:
-        """Whether this call computes with per-sample weights: rows are recorded, or the weights given are per sample."""
+        """Whether this call computes with per-sample weights: rows are recorded, or the weights given are per
+        sample.
+        """
         state = self._ps or self._ps_state()
-        recording = state.settings.recording and not transforming() and (torch.is_grad_enabled() or self._ps_foreseen())
+        recording = (
+            state.settings.recording
+            and not transforming()
+            and (torch.is_grad_enabled() or self._ps_foreseen())
+        )
         for name, p in self._parameters.items():
             if p is not None:
                 if recording and p.requires_grad and isinstance(p, nn.Parameter):
@@ -153,18 +184,21 @@ class PSLayer(Converted):
         return False
 
     def _ps_foreseen(self) -> bool:
-        """Whether a reentrant checkpoint runs this at first, without gradients, in a call that is to be proved.
+        """Whether a reentrant checkpoint runs this at first, without gradients, in a call that is to be
+        proved.
 
         When it comes again, nothing can be learned any more.
         """
-        return torch_api.in_reentrant_forward() and local.batch is not None and local.batch.outputs is not None
+        return (
+            torch_api.in_reentrant_forward() and local.batch is not None and local.batch.outputs is not None
+        )
 
     def _ps_run(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         batch = local.batch
         if batch is None:
             raise ValueError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) was called without a tensor, so its batch size is unknown: "
-                f"call it inside `with ps.batch_size(n):`."
+                f"`{self._ps_state().path}` ({type(self).__name__}) was called without a tensor, so its batch"
+                " size is unknown: call it inside `with ps.batch_size(n):`."
             )
         args, kwargs, rows, undo = self.arrange(args, kwargs, batch.size)
         call = Call(self, rows, batch.scale)
@@ -175,7 +209,8 @@ class PSLayer(Converted):
             output = ps_forward(self, *args, **kwargs)
         if not self._ps_fused:
             if not self._ps_all_expanded(call):
-                call.scale.inside = 1.0  # gradients of other things flow through here: scale the rows themselves
+                # gradients of other things flow through here: scale the rows themselves
+                call.scale.inside = 1.0
             if call.scale.total != 1:
                 output = map_tensors(lambda t: cross(t, call.scale, False), output)
         if batch.outputs is not None:
@@ -183,11 +218,19 @@ class PSLayer(Converted):
         return output if undo is None else map_tensors(undo, output)
 
     def _ps_owned(self, output: Any, rows: int) -> list[tuple[Tensor, int, Tensor | None]]:
-        """The tensors of an output, the dim of their rows, and whose these are; None: k a sample, in order."""
-        return [(output, 0, None)] if isinstance(output, Tensor) and output.ndim and output.shape[0] == rows else []
+        """The tensors of an output, the dim of their rows, and whose these are; None: k a sample, in
+        order.
+        """
+        return (
+            [(output, 0, None)]
+            if isinstance(output, Tensor) and output.ndim and output.shape[0] == rows
+            else []
+        )
 
     def _ps_all_expanded(self, call: Call) -> bool:
-        """Whether all that is trainable here was expanded and recorded; what was not is watched, for it must get no gradient."""
+        """Whether all that is trainable here was expanded and recorded; what was not is watched, for it must
+        get no gradient.
+        """
         state, whole = self._ps_state(), not self._modules
         for name, param in self._parameters.items():
             if param is not None and param.requires_grad:
@@ -199,13 +242,17 @@ class PSLayer(Converted):
 
     def _ps_transformed(self, batch: Batch) -> None:
         recorded = batch.settings.recording and torch.is_grad_enabled()
-        if recorded and any(isinstance(p, nn.Parameter) and p.requires_grad for p in self._parameters.values()):
+        if recorded and any(
+            isinstance(p, nn.Parameter) and p.requires_grad for p in self._parameters.values()
+        ):
             super()._ps_transformed(batch)
 
     def _ps_standing(
         self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[Callable[..., Any]], Any] | None:
-        """How a call runs whose weights or input are tensors that stand for those of each sample; None for one of no such."""
+        """How a call runs whose weights or input are tensors that stand for those of each sample; None for
+        one of no such.
+        """
         held: dict[str, Any] = self._parameters
         own = {name: p.each for name, p in held.items() if isinstance(p, PerSample)}
         x = next(iter(tensors_in((args, kwargs))), None)
@@ -218,7 +265,9 @@ class PSLayer(Converted):
         elif own and isinstance(x, Tensor):
             owners = None if (picks := followed()) is None else picks.owners(x)
             if picks is None or (owners is not None and owners.ids is None):
-                raise NoRuleError(f"`{self._ps_state().path}` is given rows of which it is not known whose they are")
+                raise NoRuleError(
+                    f"`{self._ps_state().path}` is given rows of which it is not known whose they are"
+                )
             if owners is None and not standing.choose(*picks.copies(x)):
                 shared = x.expand(local.batch.size, *x.shape)  # type: ignore[union-attr]
 
@@ -233,7 +282,9 @@ class PSLayer(Converted):
         return run
 
     def _ps_of_shared(self, forward: Callable[..., Any], args: Any, kwargs: Any, x: Any, each: Tensor) -> Any:
-        """A call for what all samples share, or what stands for each sample's own, `each` (B, *S): what stands for the results."""
+        """A call for what all samples share, or what stands for each sample's own, `each` (B, *S): what
+        stands for the results.
+        """
         rows, k = each, each.shape[1] if each.ndim > 2 else 0
         if k and (self._ps_channels or (self.event_dims is not None and each.ndim - 2 == self.event_dims)):
             rows = each.flatten(0, 1)  # k rows for each sample
@@ -274,7 +325,8 @@ class PSLayer(Converted):
     def arrange(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int
     ) -> tuple[tuple[Any, ...], dict[str, Any], int, Callable[[Tensor], Tensor] | None]:
-        """Bring the first tensor input to N = k * size rows in dim 0; also returns N, and what brings an output back.
+        """Bring the first tensor input to N = k * size rows in dim 0; also returns N, and what brings an
+        output back.
 
         Raises:
             ValueError: the rows cannot be attributed to the samples.
@@ -293,7 +345,9 @@ class PSLayer(Converted):
         return args, kwargs, x.shape[0], undo
 
     def _ps_plainly_batched(self, x: Any, size: int) -> bool:
-        """Whether `layout` would find the batch in dim 0, the most frequent case, in which it is not worth its time."""
+        """Whether `layout` would find the batch in dim 0, the most frequent case, in which it is not worth
+        its time.
+        """
         return (
             isinstance(x, Tensor)
             and (self.event_dims is None or x.ndim - 1 == self.event_dims)
@@ -336,7 +390,8 @@ class PSLayer(Converted):
         if known is not None and fits_layout(known, x, size):
             return self._attributable(known, x, free, size)
         first = 0 if state.settings.batch_first or free < 2 else 1
-        among_events = x.ndim == free and free == 1 and not x.is_floating_point()  # ids of samples, or of positions?
+        # ids of samples, or of positions?
+        among_events = x.ndim == free and free == 1 and not x.is_floating_point()
         others = sum(x.shape[d] == size for d in range(free) if d != first)
         if x.shape[first] == size and not others and not among_events:
             return "dim", first
@@ -352,7 +407,10 @@ class PSLayer(Converted):
 
     def _ps_unattributable(self, x: Tensor, call: int) -> bool:
         """Whether tracking has shown that the rows of this call's input are no one sample's, or several's."""
-        return any(p.requires_grad for p in self.parameters()) and self._ps_state().layouts.get((call, FIRST, x.ndim)) == MIXED
+        return (
+            any(p.requires_grad for p in self.parameters())
+            and self._ps_state().layouts.get((call, FIRST, x.ndim)) == MIXED
+        )
 
     def _attributable(self, layout: Layout, x: Tensor, free: int, size: int) -> Layout:
         if layout == MIXED or (layout[0] == "dim" and layout[1] >= free):
@@ -360,32 +418,38 @@ class PSLayer(Converted):
         return layout
 
     def _ps_not_attributable(self, x: Tensor, size: int) -> ValueError:
-        like_it = [n for n in x.shape[: x.ndim - (self.event_dims or 0)] if n == size]  # torch 2.8 cannot compile `count`
+        # torch 2.8 cannot compile `count`
+        like_it = [n for n in x.shape[: x.ndim - (self.event_dims or 0)] if n == size]
         if x.ndim and x.shape[0] == size and len(like_it) == 1:
             return ValueError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} whose rows depend on "
-                f"more than one of the {size} samples each: samples interact before it (by a mean, a maximum or a softmax over the "
-                f"batch, by all pairs), or rows were moved by data in a way that is not followed. Take such statistics over a "
-                f"sample's own dims; if samples do not interact, write a layer for the module that moves rows (ps.PSLayer)."
+                f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)}"
+                f" whose rows depend on more than one of the {size} samples each: samples interact before it"
+                " (by a mean, a maximum or a softmax over the batch, by all pairs), or rows were moved by"
+                " data in a way that is not followed. Take such statistics over a sample's own dims; if"
+                " samples do not interact, write a layer for the module that moves rows (ps.PSLayer)."
             )
         return ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} in a batch of {size} "
-            f"samples, whose rows cannot be attributed to samples: expected {size} rows, a multiple of it (k rows a sample) or "
-            f"1 (shared by all). If the batch is not in dim 0 of the model's first input, say so with "
-            f"convert_model(..., batch_first=False) or `with ps.batch_size(n):`; if shapes are ambiguous, give an example "
-            f"batch, convert_model(..., example=x); else write a layer for this module (ps.PSLayer)."
+            f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} in a"
+            f" batch of {size} samples, whose rows cannot be attributed to samples: expected {size} rows, a"
+            " multiple of it (k rows a sample) or 1 (shared by all). If the batch is not in dim 0 of the"
+            " model's first input, say so with convert_model(..., batch_first=False) or `with"
+            " ps.batch_size(n):`; if shapes are ambiguous, give an example batch, convert_model(...,"
+            " example=x); else write a layer for this module (ps.PSLayer)."
         )
 
     # ------------------------------------------------------------------ the weights
     def expansion(self, name: str) -> Expansion | Tensor | None:
-        """The parameter `name` in the form that ``ps.functional`` takes, at its cheapest; B weights. None stays None."""
+        """The parameter `name` in the form that ``ps.functional`` takes, at its cheapest; B weights. None
+        stays None.
+        """
         if torch.compiler.is_compiling():
             return compiled.weights(self, name)
         weight: Tensor | None = self._parameters[name] if name in self._parameters else getattr(self, name)
         if weight is None:
             return None
         state, batch = self._ps or self._ps_state(), local.batch
-        if weight.ndim != state.ndims.get(name, weight.ndim):  # per-sample weights were given in place of the parameter
+        # per-sample weights were given in place of the parameter
+        if weight.ndim != state.ndims.get(name, weight.ndim):
             if batch is not None:
                 self._ps_check_given(name, weight, batch.size)
             return weight
@@ -396,22 +460,36 @@ class PSLayer(Converted):
             batch is None
             or call is None
             or call.layer is not self
-            or not (settings.recording and weight.requires_grad and torch.is_grad_enabled() and isinstance(weight, nn.Parameter))
+            or not (
+                settings.recording
+                and weight.requires_grad
+                and torch.is_grad_enabled()
+                and isinstance(weight, nn.Parameter)
+            )
         ):
             return Expansion(weight, None)
         call.expanded.add(name)
         recorder = weight.__dict__.get("_ps_recorder")
-        if recorder is None or recorder.settings is not settings or recorder.slot is None or recorder.param() is not weight:
+        if (
+            recorder is None
+            or recorder.settings is not settings
+            or recorder.slot is None
+            or recorder.param() is not weight
+        ):
             recorder = recorder_of(weight, f"{state.prefix}{name}", settings, self)
         return Expansion(weight, recorder.rows(batch.size), call.scale, recorder)
 
     def expand(self, name: str) -> Tensor | None:
-        """The parameter `name`, expanded to this call's rows: ``(N, *S)``, where N is B, or k * B for k rows a sample.
+        """The parameter `name`, expanded to this call's rows: ``(N, *S)``, where N is B, or k * B for k rows
+        a sample.
 
-        None stays None (a layer without bias). Memory: the expansion is a view; its gradient takes N x P values.
+        None stays None (a layer without bias). Memory: the expansion is a view; its gradient takes N x P
+        values.
         """
         if local.call is None or local.call.layer is not self:
-            raise RuntimeError(f"`{type(self).__name__}.expand({name!r})` was called outside of the layer's forward.")
+            raise RuntimeError(
+                f"`{type(self).__name__}.expand({name!r})` was called outside of the layer's forward."
+            )
         weight, rows = self.expansion(name), local.call.rows
         if weight is None:
             return None

@@ -1,4 +1,6 @@
-"""Calls by the original layers: of a batch of one, where each gradient is its one row too; of none; where nothing is recorded."""
+"""Calls by the original layers: of a batch of one, where each gradient is its one row too; of none; where
+nothing is recorded.
+"""
 
 import functools
 from typing import Any
@@ -14,13 +16,16 @@ from .inventory import Inventory
 
 
 class _Alone(Op):
-    """The parameters as they are; a pass that comes through lets what arrives at each be recorded as the row of the one sample.
+    """The parameters as they are; a pass that comes through lets what arrives at each be recorded as the row
+    of the one sample.
 
     `leaf` is the rows leaf of the first of them: a pass that goes there goes everywhere.
     """
 
     @staticmethod
-    def forward(ctx: Any, recorders: list[Recorder], outer_pass: int, leaf: Tensor, *params: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, recorders: list[Recorder], outer_pass: int, leaf: Tensor, *params: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.recorders, ctx.outer_pass = recorders, outer_pass
         ctx.set_materialize_grads(False)
         return tuple([p.detach() for p in params])
@@ -32,7 +37,8 @@ class _Alone(Op):
             store_single(recorders, grads)
         else:
             for grad, recorder, (node, _) in zip(grads, recorders, ctx.next_functions[1:], strict=True):
-                if grad is not None and will_execute(node, asked=False):  # torch.autograd.grad has no side effects
+                # torch.autograd.grad has no side effects
+                if grad is not None and will_execute(node, asked=False):
                     recorder.single_pass, recorder.outer_pass = pass_id, ctx.outer_pass
         return None, None, None, *grads
 
@@ -43,7 +49,8 @@ class _OfNone(_Alone):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         for grad, recorder, (node, _) in zip(grads, ctx.recorders, ctx.next_functions[1:], strict=True):
-            if grad is not None and will_execute(node, asked=False):  # torch.autograd.grad has no side effects
+            # torch.autograd.grad has no side effects
+            if grad is not None and will_execute(node, asked=False):
                 recorder.outer_pass = -1
                 recorder.note(grad)
                 recorder.store(grad.new_zeros(0, *grad.shape))
@@ -75,10 +82,15 @@ class Trained:
     def aliased(self, op: type[_Alone]) -> list[Place]:
         """Aliases of the parameters for a call, by `op`, in their places.
 
-        Those with hooks of the user's have a node of their own: no pass calls these that does not reach the parameter.
+        Those with hooks of the user's have a node of their own: no pass calls these that does not reach the
+        parameter.
         """
         recorders, params, task = self.recorders, self.params, torch_api.outer_pass()
-        hooked = [i for i, p in enumerate(params) if len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks]
+        hooked = [
+            i
+            for i, p in enumerate(params)
+            if len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks
+        ]
         if not hooked:
             aliases = op.apply(recorders, task, recorders[0].leaf, *params)
         else:
@@ -86,7 +98,9 @@ class Trained:
             together = [i for i in range(len(params)) if i not in hooked]
             for group in (*([i] for i in hooked), *([together] if together else [])):
                 chosen = [recorders[i] for i in group]
-                for i, alias in zip(group, op.apply(chosen, task, chosen[0].leaf, *(params[i] for i in group)), strict=True):
+                for i, alias in zip(
+                    group, op.apply(chosen, task, chosen[0].leaf, *(params[i] for i in group)), strict=True
+                ):
                     aliases[i] = alias
         return [(held, name, aliases[at]) for held, name, _, at in self.places]
 
@@ -101,11 +115,18 @@ class Trained:
                 or not recorder.ready(param, 1)
             ):
                 return False
-        return all(held[name] is param and not (param is not None and param.requires_grad) for held, name, param in self.others)
+        return all(
+            held[name] is param and not (param is not None and param.requires_grad)
+            for held, name, param in self.others
+        )
 
 
-def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, recorded: bool) -> Any:
-    """A call for one sample, or for none, by the original layers; weights that were given for each sample are that one's."""
+def run_alone(
+    model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, recorded: bool
+) -> Any:
+    """A call for one sample, or for none, by the original layers; weights that were given for each sample are
+    that one's.
+    """
     given, trained = inventory.given_slots(), inventory.trained
     if given:
         inventory.check_given(size)
@@ -126,7 +147,9 @@ def run_alone(model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: d
 
 
 def _flat_weights(inventory: Inventory) -> list[Place]:
-    """Recurrent layers keep their weights in a list, too, and make it anew where those are others: the list of those now held."""
+    """Recurrent layers keep their weights in a list, too, and make it anew where those are others: the list
+    of those now held.
+    """
     flat: list[Place] = []
     for ref in inventory.recurrent:
         layer = vars(ref())

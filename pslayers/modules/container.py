@@ -1,4 +1,6 @@
-"""PSContainer: modules with layers below them, and modules without a replacement, by a class made for each."""
+"""PSContainer: modules with layers below them, and modules without a replacement, by a class made for
+each.
+"""
 
 import functools
 from typing import Any
@@ -20,8 +22,8 @@ from .converted import Converted, Kind, random_state, set_random_state
 class PSContainer(Converted):
     """Mixed into the class of a module that has layers below it, or parameters that no replacement knows.
 
-    Its outermost call tells the layers below the batch size. Where the module is general, its forward is run with per-sample
-    parameters, see `general`.
+    Its outermost call tells the layers below the batch size. Where the module is general, its forward is run
+    with per-sample parameters, see `general`.
     """
 
     _ps_original: type[nn.Module]
@@ -44,9 +46,14 @@ class PSContainer(Converted):
     def _ps_run(self, *args: Any, **kwargs: Any) -> Any:
         """A call inside a batch."""
         state, batch, original = self._ps_state(), local.batch, self._ps_forward()
-        if local.stand_ins is not None and local.stand_ins.includes_children:  # whose parameters, too, are the samples' own
+        # whose parameters, too, are the samples' own
+        if local.stand_ins is not None and local.stand_ins.includes_children:
             return original(self, *args, **kwargs)
-        if local.gathered_rows is not None and state.per_sample_forward and not local.gathered_rows.enters(self):
+        if (
+            local.gathered_rows is not None
+            and state.per_sample_forward
+            and not local.gathered_rows.enters(self)
+        ):
             return local.gathered_rows.call(self, self._ps_run, args, kwargs)
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
@@ -55,7 +62,8 @@ class PSContainer(Converted):
         call = batch.count(self)
         if torch_api.level() > batch.level and not self._ps_given():
             self._ps_transformed(batch)
-        # what a reentrant checkpoint runs without gradients at first is to come again, when nothing can be learned any more
+        # what a reentrant checkpoint runs without gradients at first is to come again, when nothing can be
+        # learned any more
         recording = torch.is_grad_enabled() or torch_api.in_reentrant_forward()
         recording = state.settings.recording and recording and not transforming()
         given = self._ps_given(own=not state.includes_children)
@@ -71,8 +79,8 @@ class PSContainer(Converted):
             if batch.trackable:
                 raise Ambiguous
             raise ValueError(
-                f"`{state.path}` ({type(self).__name__}) was called in a way that differs from run to run of the same batch, so "
-                f"its samples cannot be told apart: write a layer for it (ps.PSLayer)."
+                f"`{state.path}` ({type(self).__name__}) was called in a way that differs from run to run of"
+                " the same batch, so its samples cannot be told apart: write a layer for it (ps.PSLayer)."
             )
         if not given and not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
@@ -82,12 +90,16 @@ class PSContainer(Converted):
             if batch.trackable:
                 raise Ambiguous from None
             raise ValueError(
-                f"`{state.path}` ({type(self).__name__}) does what it did not when this kind of call was proved ({error}): convert "
-                f"the model anew, or write a layer for it (ps.PSLayer)."
+                f"`{state.path}` ({type(self).__name__}) does what it did not when this kind of call was"
+                f" proved ({error}): convert the model anew, or write a layer for it (ps.PSLayer)."
             ) from error
 
-    def _ps_learn(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
-        """As the base's; where the layers cannot be run each by itself, the whole module is run with per-sample parameters."""
+    def _ps_learn(
+        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind
+    ) -> Any:
+        """As the base's; where the layers cannot be run each by itself, the whole module is run with
+        per-sample parameters.
+        """
         state, random, before = self._ps_state(), random_state(), Snapshot(self)
         by_itself, first = (state.per_sample_forward, state.includes_children), None
         for shared, whole in ((set(), False), ({TABLE}, False), ({TABLE, SHARED}, False), (set(), True)):
@@ -97,15 +109,20 @@ class PSContainer(Converted):
             try:
                 with gathering(size, state.settings, args, kwargs):
                     return super()._ps_learn(run, args, kwargs, size, kind)
-            except Exception as error:  # a shape that no longer broadcasts, rows that are no one's, outputs that differ
+            # a shape that no longer broadcasts, rows that are no one's, outputs that differ
+            except Exception as error:
                 first = first or error
                 before.restore()
         state.per_sample_forward, state.includes_children = by_itself
         assert first is not None
         raise first
 
-    def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
-        """Choose how each module below is run: modules that cannot be by themselves go with the module that calls them."""
+    def _ps_settle(
+        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch
+    ) -> None:
+        """Choose how each module below is run: modules that cannot be by themselves go with the module that
+        calls them.
+        """
         modules: dict[int, Any] = {id(m): m for m in self.modules()}
         names = self._ps_given()
         first = {name: nn.Parameter(p.detach()[0]) for name, p in self.named_parameters() if name in names}
@@ -127,11 +144,16 @@ class PSContainer(Converted):
         if shared := self._ps_state().shared:
             for (key, call, (slot, _), ndim), _ in tracker.seen.items():
                 module, caller = modules[key], tracker.callers.get((key, call))
-                taken_up = slot == "in" if isinstance(module, PSLayer) else slot == "out" and module._ps_state().per_sample_forward
+                taken_up = (
+                    slot == "in"
+                    if isinstance(module, PSLayer)
+                    else slot == "out" and module._ps_state().per_sample_forward
+                )
                 if (
                     taken_up
                     and caller
-                    and (shared if slot == "in" else {TABLE}) & {*module._ps_state().layouts_of(call, slot, ndim)}
+                    and (shared if slot == "in" else {TABLE})
+                    & {*module._ps_state().layouts_of(call, slot, ndim)}
                 ):
                     _whole(modules, caller, module)
         for module, call, taken, named, returned, written in made:  # a caller comes after what it has called
@@ -139,11 +161,16 @@ class PSContainer(Converted):
             if not state.per_sample_forward:
                 continue
             slots = {"in": (taken, named), "out": returned, "written": written}
-            layouts = general.Layouts(*(general.places(state, call, slot, value) for slot, value in slots.items()))
+            layouts = general.Layouts(
+                *(general.places(state, call, slot, value) for slot, value in slots.items())
+            )
             given = bool(module._ps_given(own=not state.includes_children))
             how = (call, module.training, given, ndims((taken, named)))
             try:
-                forward, picks = module._ps_forward(), id(module) in tracker.pickers or PICKED in layouts.outputs
+                forward, picks = (
+                    module._ps_forward(),
+                    id(module) in tracker.pickers or PICKED in layouts.outputs,
+                )
                 state.settings.has_gathered_rows = state.settings.has_gathered_rows or picks
                 state.plans[how] = general.choose(
                     module, forward, (taken, named), layouts, batch.size, state.includes_children, picks
@@ -155,7 +182,9 @@ class PSContainer(Converted):
 
 
 def _take_gradients(tracker: Tracker, recorded: Tracker) -> None:
-    """Let inputs of calls need gradients where they do in a recorded run: torch's kernels may go by that (and may crash)."""
+    """Let inputs of calls need gradients where they do in a recorded run: torch's kernels may go by that (and
+    may crash).
+    """
     like = {(id(module), call): (taken, named) for module, call, taken, named, *_ in recorded.made}
     for module, call, taken, named, *_ in tracker.made:
         pairs = zip(tensors_in((taken, named)), tensors_in(like.get((id(module), call), ())), strict=False)
@@ -164,18 +193,22 @@ def _take_gradients(tracker: Tracker, recorded: Tracker) -> None:
                 kept.requires_grad_()
 
 
-def _whole(modules: dict[int, Any], caller: int | None, module: Any, why: str = "its rows are picked by data") -> None:
+def _whole(
+    modules: dict[int, Any], caller: int | None, module: Any, why: str = "its rows are picked by data"
+) -> None:
     if caller is None:
         raise ValueError(
-            f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run with parameters for each sample: {why}. If "
-            f"samples do not interact in it, write a layer for it (ps.PSLayer)."
+            f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run with parameters for each"
+            f" sample: {why}. If samples do not interact in it, write a layer for it (ps.PSLayer)."
         )
     state = modules[caller]._ps_state()
     state.per_sample_forward = state.includes_children = True
 
 
 def _escalate(modules: dict[int, Any], tracker: Tracker, key: int, params: set[int]) -> None:
-    """Let the module that uses parameters of others be run whole, or the first of its callers that holds them all."""
+    """Let the module that uses parameters of others be run whole, or the first of its callers that holds them
+    all.
+    """
     while not params <= {id(p) for p in modules[key].parameters()}:
         caller = next((c for (k, _), c in tracker.callers.items() if k == key and c is not None), None)
         if caller is None:
@@ -209,7 +242,12 @@ def container_class(original: Any) -> type[PSContainer]:
             return self._ps_outermost(PSContainer._ps_run, args, kwargs)
         return self._ps_run(*args, **kwargs)
 
-    names = {"forward": forward, "_ps_original": original, "__module__": original.__module__, "__doc__": original.__doc__}
+    names = {
+        "forward": forward,
+        "_ps_original": original,
+        "__module__": original.__module__,
+        "__doc__": original.__doc__,
+    }
     cls: type[PSContainer] = type(original)(original.__name__, (PSContainer, original), names)
     cls.__qualname__ = original.__qualname__
     _CONTAINERS[original] = cls

@@ -1,4 +1,6 @@
-"""What every module of a converted model shares: settings, the batch of the outermost call, what tracking has taught."""
+"""What every module of a converted model shares: settings, the batch of the outermost call, what tracking has
+taught.
+"""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +15,15 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import compiled, torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
-from ..attribution.proof import GradientProbe, Unprovable, batched_outputs, disagreement, past_expansions, quiet_hooks, rows_agree
+from ..attribution.proof import (
+    GradientProbe,
+    Unprovable,
+    batched_outputs,
+    disagreement,
+    past_expansions,
+    quiet_hooks,
+    rows_agree,
+)
 from ..attribution.snapshot import Snapshot, gradients_unchanged, trial
 from ..attribution.tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
 from ..core import sharding
@@ -28,7 +38,9 @@ Kind = tuple[bool, tuple[tuple[int, bool], ...]]
 
 
 class State:
-    """What conversion leaves on a module: the model's settings, the module's path in it, its parameters' own dims."""
+    """What conversion leaves on a module: the model's settings, the module's path in it, its parameters' own
+    dims.
+    """
 
     conversions = 0  # of modules, so far
 
@@ -37,20 +49,28 @@ class State:
         self.settings, self.path = settings, path or type(module).__name__
         self.prefix = f"{path}." if path else ""  # of its parameters' names, as named_parameters gives them
         self.number = compiled.number_of(module)  # by which compiled code knows the module
-        self.token = torch.tensor(self.number, device="cpu")  # an input of that code, not a part of it: equal layers share it
-        # kinds of calls in which rows were proved to be the samples', and whether per-sample weights were given
+        # an input of that code, not a part of it: equal layers share it
+        self.token = torch.tensor(self.number, device="cpu")
+        # kinds of calls in which rows were proved to be the samples', and whether per-sample weights were
+        # given
         self.proved: set[tuple[bool, tuple[tuple[int, bool], ...], bool]] = set()
-        self.proved_in: Any = ""  # what torch.compile was at when the last of these was proved while it traced
-        self.places: dict[tuple[int, ...], int] = {}  # dims of the inputs: which of them holds the batch, if not the first
+        # what torch.compile was at when the last of these was proved while it traced
+        self.proved_in: Any = ""
+        # dims of the inputs: which of them holds the batch, if not the first
+        self.places: dict[tuple[int, ...], int] = {}
         self.keeps = False  # a forward changes what modules hold (a counter, statistics)
-        self.per_sample_forward = self.includes_children = False  # run with per-sample parameters: its own, or all below it too
-        self.shared: set[Layout] = set()  # callers of layers that take what all samples share, in these ways, are run whole
+        # run with per-sample parameters: its own, or all below it too
+        self.per_sample_forward = self.includes_children = False
+        # callers of layers that take what all samples share, in these ways, are run whole
+        self.shared: set[Layout] = set()
         # how: (number of the call, training, whether per-sample weights were given, dims of the inputs)
         self.plans: dict[tuple[int, bool, bool, tuple[int, ...]], Any] = {}
         self.ndims = {name: p.ndim for name, p in own_parameters(module)}
-        if (makers := module._modules.get("parametrizations")) is not None:  # what the weights are computed from
+        # what the weights are computed from
+        if (makers := module._modules.get("parametrizations")) is not None:
             self.ndims |= {f"parametrizations.{name}": p.ndim for name, p in makers.named_parameters()}
-        self.forward: MethodType | None = None  # that was set on the instance, where it was one of its own methods
+        # that was set on the instance, where it was one of its own methods
+        self.forward: MethodType | None = None
         # tracked: (number of the call, place of the tensor, its dims): layout
         self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
         self.inventory: Inventory | None = None
@@ -91,8 +111,8 @@ class Converted(_Mixin):
     def __prepare_scriptable__(self) -> Any:
         """Called by torch.jit.script."""
         raise RuntimeError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) is converted, and TorchScript has no per-sample gradients: script "
-            f"the original, ps.restore_model(model), or a copy of it."
+            f"`{self._ps_state().path}` ({type(self).__name__}) is converted, and TorchScript has no"
+            " per-sample gradients: script the original, ps.restore_model(model), or a copy of it."
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
@@ -106,7 +126,9 @@ class Converted(_Mixin):
                 clear(param)
 
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no tensor."""
+        """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no
+        tensor.
+        """
         sizes = self._ps_sizes(args, kwargs)
         return self._ps_told(sizes) if sizes else None
 
@@ -123,7 +145,9 @@ class Converted(_Mixin):
         return found
 
     def _ps_told(self, sizes: list[tuple[int, int]]) -> int:
-        """The batch size that inputs of these sizes tell: the first one's, unless another's was seen to be the outputs', too."""
+        """The batch size that inputs of these sizes tell: the first one's, unless another's was seen to be
+        the outputs', too.
+        """
         if len(sizes) == 1:
             return sizes[0][1]
         return sizes[self._ps_state().places.get(tuple([ndim for ndim, _ in sizes]), 0)][1]
@@ -132,7 +156,8 @@ class Converted(_Mixin):
         """Run an outermost call, its batch size known to every layer below."""
         settings, nested = self._ps_state().settings, local.again or torch_api.current_pass() != -1
         recorded = settings.recording and torch.is_grad_enabled()
-        if torch_api.is_tracing() is not None:  # torch.jit.trace, an ONNX export: what is traced records nothing
+        # torch.jit.trace, an ONNX export: what is traced records nothing
+        if torch_api.is_tracing() is not None:
             return run_plain(self, args, kwargs)
         if not self._ps_layer and not recorded and not transforming() and not self._ps_given():
             with nullcontext() if nested else settings.turns.reading:
@@ -142,10 +167,15 @@ class Converted(_Mixin):
         with settings.turns.writing:
             return self._ps_in_turn(run, args, kwargs, recorded)
 
-    def _ps_in_turn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recorded: bool) -> Any:
+    def _ps_in_turn(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recorded: bool
+    ) -> Any:
         state, settings = self._ps_state(), self._ps_state().settings
         recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
-        trackable, sizes = not self._ps_layer and not recomputed, self._ps_sizes(args, kwargs) if not self._ps_layer else []
+        trackable, sizes = (
+            not self._ps_layer and not recomputed,
+            self._ps_sizes(args, kwargs) if not self._ps_layer else [],
+        )
         inventory = self._ps_inventory() if recorded else None
         if inventory is not None and inventory.strangers and trackable and not settings.partial:
             inventory = self._ps_adopt()
@@ -156,7 +186,13 @@ class Converted(_Mixin):
         else:
             if len(sizes) > 1 and trackable and recorded and not (local.again or sharding.apart(self)):
                 self._ps_look_for_batch(run, args, kwargs, sizes)
-            size = self._ps_batch_size(args, kwargs) if self._ps_layer else self._ps_told(sizes) if sizes else None
+            size = (
+                self._ps_batch_size(args, kwargs)
+                if self._ps_layer
+                else self._ps_told(sizes)
+                if sizes
+                else None
+            )
         if size is None:
             if not self._ps_layer and recorded and not transforming():
                 raise self._ps_no_batch(args, kwargs)
@@ -202,7 +238,8 @@ class Converted(_Mixin):
         except Ambiguous:
             if apart:
                 raise self._ps_apart() from None
-        except Exception:  # a weight that was given for each sample is used past its layer, where that is not known yet
+        # a weight that was given for each sample is used past its layer, where that is not known yet
+        except Exception:
             if not (unproved and self._ps_given()):
                 raise
         finally:
@@ -221,23 +258,36 @@ class Converted(_Mixin):
         return self.training, tuple((ndim, n == size) for ndim, n in sizes)
 
     def _ps_proved(self, kind: Kind) -> bool:
-        """Whether a kind of call was proved, with such weights: per-sample ones that were given tell nothing of the model's own."""
+        """Whether a kind of call was proved, with such weights: per-sample ones that were given tell nothing
+        of the model's own.
+        """
         proved = self._ps_state().proved
         return (*kind, False) in proved or ((*kind, True) in proved and bool(self._ps_given()))
 
-    def _ps_look_for_batch(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]) -> None:
-        """Remember which of inputs of several sizes holds the batch, as the outputs tell: of calls with tensors of such dims."""
+    def _ps_look_for_batch(
+        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]
+    ) -> None:
+        """Remember which of inputs of several sizes holds the batch, as the outputs tell: of calls with
+        tensors of such dims.
+        """
         state, dims = self._ps_state(), tuple([ndim for ndim, _ in sizes])
         if dims in state.places or len({n for _, n in sizes}) == 1:
             return
         with torch.no_grad(), without_gathered_rows():
             outputs = list(tensors_in([run_tracked(functools.partial(run, self), self, args, kwargs)[1]]))
-        shapes: list[tuple[int, ...]] = [t.shape[:2] for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.ndim]
-        shapes += [(int(t.batch_sizes[0]),) for t in outputs if isinstance(t, PackedSequence) and len(t.batch_sizes)]
-        leading = 1 if dims[0] == 1 else 2  # a first input of more dims may come out with its batch in the second one
+        shapes: list[tuple[int, ...]] = [
+            t.shape[:2] for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.ndim
+        ]
+        shapes += [
+            (int(t.batch_sizes[0]),) for t in outputs if isinstance(t, PackedSequence) and len(t.batch_sizes)
+        ]
+        # a first input of more dims may come out with its batch in the second one
+        leading = 1 if dims[0] == 1 else 2
         counts = {n: sum(n in shape[:leading] for shape in shapes) for _, n in sizes}
         most, large = max(counts.values()), [n for ndim, n in sizes if ndim > 1 or ndim == -1]
-        if (counts[sizes[0][1]] and leading == 2) or (counts[sizes[0][1]] == most and (most or leading == 2 or not large)):
+        if (counts[sizes[0][1]] and leading == 2) or (
+            counts[sizes[0][1]] == most and (most or leading == 2 or not large)
+        ):
             place = 0
         elif most:
             place = next(i for i, (_, n) in enumerate(sizes) if counts[n] == most)
@@ -245,31 +295,40 @@ class Converted(_Mixin):
             place = next(i for i, (ndim, _) in enumerate(sizes) if ndim != 1)
         else:
             raise ValueError(
-                f"`{state.path}` ({type(self).__name__}) was called with tensors of {sorted({n for _, n in sizes})} rows, and its "
-                f"outputs do not tell which of these is the batch size: say so, `with ps.batch_size(n):`."
+                f"`{state.path}` ({type(self).__name__}) was called with tensors of"
+                f" {sorted({n for _, n in sizes})} rows, and its outputs do not tell which of these is the"
+                " batch size: say so, `with ps.batch_size(n):`."
             )
         state.places[dims] = place
 
     def _ps_no_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueError:
-        given = [f"{type(v).__name__}{' without dims' if isinstance(v, Tensor) else ''}" for v in (*args, *kwargs.values())]
+        given = [
+            f"{type(v).__name__}{' without dims' if isinstance(v, Tensor) else ''}"
+            for v in (*args, *kwargs.values())
+        ]
         return ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) was called with {', '.join(given) or 'nothing'}: expected a tensor "
-            f"whose dim 0 holds the samples. Turn arrays and lists into tensors, or say how many samples there are, `with "
-            f"ps.batch_size(n):`."
+            f"`{self._ps_state().path}` ({type(self).__name__}) was called with"
+            f" {', '.join(given) or 'nothing'}: expected a tensor whose dim 0 holds the samples. Turn arrays"
+            " and lists into tensors, or say how many samples there are, `with ps.batch_size(n):`."
         )
 
     def _ps_adopt(self) -> Inventory:
-        """Convert what has been put into the model since it was converted: its rows would be missing without a word."""
+        """Convert what has been put into the model since it was converted: its rows would be missing without
+        a word.
+        """
         slots = self._ps_inventory().strangers
-        if adopt is not None and any((p := held[name]) is not None and p.requires_grad for held, name, *_ in slots):
+        if adopt is not None and any(
+            (p := held[name]) is not None and p.requires_grad for held, name, *_ in slots
+        ):
             adopt(self)
         return self._ps_inventory()
 
     def _ps_not_told(self, why: str) -> ValueError:
         return ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) was given rows that were picked by data (as in h[mask]), and it "
-            f"cannot be told whose they are: {why}. Pick rows where they are used, by a mask whose first dim is the batch's, or "
-            f"write a layer for the module that does it (ps.PSLayer)."
+            f"`{self._ps_state().path}` ({type(self).__name__}) was given rows that were picked by data (as"
+            f" in h[mask]), and it cannot be told whose they are: {why}. Pick rows where they are used, by a"
+            " mask whose first dim is the batch's, or write a layer for the module that does it"
+            " (ps.PSLayer)."
         )
 
     def _ps_make_room(self, size: int) -> None:
@@ -292,14 +351,16 @@ class Converted(_Mixin):
 
     def _ps_apart(self) -> ValueError:
         return ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) has parts that are sharded by themselves, so it cannot be run on "
-            f"trial, to find out and prove which rows are whose: each run gathers parameters, and other ranks may not take part. "
-            f"Convert it before it is sharded, with an example batch and in the mode (training or not) that it is used in: "
-            f"ps.convert_model(model, example=x)."
+            f"`{self._ps_state().path}` ({type(self).__name__}) has parts that are sharded by themselves, so"
+            " it cannot be run on trial, to find out and prove which rows are whose: each run gathers"
+            " parameters, and other ranks may not take part. Convert it before it is sharded, with an"
+            " example batch and in the mode (training or not) that it is used in: ps.convert_model(model,"
+            " example=x)."
         )
 
     def _ps_holds(self, batch: Batch, output: Any) -> bool | None:
-        """Whether a first call shows that samples depend on their own rows alone, and that all trainable parameters have rows.
+        """Whether a first call shows that samples depend on their own rows alone, and that all trainable
+        parameters have rows.
 
         None where nothing speaks against it, but a NaN leaves it open: then a later call is to show it.
         """
@@ -312,37 +373,50 @@ class Converted(_Mixin):
         return False if self._ps_past_layers(output) or batch.outputs.missed(output) else agree
 
     def _ps_past_layers(self, output: Any) -> bool:
-        """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that was not converted."""
+        """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that
+        was not converted.
+        """
         layers = (m for m in self.modules() if isinstance(m, Converted) and m._ps_layer)
         of_layers = (p for layer in layers for p in layer._parameters.values() if p is not None)
-        return past_expansions(output, list(of_layers if self._ps_state().settings.partial else self.parameters()))
+        return past_expansions(
+            output, list(of_layers if self._ps_state().settings.partial else self.parameters())
+        )
 
-    def _ps_settle(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch) -> None:
+    def _ps_settle(
+        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch
+    ) -> None:
         """Choose, from what was tracked, how each module below is run."""
 
     def _ps_transformed(self, batch: Batch) -> None:
-        """A call by a transform of torch.func that the model's own forward makes: its caller is run with per-sample parameters."""
+        """A call by a transform of torch.func that the model's own forward makes: its caller is run with
+        per-sample parameters.
+        """
         if batch.trackable:
             raise Ambiguous
         raise ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) is called inside a transform of torch.func in the model's forward, "
-            f"as it was not when this kind of call was proved: convert the model anew, or compute that part of the forward with "
-            f"torch.autograd.grad(..., create_graph=True)."
+            f"`{self._ps_state().path}` ({type(self).__name__}) is called inside a transform of torch.func in"
+            " the model's forward, as it was not when this kind of call was proved: convert the model anew,"
+            " or compute that part of the forward with torch.autograd.grad(..., create_graph=True)."
         )
 
     def _ps_recomputed_size(self, settings: Settings) -> int:
         if len(sizes := settings.sizes()) > 1:
             raise RuntimeError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) is called again in the backward pass, by something else than "
-                f"torch.utils.checkpoint, while calls of batch sizes {sorted(sizes)} wait for theirs: back-propagate each call "
-                f"before the next one, or use torch.utils.checkpoint."
+                f"`{self._ps_state().path}` ({type(self).__name__}) is called again in the backward pass, by"
+                f" something else than torch.utils.checkpoint, while calls of batch sizes {sorted(sizes)}"
+                " wait for theirs: back-propagate each call before the next one, or use"
+                " torch.utils.checkpoint."
             )
         return next(iter(sizes))
 
-    def _ps_learn(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
-        """Track the batch through the layers below, let each remember how its inputs hold the samples, and run.
+    def _ps_learn(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind
+    ) -> Any:
+        """Track the batch through the layers below, let each remember how its inputs hold the samples, and
+        run.
 
-        An error leaves them as they were: what was learned is kept only if the outputs are those of the plain model.
+        An error leaves them as they were: what was learned is kept only if the outputs are those of the plain
+        model.
         """
         batch, bound = Batch(size, self._ps_state().settings), functools.partial(run, self)
         modules: dict[int, Any] = {id(m): m for m in self.modules()}
@@ -365,7 +439,9 @@ class Converted(_Mixin):
             raise
 
     def _ps_given(self, own: bool = False) -> set[str]:
-        """The names of the parameters in whose place per-sample weights were given, here or anywhere below."""
+        """The names of the parameters in whose place per-sample weights were given, here or anywhere
+        below.
+        """
         if not own:
             return self._ps_inventory().given()
         ndims = self._ps_state().ndims
@@ -383,12 +459,17 @@ class Converted(_Mixin):
         """ValueError where the weights given for `name` cannot be the samples' own."""
         if len(weight) != size:
             raise ValueError(
-                f"`{self._ps_state().path}.{name}` was given as {len(weight)} per-sample weights for a batch of {size} samples: "
-                f"expand the parameters to the batch size of the call, ps.expand_params(model, {size})."
+                f"`{self._ps_state().path}.{name}` was given as {len(weight)} per-sample weights for a batch"
+                f" of {size} samples: expand the parameters to the batch size of the call,"
+                f" ps.expand_params(model, {size})."
             )
 
-    def _ps_prove(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind) -> Any:
-        """Run, and compare with the original layers; raises where the outputs or the owners of rows differ."""
+    def _ps_prove(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind
+    ) -> Any:
+        """Run, and compare with the original layers; raises where the outputs or the owners of rows
+        differ.
+        """
         given, plain = self._ps_given(), None
         if not given:  # per-sample weights have no plain counterpart
             with torch.no_grad(), without_gathered_rows():
@@ -398,7 +479,11 @@ class Converted(_Mixin):
         tensors = list(tensors_in([output]))
         layouts = [self._ps_state().layouts.get((0, ("out", i), t.ndim)) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
         own = batched_outputs(output, batch, layouts)
-        numbers = all(isinstance(t, Tensor) and not t.ndim for t, layout in zip(tensors, layouts, strict=True) if layout == MIXED)
+        numbers = all(
+            isinstance(t, Tensor) and not t.ndim
+            for t, layout in zip(tensors, layouts, strict=True)
+            if layout == MIXED
+        )
         try:
             with gradients_unchanged(self):
                 agree = rows_agree(batch.outputs, own, batch)
@@ -410,15 +495,18 @@ class Converted(_Mixin):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
             raise ValueError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) returned {problem}: samples interact in it, or an input that "
-                f"all {size} samples share was given a batch dim and did not broadcast as without one. Give it one in the model, "
-                f"as in ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer)."
+                f"`{self._ps_state().path}` ({type(self).__name__}) returned {problem}: samples interact in"
+                f" it, or an input that all {size} samples share was given a batch dim and did not broadcast"
+                " as without one. Give it one in the model, as in ids.unsqueeze(0), or write a layer for the"
+                " module that does it (ps.PSLayer)."
             )
         if agree:
             self._ps_state().proved.add((*kind, bool(given)))
         return output
 
-    def _ps_watched(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Batch]:
+    def _ps_watched(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int
+    ) -> tuple[Any, Batch]:
         """The output of a run that is to be proved, and its batch, which has watched what layers returned."""
         local.batch = batch = Batch(size, self._ps_state().settings)
         batch.root = self

@@ -1,4 +1,6 @@
-"""What lies below a module: found once, and again when it has changed. To ask torch each time costs more than a small layer."""
+"""What lies below a module: found once, and again when it has changed. To ask torch each time costs more than
+a small layer.
+"""
 
 import weakref
 from typing import Any, NamedTuple
@@ -18,7 +20,9 @@ class Slot(NamedTuple):
     @property
     def given(self) -> bool:
         """Whether it holds a weight for each sample."""
-        return self.ndim is not None and (param := self.held[self.name]) is not None and param.ndim != self.ndim
+        return (
+            self.ndim is not None and (param := self.held[self.name]) is not None and param.ndim != self.ndim
+        )
 
 
 class Inventory:
@@ -29,7 +33,8 @@ class Inventory:
 
     def __init__(self, root: Any, prefix: str, conversions: int) -> None:
         self.prefix, self.conversions = prefix, conversions  # what names of parameters begin with
-        self.modules: list[tuple[dict[str, Any], tuple[Any, ...]]] = []  # a module's children: where they are held, and who
+        # a module's children: where they are held, and who
+        self.modules: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
         self.names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.slots: list[Slot] = []
         self.recurrent: list[weakref.ref[nn.Module]] = []
@@ -64,8 +69,14 @@ class Inventory:
                 self.recurrent.append(weakref.ref(module))
 
     def holds(self, root: Any, conversions: int) -> bool:
-        """Whether it still tells what there is (a replica of a module shares all but the places of its parameters)."""
-        if conversions != self.conversions or self.modules[0][0] is not root._modules or self.names[0][0] is not root._parameters:
+        """Whether it still tells what there is (a replica of a module shares all but the places of its
+        parameters).
+        """
+        if (
+            conversions != self.conversions
+            or self.modules[0][0] is not root._modules
+            or self.names[0][0] is not root._parameters
+        ):
             return False
         for children, kept in self.modules:
             if tuple(children.values()) != kept:

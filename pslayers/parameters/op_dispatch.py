@@ -1,10 +1,12 @@
-"""Where parameters are the samples' own, the ops that torch.nn's layers are made of, on the fast forms of `functional`.
+"""Where parameters are the samples' own, the ops that torch.nn's layers are made of, on the fast forms of
+`functional`.
 
 A forward that runs as it is has a `PerSample` for each parameter: its op is called on the batch.
 
-A module that runs under `torch.func.vmap` with expanded parameters would have its products with real per-sample weights. Here
-an op whose weight is but an expansion goes to its counterpart in `functional` instead: by the vmap rule of an autograd.Function,
-which is handed the real tensors, every sample's part in dim 0.
+A module that runs under `torch.func.vmap` with expanded parameters would have its products with real
+per-sample weights. Here an op whose weight is but an expansion goes to its counterpart in `functional`
+instead: by the vmap rule of an autograd.Function, which is handed the real tensors, every sample's part in
+dim 0.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,9 @@ Op = Callable[..., Tensor]
 
 
 class _Redirected(torch.autograd.Function):
-    """Calls `op(*tensors)` with every sample's part in dim 0; what all samples share is expanded, but for weights."""
+    """Calls `op(*tensors)` with every sample's part in dim 0; what all samples share is expanded, but for
+    weights.
+    """
 
     @staticmethod
     def forward(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -36,11 +40,15 @@ class _Redirected(torch.autograd.Function):
         """Nothing is saved: the op that is called has a backward of its own."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: Any, op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, int]:
         _, x_dim, weight_dim, bias_dim = in_dims
         x = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
         # not touched where it can be: the expansion that is behind a weight is known by the tensor
-        each = (t if t is None or not d else t.movedim(d, 0) for t, d in ((weight, weight_dim), (bias, bias_dim)))
+        each = (
+            t if t is None or not d else t.movedim(d, 0) for t, d in ((weight, weight_dim), (bias, bias_dim))
+        )
         return op(x, *each), 0
 
 
@@ -52,7 +60,9 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     each = [t.each if isinstance(t, PerSample) else t for t in (weight, bias)]
     names = names_of(own)
     if local.stand_ins is not None:
-        computed = (t for t in own if t is not x and len(t.each) > 1 and t.each.stride(0) and not is_vector(t.shape))
+        computed = (
+            t for t in own if t is not x and len(t.each) > 1 and t.each.stride(0) and not is_vector(t.shape)
+        )
         local.stand_ins.slow |= names_of(computed)  # for each sample
     same = all(t.same for t in own)
     if isinstance(x, PerSample):
@@ -80,10 +90,11 @@ def _expanded(weight: Any) -> bool:
 
 
 class Redirect(TorchFunctionMode):
-    """Inside of vmap: ops whose weight is an expansion run in their fast form; `weights` notes where these lie.
+    """Inside of vmap: ops whose weight is an expansion run in their fast form; `weights` notes where these
+    lie.
 
-    With a batch `size`, tensors that are made anew are made for each sample: vmap refuses to write a sample's values into one
-    that all share, as in ``out = torch.zeros(n); out[ids] = values``.
+    With a batch `size`, tensors that are made anew are made for each sample: vmap refuses to write a sample's
+    values into one that all share, as in ``out = torch.zeros(n); out[ids] = values``.
     """
 
     def __init__(self, size: int | None = None) -> None:
@@ -97,10 +108,13 @@ class Redirect(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = _RULES.get(func)
-        if rule is not None and torch_api.level() == self.level:  # not inside a further transform that the forward makes
+        # not inside a further transform that the forward makes
+        if rule is not None and torch_api.level() == self.level:
             result = rule(*args, **(kwargs or {}))
             if result is not NotImplemented:
-                self.weights |= {behind(t).data_ptr() for t in (*args, *(kwargs or {}).values()) if _expanded(t)}
+                self.weights |= {
+                    behind(t).data_ptr() for t in (*args, *(kwargs or {}).values()) if _expanded(t)
+                }
                 return result
         result = func(*args, **(kwargs or {}))
         if self.size is not None and func in _MAKERS and not torch_api.is_batched(result):
@@ -145,7 +159,12 @@ def _conv(dims: int) -> Callable[..., Any]:
     ) -> Any:
         if not _expanded(weight):
             return NotImplemented
-        return _call(_flat(lambda x, w, b: op(x, w, b, stride, padding, dilation, groups), dims + 1), input, weight, bias)
+        return _call(
+            _flat(lambda x, w, b: op(x, w, b, stride, padding, dilation, groups), dims + 1),
+            input,
+            weight,
+            bias,
+        )
 
     return rule
 
@@ -173,7 +192,9 @@ def _layer_norm(
     return _call(lambda x, w, b: PF.layer_norm(x, normalized_shape, w, b, eps), input, weight, bias)
 
 
-def _rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+def _rms_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Any:
     if not _expanded(weight):
         return NotImplemented
     return _call(lambda x, w, b: PF.rms_norm(x, normalized_shape, w, eps), input, weight, None)
@@ -214,7 +235,12 @@ def _affine_expanded(weight: Tensor | None, bias: Tensor | None) -> bool:
 
 
 def _embedding(
-    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *args: Any, **kwargs: Any
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not _expanded(weight) or max_norm is not None or any(v is True for v in (*args, *kwargs.values())):
         return NotImplemented
@@ -227,10 +253,13 @@ def _prelu(input: Tensor, weight: Tensor) -> Any:
     return _call(_flat(lambda x, w, _: PF.prelu(x, w), input.ndim - 1), input, weight, None)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
     if attn_mask is None or not _needs_gradient(attn_mask):
         return NotImplemented
-    with sdpa_kernel(SDPBackend.MATH):  # as torch chooses by itself, but not under vmap, where it does not see that need
+    # as torch chooses by itself, but not under vmap, where it does not see that need
+    with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(query, key, value, attn_mask, *args, **kwargs)
 
 
@@ -241,16 +270,25 @@ def _needs_gradient(t: Tensor) -> bool:
 
 
 def _grouped_mm(func: Any) -> Callable[..., Any]:
-    def rule(mat_a: Tensor, mat_b: Tensor, *args: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    def rule(
+        mat_a: Tensor, mat_b: Tensor, *args: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
+    ) -> Any:
         offs = args[0] if args else offs
-        if not isinstance(mat_b, PerSample) or mat_a.ndim != 2 or mat_b.ndim != 3 or (picks := followed()) is None:
+        if (
+            not isinstance(mat_b, PerSample)
+            or mat_a.ndim != 2
+            or mat_b.ndim != 3
+            or (picks := followed()) is None
+        ):
             return NotImplemented
         owners = picks.owners(mat_a)
         if owners is None or owners.ids is None or offs is None or bias is not None or out_dtype is not None:
             return NotImplemented
         if local.stand_ins is not None and not mat_b.same:
             local.stand_ins.slow |= mat_b.names
-        return PF.grouped_mm(mat_a, mat_b.each, offs, owners.ids, lambda x, w, offsets: func(x, w, offs=offsets))
+        return PF.grouped_mm(
+            mat_a, mat_b.each, offs, owners.ids, lambda x, w, offsets: func(x, w, offs=offsets)
+        )
 
     return rule
 
@@ -278,7 +316,16 @@ def _linear_cross_entropy(
 
 
 _MAKERS = {
-    *(torch.zeros, torch.ones, torch.empty, torch.full, torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
+    *(
+        torch.zeros,
+        torch.ones,
+        torch.empty,
+        torch.full,
+        torch.zeros_like,
+        torch.ones_like,
+        torch.empty_like,
+        torch.full_like,
+    ),
     *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full),
 }
 _RULES: dict[Any, Callable[..., Any]] = {

@@ -1,11 +1,13 @@
-"""Parameters of which each sample has its own, in a forward that runs once, for the whole batch, as it is written.
+"""Parameters of which each sample has its own, in a forward that runs once, for the whole batch, as it is
+written.
 
-A `PerSample` takes a parameter's place. It has the parameter's shape S, and knows the B values (B, *S) that it stands for. A torch
-function that meets one has a rule here, or in `redirect` (the ops of torch.nn, in their fast form); any other is run for each
-sample by itself. Of parameters, and of what all samples share, it makes another `PerSample`; where it meets the batch each sample's
-rows meet its own. Whose the rows of a tensor are is never guessed from a multiple of B. Either they are followed (`picks`), or an
-op takes the parameter only to the module's own inputs and views of them, whose rows lie where these lie, and what goes value by
-value also to tensors of as many rows. What is not certain is refused.
+A `PerSample` takes a parameter's place. It has the parameter's shape S, and knows the B values (B, *S) that
+it stands for. A torch function that meets one has a rule here, or in `redirect` (the ops of torch.nn, in
+their fast form); any other is run for each sample by itself. Of parameters, and of what all samples share, it
+makes another `PerSample`; where it meets the batch each sample's rows meet its own. Whose the rows of a
+tensor are is never guessed from a multiple of B. Either they are followed (`picks`), or an op takes the
+parameter only to the module's own inputs and views of them, whose rows lie where these lie, and what goes
+value by value also to tensors of as many rows. What is not certain is refused.
 """
 
 import math
@@ -38,7 +40,8 @@ class Standing:
         includes_children: parameters of all modules below are stood for, too.
         weights: (B, *S) each, by their names.
         follows: whose the rows of other tensors are is followed.
-        choices: what was made of shapes that fit the batch, one choice after the other, when this was proved; None while it is.
+        choices: what was made of shapes that fit the batch, one choice after the other, when this was proved;
+            None while it is.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class Standing:
         chosen = len(self.chosen)
 
         def again() -> Standing:
-            standing = Standing(self.inputs, self.includes_children, self.weights, self.follows, self.choices or self.chosen)
+            standing = Standing(
+                self.inputs, self.includes_children, self.weights, self.follows, self.choices or self.chosen
+            )
             standing.chosen, standing.path = self.chosen[:chosen], self.path
             return standing
 
@@ -75,7 +80,10 @@ class Standing:
 
     def stand_ins(self) -> dict[str, "PerSample"]:
         """One for each of the weights."""
-        return {name: PerSample.of(w, len(w) < 2 or w.stride(0) == 0, frozenset((name,))) for name, w in self.weights.items()}
+        return {
+            name: PerSample.of(w, len(w) < 2 or w.stride(0) == 0, frozenset((name,)))
+            for name, w in self.weights.items()
+        }
 
     def choose(self, fits: bool, alike: Callable[[], bool] = lambda: True) -> bool:
         """Whether what has as many rows as the batch is the batch's: whatever it was when this was proved."""
@@ -91,7 +99,9 @@ class Standing:
         return choice
 
     def check_level(self) -> None:
-        """NoRuleError inside a transform of torch.func that the forward makes: what it has wrapped is not followed."""
+        """NoRuleError inside a transform of torch.func that the forward makes: what it has wrapped is not
+        followed.
+        """
         if torch_api.level() > self.level:
             raise NoRuleError("a parameter of each sample's own is used inside a transform of torch.func")
 
@@ -102,10 +112,12 @@ class Standing:
 
 @contextmanager
 def standing_in(module: Any, standing: Standing) -> Iterator[None]:
-    """A `PerSample` in the place of each of the module's parameters that there are weights for, in the forward that runs inside.
+    """A `PerSample` in the place of each of the module's parameters that there are weights for, in the
+    forward that runs inside.
 
     Raises:
-        NoRuleError: the forward has kept one, or what it made of one (a cache): the next one's would be others.
+        NoRuleError: the forward has kept one, or what it made of one (a cache): the next one's would be
+            others.
     """
     before, local.stand_ins = local.stand_ins, standing
     standing.path = module._ps_state().path
@@ -125,7 +137,9 @@ def standing_in(module: Any, standing: Standing) -> Iterator[None]:
 
 
 def _leave_values(module: Any) -> None:
-    """Attributes that a forward sets anew in each call, as hooks do with the weight that they make, hold values alone after it."""
+    """Attributes that a forward sets anew in each call, as hooks do with the weight that they make, hold
+    values alone after it.
+    """
     for held in (vars(m) for m in module.modules()):
         for name, value in held.items():
             if isinstance(value, PerSample):
@@ -133,13 +147,17 @@ def _leave_values(module: Any) -> None:
 
 
 class Kept(Tensor):
-    """The values that a parameter of each sample's own had in a call that is over: not to be used in a further one."""
+    """The values that a parameter of each sample's own had in a call that is over: not to be used in a
+    further one.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As of any tensor, outside of recorded calls."""
         if local.batch is not None and torch.is_grad_enabled():
-            raise NoRuleError("what was made of a parameter of each sample's own was kept from one call to the next")
+            raise NoRuleError(
+                "what was made of a parameter of each sample's own was kept from one call to the next"
+            )
         with torch_api.without_subclasses():
             return func(*args, **(kwargs or {}))
 
@@ -149,7 +167,8 @@ class PerSample(Tensor):
 
     each: Tensor
     same: bool  # whether all samples' values are the same, though their gradients are not
-    names: frozenset[str] = frozenset()  # of the parameters that it was made of; not torch's own `names` of dims, up to 2.9
+    # of the parameters that it was made of; not torch's own `names` of dims, up to 2.9
+    names: frozenset[str] = frozenset()
     parts: tuple[Tensor, ...] = ()
 
     @staticmethod
@@ -178,19 +197,24 @@ class PerSample(Tensor):
         return _for_each(func, args, kwargs) if result is NotImplemented else result
 
     def part(self, index: int) -> "PerSample":
-        """One of those in dim 0: of all together, whose gradients are written once, not for each among zeros."""
+        """One of those in dim 0: of all together, whose gradients are written once, not for each among
+        zeros.
+        """
         self.parts = self.parts or self.each.unbind(1)
         return self.like(self.parts[index])
 
     def over(self, x_ndim: int, rows: int, owners: Any = None) -> Tensor:
         """`each` as it broadcasts with a tensor of `x_ndim` dims; NoRuleError.
 
-        That holds as many rows as the module's input, or rows of which it is known whose they are (`owners.RowProvenance`).
+        That holds as many rows as the module's input, or rows of which it is known whose they are
+        (`owners.RowProvenance`).
         """
         size, shape = self.each.shape[0], (*(1,) * (x_ndim - self.ndim), *self.shape)
         inputs = () if local.stand_ins is None else local.stand_ins.inputs
         if self.ndim > x_ndim or shape[0] != 1 or (owners is None and all(rows != len(t) for t in inputs)):
-            raise NoRuleError(f"a parameter of shape {tuple(self.shape)} has no place in {rows} rows of {size} samples")
+            raise NoRuleError(
+                f"a parameter of shape {tuple(self.shape)} has no place in {rows} rows of {size} samples"
+            )
         each = self.each.reshape(size, *shape[1:])
         if owners is not None and owners.picked:
             return each.index_select(0, owners.ids)
@@ -208,14 +232,21 @@ def followed() -> Any:
 
 
 def of_the_input(x: Tensor) -> bool:
-    """Whether the rows of `x` lie where those of an input of the module lie, one or several in each, so that they are its."""
+    """Whether the rows of `x` lie where those of an input of the module lie, one or several in each, so that
+    they are its.
+    """
     return local.stand_ins is not None and any(x is t or lies_in(x, t) for t in local.stand_ins.inputs)
 
 
 def lies_in(x: Tensor, t: Tensor) -> bool:
     """Whether the rows of `x` lie in those of `t`, one or several in each, in order."""
     x, t = behind(x), behind(t)
-    if not x.ndim or x.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() or not x.numel() or len(x) % len(t):
+    if (
+        not x.ndim
+        or x.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
+        or not x.numel()
+        or len(x) % len(t)
+    ):
         return False
     block, k, offset = t.stride(0), len(x) // len(t), x.storage_offset() - t.storage_offset()
     apart = _extent(t) < block and x.stride(0) * k == block  # rows that are blocks of memory
@@ -240,13 +271,16 @@ def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-# ------------------------------------------------------------------------------------------------------- any function
+# ----------------------------------------------------------------------------------------------- any function
 def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function without a rule gives, run for each sample; of parameters that are all the same, run once."""
+    """What a function without a rule gives, run for each sample; of parameters that are all the same, run
+    once.
+    """
     given = list({id(t): t for t in tensors_of((args, kwargs))}.values())
     own = [t for t in given if isinstance(t, PerSample)]
     same, name = all(t.same for t in own), getattr(func, "__name__", str(func))
-    if same and (name in _TO_NUMBERS or not torch.is_grad_enabled()):  # no gradient, so there is nothing of each sample's own
+    # no gradient, so there is nothing of each sample's own
+    if same and (name in _TO_NUMBERS or not torch.is_grad_enabled()):
         return _plain(func, *map_tensors(_values, args), **map_tensors(_values, kwargs))
     if followed() is None and len(own) < len(given):  # which of the others are the batch's?
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
@@ -257,7 +291,8 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     size, names = len(own[0].each), names_of(own)
     rows = _Rows(size, name)
     batch = [(t, held) for t in given if not isinstance(t, PerSample) and (held := rows.take(t)) is not None]
-    marks = {id(t): torch.empty(()) for t in (*own, *(t for t, _ in batch))}  # in the place of these, which must not be kept
+    # in the place of these, which must not be kept
+    marks = {id(t): torch.empty(()) for t in (*own, *(t for t, _ in batch))}
     marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
     order = list(map(id, marks.values()))
 
@@ -272,7 +307,9 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if same and not torch_api.functions_transformed():
                 found = for_each(one, each, together)
             else:
-                found = torch.func.vmap(one, randomness="same")(*each, *(t.unflatten(0, (size, -1)) for t in together))
+                found = torch.func.vmap(one, randomness="same")(
+                    *each, *(t.unflatten(0, (size, -1)) for t in together)
+                )
                 found = map_tensors(lambda t: t.flatten(0, 1), found) if batch else found
             if batch and local.stand_ins is not None and local.stand_ins.choices is None:
                 _check(one, each, together, found, size)
@@ -291,7 +328,9 @@ def _values(t: Tensor) -> Tensor:
 
 
 def is_vector(shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape is small beside the batch's: of it, the samples' own values cost nothing."""
+    """Whether a tensor of this shape is small beside the batch's: of it, the samples' own values cost
+    nothing.
+    """
     return math.prod(shape) == max(shape, default=1)
 
 
@@ -316,7 +355,9 @@ def _check(one: Callable[..., Any], each: list[Tensor], held: list[Tensor], foun
             alone = one(*(w[i] for w in each), *(t.unflatten(0, (size, -1))[i] for t in held))
             for t, rows in zip(tensors_of(alone), tensors_of(found), strict=True):
                 own = rows.unflatten(0, (size, -1))[i]
-                if own.shape != t.shape or not torch.allclose(own, t, 1e-3, 1e-4 * float(t.abs().max()) if t.numel() else 0, True):
+                if own.shape != t.shape or not torch.allclose(
+                    own, t, 1e-3, 1e-4 * float(t.abs().max()) if t.numel() else 0, True
+                ):
                     raise ValueError("it does not do to each sample's rows what it does to all")
 
 
@@ -355,7 +396,7 @@ class _Rows:
         return rows
 
 
-# ------------------------------------------------------------------------------------------------------------- the rules
+# -------------------------------------------------------------------------------------------------- the rules
 def _reshaped(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     like = _plain(func, t, *args, **kwargs)
     same = isinstance(t, PerSample) and like.dtype == t.dtype  # not view(dtype)
@@ -379,7 +420,9 @@ def _indexed(func: Any, t: Any, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if not isinstance(t, PerSample) or any(isinstance(i, PerSample) or _of_the_batch(i) for i in parts):
         return NotImplemented  # looked up by the batch's ids
-    if len(parts) == 1 and (isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim and index.dtype == torch.long)):
+    if len(parts) == 1 and (
+        isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim and index.dtype == torch.long)
+    ):
         return t.part(int(index))
     like, each = _plain(func, t, index), t.each[(slice(None), *parts)]
     return t.like(each) if each.shape[1:] == like.shape else NotImplemented
@@ -417,7 +460,9 @@ def _of_each(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """With numbers and other such parameters another one; with the batch, in whose rows each sample's meets its own, a tensor."""
+    """With numbers and other such parameters another one; with the batch, in whose rows each sample's meets
+    its own, a tensor.
+    """
     tensors = [a for a in args if isinstance(a, Tensor)]
     own, ndim = [t for t in tensors if isinstance(t, PerSample)], max(t.ndim for t in tensors)
     batch = [t for t in tensors if t.ndim and not isinstance(t, PerSample)]
@@ -426,24 +471,33 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     if not batch:
         if all(t.same for t in own) and not is_vector(torch.broadcast_shapes(*(t.shape for t in tensors))):
             return NotImplemented
-        aligned = [a.each.reshape(-1, *(1,) * (ndim - a.ndim), *a.shape) if isinstance(a, PerSample) else a for a in args]
+        aligned = [
+            a.each.reshape(-1, *(1,) * (ndim - a.ndim), *a.shape) if isinstance(a, PerSample) else a
+            for a in args
+        ]
         return _of_own(own, func(*aligned, **kwargs))
     if any(t.ndim != ndim or t.shape[0] != batch[0].shape[0] for t in batch):  # is it the batch's, or shared?
         return NotImplemented
     if (owners := _owners(batch)) is NotImplemented:
         return NotImplemented
     try:
-        return func(*(a.over(ndim, len(batch[0]), owners) if isinstance(a, PerSample) else a for a in args), **kwargs)
+        return func(
+            *(a.over(ndim, len(batch[0]), owners) if isinstance(a, PerSample) else a for a in args), **kwargs
+        )
     except NoRuleError:
         return NotImplemented
 
 
 def _owners(batch: Sequence[Tensor]) -> Any:
-    """Whose the rows of all of these tensors are; None where they are not followed, NotImplemented where that is not known."""
+    """Whose the rows of all of these tensors are; None where they are not followed, NotImplemented where that
+    is not known.
+    """
     if followed() is None:
         return None
     first, *others = (followed().owners(t) for t in batch)
-    known = first is not None and first.ids is not None and all(o is not None and o.same(first) for o in others)
+    known = (
+        first is not None and first.ids is not None and all(o is not None and o.same(first) for o in others)
+    )
     return first if known else NotImplemented
 
 
@@ -459,7 +513,13 @@ def _joined(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     if all(t.same for t in own) and (func is torch.stack or not all(is_vector(t.shape) for t in tensors)):
         return NotImplemented
     size, ndim = len(own[0].each), tensors[0].ndim + (func is torch.stack)
-    return _of_own(own, func([t.each if isinstance(t, PerSample) else t.expand(size, *t.shape) for t in tensors], dim % ndim + 1))
+    return _of_own(
+        own,
+        func(
+            [t.each if isinstance(t, PerSample) else t.expand(size, *t.shape) for t in tensors],
+            dim % ndim + 1,
+        ),
+    )
 
 
 def _in_place(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
@@ -471,17 +531,24 @@ def _set(func: Any, t: Any, index: Any, value: Any) -> Any:
     """A sample's own values written to rows of the batch that a mask or an index picks."""
     owners = NotImplemented if followed() is None or isinstance(t, PerSample) else _owners([t])
     if not isinstance(value, PerSample) or owners is NotImplemented:
-        raise NoRuleError("a parameter of each sample's own is written to, or to what is not known to be the batch's")
+        raise NoRuleError(
+            "a parameter of each sample's own is written to, or to what is not known to be the batch's"
+        )
     parts = index if isinstance(index, tuple) else (index,)
     with torch_api.without_torch_function():
-        ids = owners.ids.view(-1, *(1,) * (t.ndim - 1)).expand_as(t)[parts]  # whose each of the values is that are written
+        # whose each of the values is that are written
+        ids = owners.ids.view(-1, *(1,) * (t.ndim - 1)).expand_as(t)[parts]
         if ids.ndim < value.ndim:
             raise NoRuleError("a parameter of each sample's own is written to values of less dims")
-        each = value.each.reshape(len(value.each), *(1,) * (ids.ndim - value.ndim), *value.shape).expand(-1, *ids.shape)
+        each = value.each.reshape(len(value.each), *(1,) * (ids.ndim - value.ndim), *value.shape).expand(
+            -1, *ids.shape
+        )
         t[parts] = each.gather(0, ids.unsqueeze(0)).squeeze(0)
 
 
-def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _attention(
+    func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     if any(isinstance(t, PerSample) for t in (query, key, value)) or len(query) != len(key) != len(value):
         return NotImplemented
     if (owners := _owners([query, key, value])) is NotImplemented:
@@ -490,14 +557,39 @@ def _attention(func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: 
 
 
 _READ = [
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_leaf")),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_leaf")
+    ),
     *(
         getattr(Tensor, name).__get__
         for name in ("is_sparse", "is_quantized", "is_meta", "itemsize", "nbytes", "grad", "is_nested")
     ),
-    *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.stride),
-    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.__hash__, Tensor.__repr__),
-    *(torch.is_floating_point, torch.is_complex, torch.numel, Tensor.get_device, Tensor.is_same_size, Tensor.storage_offset),
+    *(
+        Tensor.size,
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.element_size,
+        Tensor.stride,
+    ),
+    *(
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.is_contiguous,
+        Tensor.__len__,
+        Tensor.__hash__,
+        Tensor.__repr__,
+    ),
+    *(
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.numel,
+        Tensor.get_device,
+        Tensor.is_same_size,
+        Tensor.storage_offset,
+    ),
 ]
 _TO_NUMBERS = frozenset(
     (
@@ -515,18 +607,64 @@ _TO_NUMBERS = frozenset(
     )
 )
 _RESHAPE = [
-    *(Tensor.view, Tensor.view_as, Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.unflatten, Tensor.ravel),
+    *(
+        Tensor.view,
+        Tensor.view_as,
+        Tensor.reshape,
+        Tensor.reshape_as,
+        Tensor.flatten,
+        Tensor.unflatten,
+        Tensor.ravel,
+    ),
     *(Tensor.unsqueeze, Tensor.squeeze, torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze),
 ]
 _SAME = (
-    *("exp", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt", "square", "reciprocal", "abs", "neg", "__neg__", "sign", "erf"),
+    *(
+        "exp",
+        "log",
+        "log2",
+        "log1p",
+        "expm1",
+        "sqrt",
+        "rsqrt",
+        "square",
+        "reciprocal",
+        "abs",
+        "neg",
+        "__neg__",
+        "sign",
+        "erf",
+    ),
     *("sigmoid", "tanh", "sin", "cos", "relu", "clamp", "clamp_min", "clamp_max"),
     *("float", "double", "half", "bfloat16", "to", "type_as", "contiguous", "clone", "detach"),
 )
 _SAME_F = (F.softplus, F.relu, F.silu, F.gelu, F.elu, F.sigmoid, F.tanh, F.logsigmoid)
 _POINTWISE = (
-    *("add", "sub", "mul", "div", "true_divide", "multiply", "subtract", "divide", "pow", "maximum", "minimum", "addcmul"),
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__pow__"),
+    *(
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "true_divide",
+        "multiply",
+        "subtract",
+        "divide",
+        "pow",
+        "maximum",
+        "minimum",
+        "addcmul",
+    ),
+    *(
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__mul__",
+        "__rmul__",
+        "__truediv__",
+        "__rtruediv__",
+        "__pow__",
+    ),
 )
 _IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 

@@ -1,4 +1,6 @@
-"""Rows that a mask picks: each sample's own, however many it has; from the first batch on, and in all later ones."""
+"""Rows that a mask picks: each sample's own, however many it has; from the first batch on, and in all later
+ones.
+"""
 
 import copy
 import re
@@ -32,8 +34,17 @@ class Picking(nn.Module):
 
     def __init__(self, forward: Forward) -> None:
         super().__init__()
-        self.before, self.norm, self.scaled, self.after = nn.Linear(4, 4), nn.LayerNorm(4), Scaled(), nn.Linear(4, 3)
-        self.recurrent, self.table, self.weight = nn.LSTM(4, 4, batch_first=True), nn.Embedding(5, 4), nn.Parameter(torch.rand(4))
+        self.before, self.norm, self.scaled, self.after = (
+            nn.Linear(4, 4),
+            nn.LayerNorm(4),
+            Scaled(),
+            nn.Linear(4, 3),
+        )
+        self.recurrent, self.table, self.weight = (
+            nn.LSTM(4, 4, batch_first=True),
+            nn.Embedding(5, 4),
+            nn.Parameter(torch.rand(4)),
+        )
         self.picks = forward
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -101,7 +112,12 @@ def _experts_behind_one(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
     for expert in chosen.sum((1, 2)).nonzero():
         place, token = torch.where(chosen[expert].squeeze(0))
         found = rows[None, token].reshape(-1, 4)
-        y.index_add_(0, token, (m.norm, m.scaled, m.norm, nn.Identity())[expert[0]](found) * rows.softmax(-1)[token, place, None])
+        y.index_add_(
+            0,
+            token,
+            (m.norm, m.scaled, m.norm, nn.Identity())[expert[0]](found)
+            * rows.softmax(-1)[token, place, None],
+        )
     return m.after(y.view(h.shape))
 
 
@@ -141,9 +157,13 @@ PICKS: dict[str, Forward] = {
     "by-the-module-itself": _by_module,
     "ids": _looked_up,
     "output": lambda m, h, mask: m.after(h)[mask],
-    "between-layers": lambda m, h, mask: m.after(F.gelu(F.dropout(m.norm(h[mask]), 0.0).unsqueeze(1).squeeze(1)) * 2 + 1),
+    "between-layers": lambda m, h, mask: m.after(
+        F.gelu(F.dropout(m.norm(h[mask]), 0.0).unsqueeze(1).squeeze(1)) * 2 + 1
+    ),
     "without-replacement": lambda m, h, mask: m.after(m.scaled(h[mask])),
-    "softmax": lambda m, h, mask: m.after(h[mask].softmax(-1) + h[mask].sum(1, keepdim=True) + h[mask].max(1).values[:, None]),
+    "softmax": lambda m, h, mask: m.after(
+        h[mask].softmax(-1) + h[mask].sum(1, keepdim=True) + h[mask].max(1).values[:, None]
+    ),
     "views": lambda m, h, mask: m.after(h[mask].view(-1, 2, 2).flatten(1)),
     "pieces": lambda m, h, mask: m.after(torch.cat(h[mask].chunk(2, 1), 1).reshape(-1, 4).contiguous()),
     "sorted": lambda m, h, mask: m.after(h[mask].sort(1).values),
@@ -171,7 +191,9 @@ def _assert_right(model: nn.Module, ours: nn.Module, x: Tensor, mask: Tensor) ->
         if param.grad_sample is None:
             assert not rows.any(), name
             continue
-        torch.testing.assert_close(param.grad_sample, rows, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            param.grad_sample, rows, rtol=1e-8, atol=1e-10, msg=lambda m, name=name: f"{name}: {m}"
+        )
         torch.testing.assert_close(param.grad, rows.sum(0), rtol=1e-8, atol=1e-10)
 
 
@@ -214,7 +236,11 @@ def test_a_mask_that_the_data_make() -> None:
     class Unpadded(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.table, self.encoder, self.head = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 4), nn.Linear(4, 3)
+            self.table, self.encoder, self.head = (
+                nn.Embedding(9, 4, padding_idx=0),
+                nn.Linear(4, 4),
+                nn.Linear(4, 3),
+            )
 
         def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
             return self.head(self.encoder(self.table(ids))[ids != 0].relu())
@@ -251,7 +277,12 @@ class Narrow(nn.Module):
 class Hard(nn.Module):
     def __init__(self, forward: Callable[["Hard", Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.before, self.after, self.pooled, self.narrow = nn.Linear(4, 4), nn.Linear(4, 3), Pooled(), Narrow()
+        self.before, self.after, self.pooled, self.narrow = (
+            nn.Linear(4, 4),
+            nn.Linear(4, 3),
+            Pooled(),
+            Narrow(),
+        )
         self.table, self.recurrent, self.picks = nn.Embedding(9, 4), nn.GRU(4, 4, batch_first=True), forward
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -336,7 +367,9 @@ HARD: dict[str, Callable[[Hard, Tensor, Tensor, Tensor], Tensor]] = {
     "one-by-one": _one_by_one,
     "sorted-by-length": _sorted_by_length,
     "turned-numbers": _turned,
-    "numbers-as-lists": lambda m, h, x, mask: m.after(h[tuple(i.tolist() for i in mask.nonzero(as_tuple=True))]),
+    "numbers-as-lists": lambda m, h, x, mask: m.after(
+        h[tuple(i.tolist() for i in mask.nonzero(as_tuple=True))]
+    ),
     "twice-each": lambda m, h, x, mask: m.after(h[mask].repeat_interleave(2, 0)),
     "twice-all": lambda m, h, x, mask: m.after(h[mask].repeat(2, 1)),
     "packed-attention": _packed,
@@ -349,7 +382,9 @@ HARD: dict[str, Callable[[Hard, Tensor, Tensor, Tensor], Tensor]] = {
     "pairs": _pairs,
     "pooled-by-a-module": lambda m, h, x, mask: m.pooled(h[mask], mask.nonzero()[:, 0], len(x)),
     "not-defined-everywhere": lambda m, h, x, mask: m.narrow(h[mask]),
-    "like-what-was-picked": lambda m, h, x, mask: m.after(torch.where(h[mask] > 0, h[mask], torch.zeros_like(h[mask]))),
+    "like-what-was-picked": lambda m, h, x, mask: m.after(
+        torch.where(h[mask] > 0, h[mask], torch.zeros_like(h[mask]))
+    ),
     "a-slice-of-the-batch": lambda m, h, x, mask: torch.cat([m.after(h[:1]), m.after(h[1:])]),
     "turned-around": lambda m, h, x, mask: m.after(h.flip(0)).flip(0),
     "by-keywords": lambda m, h, x, mask: m.after(
@@ -357,7 +392,15 @@ HARD: dict[str, Callable[[Hard, Tensor, Tensor, Tensor], Tensor]] = {
     ),
 }
 # what no rule follows, and does not return one tensor of each sample, is refused by name
-REFUSED = {"time-major", "time-major-inputs", "turned-numbers", "twice-each", "twice-all", "packed-attention", "in-another-order"}
+REFUSED = {
+    "time-major",
+    "time-major-inputs",
+    "turned-numbers",
+    "twice-each",
+    "twice-all",
+    "packed-attention",
+    "in-another-order",
+}
 REFUSED |= {"put-together-anew", "padded", "in-pieces", "sorted-by-length", "pooled-by-a-module"}
 
 
@@ -378,7 +421,8 @@ def test_rows_are_right_or_refused(name: str, first: str) -> None:
             "uneven": torch.rand(4, time) < 0.5,
         }
         lengths = (
-            torch.arange(time)[None] < torch.tensor(n)[:, None] for n in ([1, 3, 2, 2], [4, 1, 2, 1], [2, 2, 2, 2], [0, 3, 0, 1])
+            torch.arange(time)[None] < torch.tensor(n)[:, None]
+            for n in ([1, 3, 2, 2], [4, 1, 2, 1], [2, 2, 2, 2], [0, 3, 0, 1])
         )
         for mask in (begin[first], *lengths, *(torch.rand(4, time) < 0.5 for _ in range(3))):
             try:
@@ -393,10 +437,18 @@ def test_rows_are_right_or_refused(name: str, first: str) -> None:
 
 
 CHECKPOINTED: dict[str, Forward] = {
-    "with-what-picks": lambda m, h, mask: checkpoint(lambda h: m.after(m.norm(h[mask])), h, use_reentrant=False),
-    "without": lambda m, h, mask: checkpoint(lambda rows: m.after(m.scaled(rows)), h[mask], use_reentrant=False),
-    "two": lambda m, h, mask: torch.cat([checkpoint(m.after, h[some], use_reentrant=False) for some in (mask, ~mask)]),
-    "a-module": lambda m, h, mask: checkpoint(nn.Sequential.forward, _Block(m.norm, m.scaled), h[mask], use_reentrant=False),
+    "with-what-picks": lambda m, h, mask: checkpoint(
+        lambda h: m.after(m.norm(h[mask])), h, use_reentrant=False
+    ),
+    "without": lambda m, h, mask: checkpoint(
+        lambda rows: m.after(m.scaled(rows)), h[mask], use_reentrant=False
+    ),
+    "two": lambda m, h, mask: torch.cat(
+        [checkpoint(m.after, h[some], use_reentrant=False) for some in (mask, ~mask)]
+    ),
+    "a-module": lambda m, h, mask: checkpoint(
+        nn.Sequential.forward, _Block(m.norm, m.scaled), h[mask], use_reentrant=False
+    ),
 }
 
 

@@ -37,7 +37,10 @@ def test_a_cache_is_what_the_real_run_has_computed() -> None:
     torch.testing.assert_close(out, model(x))
     out.square().sum((1, 2)).mean().backward()
     model.cache.clear()
-    rows = [torch.autograd.grad(CachesBias.forward(_fresh(model), one).square().sum(), model.table)[0] for one in x.split(1)]
+    rows = [
+        torch.autograd.grad(CachesBias.forward(_fresh(model), one).square().sum(), model.table)[0]
+        for one in x.split(1)
+    ]
     torch.testing.assert_close(ours.table.grad_sample, torch.stack(rows))
 
 
@@ -53,7 +56,9 @@ class Counts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return (self.fc(x) * self.scale.sum(0, keepdim=True)).cumsum(0).diff(dim=0, prepend=torch.zeros_like(x[:1])) * self.calls
+        return (self.fc(x) * self.scale.sum(0, keepdim=True)).cumsum(0).diff(
+            dim=0, prepend=torch.zeros_like(x[:1])
+        ) * self.calls
 
 
 def test_a_counter_counts_real_calls_alone() -> None:
@@ -79,7 +84,9 @@ def test_restores_attributes_containers_tensors_and_buffers() -> None:
         model.nested["inner"] = {}  # type: ignore[index]
         model.extra = 5  # type: ignore[assignment]
         model.running_mean = torch.ones(3)
-    assert model.seen == [1] and model.names == {"a"} and not model.table.any() and not hasattr(model, "extra")
+    assert (
+        model.seen == [1] and model.names == {"a"} and not model.table.any() and not hasattr(model, "extra")
+    )
     assert model.running_mean is running and not running.any() and model.num_batches_tracked == 0
     assert model.nested["inner"]["deep"][0] is deep and torch.equal(deep, torch.ones(2))  # type: ignore[index]
     with unchanged(model, hooks=False):
@@ -100,7 +107,9 @@ def test_values_saved_for_backward_stay_usable() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_table_of_all_samples_read_by_the_first(size: int) -> None:
-    """A table through a layer, whose first rows alone are then read: with a batch dim they would be the first sample's."""
+    """A table through a layer, whose first rows alone are then read: with a batch dim they would be the first
+    sample's.
+    """
 
     class Reads(nn.Module):
         def __init__(self) -> None:
@@ -116,7 +125,9 @@ def test_table_of_all_samples_read_by_the_first(size: int) -> None:
 
 
 class Captures(nn.Module):
-    """Hooks its layers in its first forward, to return what they return, as transformers does for `output_hidden_states`."""
+    """Hooks its layers in its first forward, to return what they return, as transformers does for
+    `output_hidden_states`.
+    """
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -128,7 +139,11 @@ class Captures(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.installed, self.found = nn.ModuleList(self.Layer() for _ in range(2)), False, list[Tensor]()
+        self.layers, self.installed, self.found = (
+            nn.ModuleList(self.Layer() for _ in range(2)),
+            False,
+            list[Tensor](),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.installed:
@@ -153,6 +168,10 @@ def test_hooks_that_a_forward_installs(size: int) -> None:
         assert [len(layer._forward_hooks) for layer in ours.layers] == [1, 1]
         out.square().sum((1, 2, 3)).mean().backward()
         for i in range(n):
-            grads = torch.autograd.grad(model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True)
+            grads = torch.autograd.grad(
+                model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True
+            )
             for p, g in zip(ours.parameters(), grads, strict=True):
-                assert (p.grad_sample is None) if g is None else torch.allclose(p.grad_sample[i], g, 1e-8, 1e-9)
+                assert (
+                    (p.grad_sample is None) if g is None else torch.allclose(p.grad_sample[i], g, 1e-8, 1e-9)
+                )

@@ -17,11 +17,18 @@ class Positions(nn.Module):
 
     def __init__(self, lead: bool) -> None:
         super().__init__()
-        self.tok, self.pos, self.out, self.lead = nn.Embedding(9, 4), nn.Embedding(12, 4), nn.Linear(4, 3), lead
+        self.tok, self.pos, self.out, self.lead = (
+            nn.Embedding(9, 4),
+            nn.Embedding(12, 4),
+            nn.Linear(4, 3),
+            lead,
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1])
-        return self.out(torch.tanh(self.tok(ids) + self.pos(positions.unsqueeze(0) if self.lead else positions)))
+        return self.out(
+            torch.tanh(self.tok(ids) + self.pos(positions.unsqueeze(0) if self.lead else positions))
+        )
 
 
 @pytest.mark.parametrize("lead", [False, True])
@@ -67,13 +74,22 @@ class Flat(nn.Module):
 
     def __init__(self, time_major: bool) -> None:
         super().__init__()
-        self.fc, self.norm, self.out, self.time_major = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2), time_major
+        self.fc, self.norm, self.out, self.time_major = (
+            nn.Linear(4, 4),
+            nn.LayerNorm(4),
+            nn.Linear(4, 2),
+            time_major,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         batch, time, dims = x.shape
         rows = (x.transpose(0, 1) if self.time_major else x).reshape(-1, dims)
         rows = self.norm(torch.tanh(self.fc(rows)))
-        x = rows.reshape(time, batch, dims).transpose(0, 1) if self.time_major else rows.reshape(batch, time, dims)
+        x = (
+            rows.reshape(time, batch, dims).transpose(0, 1)
+            if self.time_major
+            else rows.reshape(batch, time, dims)
+        )
         return self.out(x)
 
 
@@ -141,7 +157,9 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("sent", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("time", [2, 3])
 def test_rows_picked_by_data(sent: int, time: int) -> None:
-    """Also when an expert gets as many rows as the batch has samples, and a later batch is routed in another way."""
+    """Also when an expert gets as many rows as the batch has samples, and a later batch is routed in another
+    way.
+    """
     model = Experts().double()
     ours = ps.convert_model(copy.deepcopy(model))
     for count in (sent, 3, 4):
@@ -187,7 +205,9 @@ def test_samples_that_end_in_anothers_place_are_refused() -> None:
 
 
 class Constants(nn.Module):
-    """Floating tables, queries expanded to the batch, and a layer that starts at zero before rows are flattened."""
+    """Floating tables, queries expanded to the batch, and a layer that starts at zero before rows are
+    flattened.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +338,9 @@ def test_packed_sequences_inside_a_model(own: bool) -> None:
 
 
 class TwoTowers(nn.Module):
-    """Returns the similarities of all pairs, in which samples interact, beside what belongs to one sample each; as CLIP."""
+    """Returns the similarities of all pairs, in which samples interact, beside what belongs to one sample
+    each; as CLIP.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +363,9 @@ def test_an_output_in_which_samples_interact_beside_others(size: int) -> None:
         (a.square().sum(1) + b.square().sum(1)).mean().backward()
         for i in range(size):
             _, a, b = model(x[i : i + 1], y[i : i + 1])
-            grads = torch.autograd.grad(a.square().sum() + b.square().sum(), list(model.parameters()), allow_unused=True)
+            grads = torch.autograd.grad(
+                a.square().sum() + b.square().sum(), list(model.parameters()), allow_unused=True
+            )
             for p, g in zip(ours.parameters(), grads, strict=True):
                 if g is None:
                     assert p.grad_sample is None
@@ -415,7 +439,9 @@ def test_a_first_batch_of_one(sizes: tuple[int, int]) -> None:
         x = torch.randn(size, 2, 4, dtype=torch.float64)
         ours(x).square().sum((1, 2)).mean().backward()
         for i in range(size):
-            grads = torch.autograd.grad(model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True)
+            grads = torch.autograd.grad(
+                model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True
+            )
             for p, g in zip(ours.parameters(), grads, strict=True):
                 row = torch.zeros_like(p) if p.grad_sample is None else p.grad_sample[i]
                 torch.testing.assert_close(row, torch.zeros_like(p) if g is None else g)
@@ -424,12 +450,19 @@ def test_a_first_batch_of_one(sizes: tuple[int, int]) -> None:
 @pytest.mark.parametrize("channels", [2, 3])
 @pytest.mark.parametrize("size", [2, 3])
 def test_samples_that_are_standardised_first(size: int, channels: int) -> None:
-    """Time series whose channels go into the batch, as PatchTST: what tracking changes in a sample must outlive that."""
+    """Time series whose channels go into the batch, as PatchTST: what tracking changes in a sample must
+    outlive that.
+    """
 
     class Standardises(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.emb, self.fc, self.out, self.tok = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2), nn.Parameter(torch.randn(6))
+            self.emb, self.fc, self.out, self.tok = (
+                nn.Linear(4, 6),
+                nn.Linear(6, 6),
+                nn.Linear(6, 2),
+                nn.Parameter(torch.randn(6)),
+            )
 
         def forward(self, x: Tensor) -> Tensor:  # (B, 8, C)
             x = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
@@ -440,7 +473,9 @@ def test_samples_that_are_standardised_first(size: int, channels: int) -> None:
 
 
 class Masked(nn.Module):
-    """Forbids values by -inf; a sample whose first input is positive has none left, so it is NaN (padding on the left)."""
+    """Forbids values by -inf; a sample whose first input is positive has none left, so it is NaN (padding on
+    the left).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,7 +498,9 @@ def test_a_sample_that_is_not_a_number_says_nothing_of_the_others(nans: int) -> 
         x[:count, 0] = 1
         ours(x).square().sum(1).mean().backward()
         for i in range(3):
-            grads = torch.autograd.grad(model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True)
+            grads = torch.autograd.grad(
+                model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True
+            )
             for p, g in zip(ours.parameters(), grads, strict=True):
                 if g is not None:
                     torch.testing.assert_close(p.grad_sample[i], g, equal_nan=True)

@@ -1,4 +1,6 @@
-"""What users may bring to the study: a model by import path, an engine of their own; and an engine that is wrong."""
+"""What users may bring to the study: a model by import path, an engine of their own; and an engine that is
+wrong.
+"""
 
 import torch
 from torch import Tensor, nn

@@ -9,7 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import agreement, choice, engines, memory, plots, registry, report, study, summary, tables, timing
+from benchmarks import (
+    agreement,
+    choice,
+    engines,
+    memory,
+    plots,
+    registry,
+    report,
+    study,
+    summary,
+    tables,
+    timing,
+)
 from benchmarks.agreement import Reference, exact_verdict, verdict
 
 from . import examples
@@ -26,7 +38,10 @@ def problem(batch_size: int = 4, dtype: torch.dtype = torch.float32) -> registry
 
 def batched_outputs(kind: type[engines.Engine]) -> str:
     full, small = problem(), problem(3, torch.float64)
-    answers = [verdict(kind, full, Reference.of(full, None), torch.float32), exact_verdict(kind, small, Reference.of(small, None))]
+    answers = [
+        verdict(kind, full, Reference.of(full, None), torch.float32),
+        exact_verdict(kind, small, Reference.of(small, None)),
+    ]
     return next((a for a in answers if a != "ok"), "ok")
 
 
@@ -35,7 +50,18 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run from the command line to the files."""
     out = tmp_path_factory.mktemp("study") / "mine.json"
     engines_ = ["pslayers", "pslayers-off", "loop", "torch.func", f"{HERE}:Shifted", f"{HERE}:Absent"]
-    options = ["--model", f"{HERE}:build", "--batch-sizes", "2", "4", "--quick", "--threads", "1", "--out", str(out)]
+    options = [
+        "--model",
+        f"{HERE}:build",
+        "--batch-sizes",
+        "2",
+        "4",
+        "--quick",
+        "--threads",
+        "1",
+        "--out",
+        str(out),
+    ]
     assert study.main([*options, "--engines", *engines_, "--measure", "time"]) == 0
     times = [c["engines"]["pslayers"]["times"] for c in json.loads(out.read_text())["cells"]]
     assert study.main([*options, "--engines", *engines_, "--resume"]) == 0  # the memory
@@ -50,7 +76,8 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_what_a_run_writes(document: dict[str, Any]) -> None:
     assert [c["batch_size"] for c in document["cells"]] == [2, 4]
-    assert document["environment"]["packages"]["torch"] == version("torch")  # which may lack the build (+cu130) of torch's own
+    # which may lack the build (+cu130) of torch's own
+    assert document["environment"]["packages"]["torch"] == version("torch")
     assert list(document["left_out"]) == ["absent"]
     for cell in document["cells"]:
         assert cell["parameters"] == 6 * 5 + 5 + 5 * 3 + 3
@@ -66,7 +93,9 @@ def test_what_a_run_writes(document: dict[str, Any]) -> None:
 def test_wrong_engines_are_caught() -> None:
     assert batched_outputs(engines.PSLayers) == "ok"
     assert batched_outputs(examples.Shifted).startswith("wrong: rows of 0.weight: off by")
-    assert batched_outputs(examples.Doubled).startswith("wrong: the summed gradient of 0.weight: off by 1.0e+00")
+    assert batched_outputs(examples.Doubled).startswith(
+        "wrong: the summed gradient of 0.weight: off by 1.0e+00"
+    )
 
 
 def test_an_engine_that_cannot_says_why() -> None:
@@ -86,7 +115,9 @@ COMPILED = [engines.CompiledPlain, engines.Compiled]
 
 
 @pytest.mark.parametrize(
-    "kind", [*choice.chosen_engines(["all"]), *(pytest.param(k, marks=pytest.mark.slow) for k in COMPILED)], ids=lambda k: k.name
+    "kind",
+    [*choice.chosen_engines(["all"]), *(pytest.param(k, marks=pytest.mark.slow) for k in COMPILED)],
+    ids=lambda k: k.name,
 )
 def test_every_engine_agrees_step_after_step_and_frees_its_gradients(kind: type[engines.Engine]) -> None:
     if not kind.installed():
@@ -131,7 +162,9 @@ def test_streamed_norms() -> None:
 def test_names_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match=r"no cell 'mpl'; there are: all, fast-dpsgd, layers, .*mlp"):
         choice.chosen_cells(["mpl"])
-    with pytest.raises(ValueError, match=r"no engine 'psalyers'; there are: all, peers, plain, limit, pslayers"):
+    with pytest.raises(
+        ValueError, match=r"no engine 'psalyers'; there are: all, peers, plain, limit, pslayers"
+    ):
         choice.chosen_engines(["psalyers"])
 
 
@@ -140,7 +173,13 @@ def test_a_slow_peer_drops_out_and_others_do_not(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(timing, "timed", lambda engine, problem, steps: seconds[engine.name])
     kinds = [k for k in choice.chosen_engines(["all"]) if k.name in seconds]
     times = timing.interleaved(kinds, problem(), None, timing.Effort(7, 3, cell=1e9), lambda text: None)
-    assert {name: len(t) for name, t in times.items()} == {"plain": 7, "pslayers": 7, "loop": 2, "torch.func": 7, "expanded": 1}
+    assert {name: len(t) for name, t in times.items()} == {
+        "plain": 7,
+        "pslayers": 7,
+        "loop": 2,
+        "torch.func": 7,
+        "expanded": 1,
+    }
 
 
 def test_a_model_on_which_no_engine_agrees_is_not_timed() -> None:
@@ -153,11 +192,26 @@ def test_memory_of_a_process_that_fails() -> None:
 
 
 def cell(name: str, ours: float, **options: Any) -> dict[str, Any]:
-    seconds = {"plain": 1.0, "limit": 2.0, "pslayers": ours, "pslayers-off": 1.0, "loop": 9.0, "torch.func": 5.0}
-    made = {
-        k: {"verdict": "ok", "median": s, "quartiles": [s, s], "times": [s] * 3, "peak": 300 * 2**20} for k, s in seconds.items()
+    seconds = {
+        "plain": 1.0,
+        "limit": 2.0,
+        "pslayers": ours,
+        "pslayers-off": 1.0,
+        "loop": 9.0,
+        "torch.func": 5.0,
     }
-    common = {"group": "networks", "axis": "", "size": 0, "batch_size": 16, "device": "cpu", "dtype": "float32"}
+    made = {
+        k: {"verdict": "ok", "median": s, "quartiles": [s, s], "times": [s] * 3, "peak": 300 * 2**20}
+        for k, s in seconds.items()
+    }
+    common = {
+        "group": "networks",
+        "axis": "",
+        "size": 0,
+        "batch_size": 16,
+        "device": "cpu",
+        "dtype": "float32",
+    }
     return {"case": name, "parameters": 2**22, "engines": made, **common, **options}
 
 
@@ -172,8 +226,14 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "compiled.json").write_text(json.dumps({"cells": [one]}))
     page = tmp_path / "benchmarks.md"
     page.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
-    (tmp_path / "architectures.json").write_text(json.dumps({"cells": [cell("benchmarks.architectures:vit", 2.5)]}))
-    others = [part for name in ("compiled", "architectures") for part in (f"--{name}", str(tmp_path / f"{name}.json"))]
+    (tmp_path / "architectures.json").write_text(
+        json.dumps({"cells": [cell("benchmarks.architectures:vit", 2.5)]})
+    )
+    others = [
+        part
+        for name in ("compiled", "architectures")
+        for part in (f"--{name}", str(tmp_path / f"{name}.json"))
+    ]
     assert summary.main([str(tmp_path / "a.json"), "--page", str(page), "--slow", *others]) == 0
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
@@ -194,7 +254,10 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_aims_by_hand() -> None:
     reached = {a.what: a for a in report.aims([cell("one", 2.5), cell("two", 4.0)])}
     assert reached["best peer's time / ours, geometric mean"].value == pytest.approx((2 * 1.25) ** 0.5)
-    assert reached["loop's time / ours, geometric mean"].met and not reached["torch.func's time / ours, geometric mean"].met
+    assert (
+        reached["loop's time / ours, geometric mean"].met
+        and not reached["torch.func's time / ours, geometric mean"].met
+    )
     memory_aim = reached["our peak memory / (plain + B x P), worst cell"]
     assert memory_aim.value == pytest.approx(300 / (300 + 256)) and memory_aim.met
     assert report.aims([])[0].value is None

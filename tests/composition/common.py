@@ -1,4 +1,6 @@
-"""What tests of models in training share: the plain model beside the converted one, and modules that several of them use."""
+"""What tests of models in training share: the plain model beside the converted one, and modules that several
+of them use.
+"""
 
 import copy
 from collections.abc import Callable

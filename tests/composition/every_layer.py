@@ -41,7 +41,8 @@ def _every() -> dict[str, tuple[LayerSuite, Case]]:
         if getattr(ps, name := replacement.__name__, None) is not replacement:
             continue  # a class that a test or a docstring has registered
         suite: type[LayerSuite] = next(vars(m)[f"Test{name}"] for m in MODULES if f"Test{name}" in vars(m))
-        # running statistics are written to in place, which no transform of torch.func lets a captured buffer be
+        # running statistics are written to in place, which no transform of torch.func lets a captured buffer
+        # be
         found[name] = suite(), next(case for case in suite.cases if case.name != "training")
     return found
 

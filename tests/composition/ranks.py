@@ -1,4 +1,6 @@
-"""Several processes over gloo: each runs all scenarios in turn and says what was wrong, so that torch is loaded once a rank."""
+"""Several processes over gloo: each runs all scenarios in turn and says what was wrong, so that torch is
+loaded once a rank.
+"""
 
 import importlib
 import json
@@ -16,7 +18,10 @@ from torch import multiprocessing as mp
 def run(module: str, world: int, folder: Path) -> dict[str, list[str]]:
     """{scenario: what went wrong, by rank}: every function in `module`'s SCENARIOS, in `world` processes."""
     spawn = mp.get_context("spawn")
-    processes = [spawn.Process(target=_rank, args=(module, rank, world, str(folder)), daemon=True) for rank in range(world)]
+    processes = [
+        spawn.Process(target=_rank, args=(module, rank, world, str(folder)), daemon=True)
+        for rank in range(world)
+    ]
     for process in processes:
         process.start()
     for process in processes:
@@ -40,7 +45,9 @@ def _lines(path: Path) -> list[tuple[str, str, str]]:
 def _rank(module: str, rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     store, here = f"file://{folder}/store", Path(folder)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=20)
+    )
     scenarios = importlib.import_module(module).SCENARIOS
     with (here / f"rank{rank}").open("w") as log:
         for name, scenario in scenarios.items():

@@ -38,8 +38,12 @@ class Slow(nn.Module):
 
 @pytest.mark.parametrize("sample_by_sample", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning", "ignore:None of the inputs have requires_grad")
-def test_a_module_without_a_replacement_that_holds_a_checkpoint(reentrant: bool, sample_by_sample: bool) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:.*run sample by sample:UserWarning", "ignore:None of the inputs have requires_grad"
+)
+def test_a_module_without_a_replacement_that_holds_a_checkpoint(
+    reentrant: bool, sample_by_sample: bool
+) -> None:
     model, ours = both(nn.Sequential(nn.Linear(3, 3), Slow(reentrant, sample_by_sample), nn.Linear(3, 2)))
     for n in (3, 6, 2):
         x = batch(n, 6, 3)
@@ -108,7 +112,9 @@ def test_create_graph_through_a_checkpoint() -> None:
         for i in range(n):
             one = x[i : i + 1].detach().requires_grad_()
             (h,) = torch.autograd.grad(model(one).sum(), one, create_graph=True)
-            expected = torch.autograd.grad((h.square().sum(1) + model(one)[:, 0]).sum(), list(model.parameters()))
+            expected = torch.autograd.grad(
+                (h.square().sum(1) + model(one)[:, 0]).sum(), list(model.parameters())
+            )
             for p, e in zip(ours.parameters(), expected, strict=True):
                 torch.testing.assert_close(p.grad_sample[i], e)
 
@@ -140,7 +146,9 @@ class Each(nn.Module):
         self.first, self.inner = nn.Linear(4, 4), Own()
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda h: torch.cat([self.inner(one[None]) for one in h]), self.first(x), use_reentrant=True)
+        return checkpoint(
+            lambda h: torch.cat([self.inner(one[None]) for one in h]), self.first(x), use_reentrant=True
+        )
 
 
 def test_calls_that_a_reentrant_checkpoint_makes_more_often() -> None:
@@ -170,7 +178,9 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("inner", [Own, lambda: nn.PReLU(4)], ids=["own", "prelu"])
-def test_an_empty_batch_after_another_in_a_reentrant_checkpoint(inner: Callable[[], nn.Module], nested: bool) -> None:
+def test_an_empty_batch_after_another_in_a_reentrant_checkpoint(
+    inner: Callable[[], nn.Module], nested: bool
+) -> None:
     _, ours = both(Around(inner(), reentrant=True, nested=nested))
     for n in (3, 0, 2, 0):
         ours.zero_grad()
@@ -208,7 +218,9 @@ class Picking(nn.Module):
 def test_what_a_checkpoint_in_another_gets_the_second_time(
     inner: Callable[[], nn.Module], reentrant: bool, offloaded: bool
 ) -> None:
-    """Other tensors than the first time: the outer one, or whoever packs what is saved, has made them anew."""
+    """Other tensors than the first time: the outer one, or whoever packs what is saved, has made them
+    anew.
+    """
     model, ours = both(Around(inner(), reentrant, nested=not offloaded))
     for n in (3, 5, 3, 2):
         x = batch(n, 4, 4)
@@ -232,13 +244,22 @@ def test_passes_of_two_batch_sizes_through_nested_checkpoints(inner: Callable[[]
                 torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
 
 
-@pytest.mark.parametrize("inner", [Own, lambda: nn.PReLU(), lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))])
+@pytest.mark.parametrize(
+    "inner", [Own, lambda: nn.PReLU(), lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))]
+)
 def test_checkpoints_in_the_functional_form(inner: Callable[[], nn.Module]) -> None:
-    """What is computed again has the weights that were given, though they are gone by then, and differ from sample to sample."""
+    """What is computed again has the weights that were given, though they are gone by then, and differ from
+    sample to sample.
+    """
     model, ours = both(Around(inner(), reentrant=False))
     x = batch(3, 5, 4)
-    weights = {name: (w + batch(*w.shape) / 9).detach().requires_grad_() for name, w in ps.expand_params(ours, 3).items()}
-    found = torch.autograd.grad(squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values()))
+    weights = {
+        name: (w + batch(*w.shape) / 9).detach().requires_grad_()
+        for name, w in ps.expand_params(ours, 3).items()
+    }
+    found = torch.autograd.grad(
+        squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values())
+    )
     model.once = lambda h: model.inner(h)  # type: ignore[assignment]  # torch computes again with the model's own parameters
     for i in range(3):
         own = {name: w[i].detach().requires_grad_() for name, w in weights.items()}
@@ -267,9 +288,13 @@ def test_a_recurrent_layer_in_a_reentrant_checkpoint(kind: Any, n: int) -> None:
             torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
 
 
-@pytest.mark.parametrize("mix", [lambda h: h.flip(0), lambda h: h.roll(1, 0), lambda h: torch.cat([h[1:], h[:1]])])
+@pytest.mark.parametrize(
+    "mix", [lambda h: h.flip(0), lambda h: h.roll(1, 0), lambda h: torch.cat([h[1:], h[:1]])]
+)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_samples_in_anothers_place_behind_a_checkpoint(mix: Callable[[Tensor], Tensor], reentrant: bool) -> None:
+def test_samples_in_anothers_place_behind_a_checkpoint(
+    mix: Callable[[Tensor], Tensor], reentrant: bool
+) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -298,7 +323,9 @@ class Shared(nn.Module):
 
 
 def test_a_broadcast_that_fits_by_chance_behind_a_reentrant_checkpoint() -> None:
-    """What a layer gives for what all samples share may broadcast in another way than the plain one: that is proved, too."""
+    """What a layer gives for what all samples share may broadcast in another way than the plain one: that is
+    proved, too.
+    """
     model, ours = both(Shared())
     for n in (3, 2, 5):
         x = batch(n, 2, 4)
@@ -324,7 +351,11 @@ class Scaled(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.w, self.bias, self.reentrant = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4)), reentrant
+        self.w, self.bias, self.reentrant = (
+            nn.Parameter(torch.rand(4)),
+            nn.Parameter(torch.rand(4)),
+            reentrant,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(lambda h: torch.tanh(h * self.w) + self.bias, x, use_reentrant=self.reentrant)

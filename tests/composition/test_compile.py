@@ -1,4 +1,6 @@
-"""torch.compile of converted models and of the functional form, and torch.export of restored ones, against a loop over samples."""
+"""torch.compile of converted models and of the functional form, and torch.export of restored ones, against a
+loop over samples.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -38,7 +40,9 @@ def compiled(model: Any, backend: str = "aot_eager") -> Any:
 
 
 def told(text: str) -> str:
-    """What an error holds that was raised while torch.compile traced: up to 2.8, it does not pass our words on."""
+    """What an error holds that was raised while torch.compile traced: up to 2.8, it does not pass our words
+    on.
+    """
     return text if torch.__version__ >= "2.9" else "Observed exception"
 
 
@@ -63,7 +67,9 @@ def assert_layer_right(suite: LayerSuite, case: Case) -> None:
         torch.testing.assert_close(output, layer(*inputs))
         suite.losses(output, n).mean().backward()
         suite.assert_rows(ours, suite.loop(layer, inputs, n))
-        plain = torch.autograd.grad(suite.losses(layer(*inputs), n).mean(), list(layer.parameters()), materialize_grads=True)
+        plain = torch.autograd.grad(
+            suite.losses(layer(*inputs), n).mean(), list(layer.parameters()), materialize_grads=True
+        )
         for p, expected in zip(ours.parameters(), plain, strict=True):
             torch.testing.assert_close(p.grad, expected)
     assert graphs() == 1
@@ -76,7 +82,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("suite", "case"), OPTIONS, ids=[f"{'offsets-' if not c.rows else ''}{c.name}" for _, c in OPTIONS])
+@pytest.mark.parametrize(
+    ("suite", "case"), OPTIONS, ids=[f"{'offsets-' if not c.rows else ''}{c.name}" for _, c in OPTIONS]
+)
 def test_bags(suite: LayerSuite, case: Case) -> None:
     assert_layer_right(suite, case)
 
@@ -116,7 +124,9 @@ def pair(model: nn.Module, *inputs: Tensor) -> tuple[nn.Module, nn.Module]:
     return model, ours
 
 
-@pytest.mark.parametrize(("name", "backend"), [*((name, "aot_eager") for name in MODELS), ("mlp", "inductor"), ("cnn", "inductor")])
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "aot_eager") for name in MODELS), ("mlp", "inductor"), ("cnn", "inductor")]
+)
 def test_models(name: str, backend: str) -> None:
     build, inputs = MODELS[name]
     model, ours = pair(build(), inputs(3))
@@ -219,7 +229,9 @@ def test_functional_form(name: str, differ: bool) -> None:
     expected = losses(params, x)
     found = compiled(losses)(params, x)
     torch.testing.assert_close(found, expected)
-    for f, e in zip(*(torch.autograd.grad(t.sum(), list(params.values())) for t in (found, expected)), strict=True):
+    for f, e in zip(
+        *(torch.autograd.grad(t.sum(), list(params.values())) for t in (found, expected)), strict=True
+    ):
         torch.testing.assert_close(f, e)
 
 
@@ -302,7 +314,9 @@ def test_without_fullgraph_what_cannot_be_compiled_runs_as_it_is() -> None:
 def test_a_weight_used_past_its_layer_is_refused() -> None:
     _, ours = pair(zoo.mlp(), floats(4, 12))
     penalised = compiled(lambda x: squares(ours(x)).mean() + ours[1].weight.square().sum())
-    with pytest.raises(RuntimeError, match=r"`1\.weight` received a gradient that did not come through its layer"):
+    with pytest.raises(
+        RuntimeError, match=r"`1\.weight` received a gradient that did not come through its layer"
+    ):
         penalised(floats(5, 12)).backward()
 
 

@@ -47,7 +47,7 @@ def assert_own_rows(model: nn.Module, expected: dict[str, Tensor | None], mine: 
         torch.testing.assert_close(grad, rows.mean(0), msg=lambda m, name=name: f"{name}.grad: {m}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- DDP
+# -------------------------------------------------------------------------------------------------------- DDP
 def ddp(order: str = "before", **options: bool) -> Callable[[int, int], None]:
     """A tied Transformer, converted before it is wrapped, after, or together with the wrapper."""
 
@@ -121,7 +121,10 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.unused = nn.Linear(12, 4), nn.Linear(4, 4)
-        self.scale, self.shift = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4), requires_grad=False)
+        self.scale, self.shift = (
+            nn.Parameter(torch.randn(4)),
+            nn.Parameter(torch.randn(4), requires_grad=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.first(x)) * self.scale + self.shift
@@ -130,7 +133,9 @@ class Scaled(nn.Module):
 def ddp_bare_parameters(rank: int, world: int) -> None:
     model, x, mine = Scaled().double(), vectors(EACH * world), own(rank, [EACH] * world)
     expected = loop(model, square, (x,))
-    net = DistributedDataParallel(ps.convert_model(model, on_unsupported="general"), find_unused_parameters=True)
+    net = DistributedDataParallel(
+        ps.convert_model(model, on_unsupported="general"), find_unused_parameters=True
+    )
     for _ in range(2):
         net.zero_grad()
         squares(net(x[mine])).mean().backward()
@@ -166,7 +171,7 @@ def ddp_private_training(rank: int, world: int) -> None:
         torch.testing.assert_close(p, q)
 
 
-# ------------------------------------------------------------------------------------------------------------- FSDP2
+# ------------------------------------------------------------------------------------------------------ FSDP2
 def shard(model: nn.Module, world: int, parts: type[nn.Module] | None) -> nn.Module:
     """Each module of a class sharded by itself, then the rest with the root."""
     mesh = init_device_mesh("cpu", (world,))
@@ -247,7 +252,9 @@ def sharded_micro_batches(rank: int, world: int) -> None:
 
 
 def sharded_by_itself_first(rank: int, world: int) -> None:
-    """Layers that are sharded before conversion are refused by name; so is a first call that would have to be proved."""
+    """Layers that are sharded before conversion are refused by name; so is a first call that would have to be
+    proved.
+    """
     net = shard(zoo.mlp().double(), world, nn.Linear)
     with pytest.raises(ps.ConversionError, match=r"`1` \(FSDPLinear\) is sharded already"):
         ps.convert_model(net)
@@ -318,7 +325,9 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def problems(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def problems(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[str]]:
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("this build of torch has no gloo")
     folder: Path = tmp_path_factory.mktemp("ranks")

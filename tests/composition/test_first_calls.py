@@ -44,7 +44,9 @@ def test_a_weights_leading_dim_is_its_own(name: str, sizes: tuple[int, ...]) -> 
 
 def test_a_first_call_with_weights_that_were_given_proves_nothing_of_later_ones() -> None:
     for how in ("expand_params", "per_sample_grads"):
-        model, ours = both(nn.Sequential(nn.Linear(3, 3), Uses(lambda w, x: x * w.sum(0), 3, 3), nn.Linear(3, 2)))
+        model, ours = both(
+            nn.Sequential(nn.Linear(3, 3), Uses(lambda w, x: x * w.sum(0), 3, 3), nn.Linear(3, 2))
+        )
         x = batch(4, 3)
         if how == "expand_params":
             torch.func.functional_call(ours, ps.expand_params(ours, 4), (x,)).sum().backward()
@@ -187,10 +189,13 @@ class Centred(nn.Module):
 
 @pytest.mark.parametrize("n", [2, 6])
 @pytest.mark.parametrize(
-    "statistic", [lambda h: h.mean(0), lambda h: h.softmax(0), lambda h: h.amax(0, keepdim=True), lambda h: h.flip(0)]
+    "statistic",
+    [lambda h: h.mean(0), lambda h: h.softmax(0), lambda h: h.amax(0, keepdim=True), lambda h: h.flip(0)],
 )
 def test_samples_that_interact_are_refused_as_such(statistic: Callable[[Tensor], Tensor], n: int) -> None:
-    with pytest.raises(ValueError, match=r"`b` .*samples interact before it|samples depend on rows that are not theirs"):
+    with pytest.raises(
+        ValueError, match=r"`b` .*samples interact before it|samples depend on rows that are not theirs"
+    ):
         ps.convert_model(Centred(statistic).double())(batch(n, 3))
 
 
@@ -201,7 +206,9 @@ def test_the_functional_form_after_a_layer_was_added() -> None:
     ours.append(copy.deepcopy(new))  # type: ignore[operator]
     x = batch(3, 3)
     weights = ps.expand_params(ours, 3)
-    found = torch.autograd.grad(squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values()))
+    found = torch.autograd.grad(
+        squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values())
+    )
     for g, rows in zip(found, loop(model, square, (x,)).values(), strict=True):
         torch.testing.assert_close(g, rows)
 
@@ -222,7 +229,9 @@ class Rooted(nn.Module):
 
 @pytest.mark.parametrize("n", [3, 1])
 @pytest.mark.parametrize("new", [nn.PReLU(), nn.LayerNorm(4)])
-def test_the_functional_form_after_a_layer_was_added_to_a_part_that_is_run_whole(new: nn.Module, n: int) -> None:
+def test_the_functional_form_after_a_layer_was_added_to_a_part_that_is_run_whole(
+    new: nn.Module, n: int
+) -> None:
     model, ours = both(Rooted())
     right(ours, model, batch(4, 4))
     for net in (model, ours):
@@ -266,7 +275,9 @@ def test_a_first_call_that_is_given_up_leaves_no_graph(monkeypatch: pytest.Monke
 
     made: list[weakref.ref[Any]] = []
     init = proof.GradientProbe.__init__
-    monkeypatch.setattr(proof.GradientProbe, "__init__", lambda self, *a: (made.append(weakref.ref(self)), init(self, *a))[1])
+    monkeypatch.setattr(
+        proof.GradientProbe, "__init__", lambda self, *a: (made.append(weakref.ref(self)), init(self, *a))[1]
+    )
     model, ours = both(Major())
     right(ours, model, batch(3, 5, 4))
     gc.collect()

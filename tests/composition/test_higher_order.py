@@ -1,4 +1,6 @@
-"""Losses that hold derivatives, gradients of per-sample gradients, and torch.func's transforms, on whole models and every layer."""
+"""Losses that hold derivatives, gradients of per-sample gradients, and torch.func's transforms, on whole
+models and every layer.
+"""
 
 import copy
 from collections.abc import Callable
@@ -18,7 +20,8 @@ from .every_layer import EVERY
 
 pytestmark = [
     pytest.mark.usefixtures("twice_differentiable"),
-    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # torch's vmap of its bilinear kernel
+    # torch's vmap of its bilinear kernel
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
 ]
 Params = dict[str, Tensor]
 
@@ -29,7 +32,9 @@ class Field(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(3, 6), nn.Linear(6, 1)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh()) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # (B, 3)
         x = torch.sin(self.first(x))
@@ -55,7 +60,10 @@ class Memory(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru, self.attention = nn.GRU(1, 4, batch_first=True), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.gru, self.attention = (
+            nn.GRU(1, 4, batch_first=True),
+            nn.MultiheadAttention(4, 2, batch_first=True),
+        )
         self.out = nn.Linear(4, 1)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, 4)
@@ -63,7 +71,11 @@ class Memory(nn.Module):
         return self.out(self.attention(h, h, h)[0].mean(1))
 
 
-SMOOTH: dict[str, tuple[Callable[[], nn.Module], int]] = {"field": (Field, 3), "waves": (Waves, 6), "memory": (Memory, 4)}
+SMOOTH: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "field": (Field, 3),
+    "waves": (Waves, 6),
+    "memory": (Memory, 4),
+}
 each_model = pytest.mark.parametrize("name", SMOOTH)
 
 
@@ -81,16 +93,23 @@ def assert_rows(model: nn.Module, true: list[list[Tensor]]) -> None:
     """`true`: for each sample, the gradient of each parameter."""
     for (name, p), *rows in zip(model.named_parameters(), *true, strict=True):
         expected = torch.stack(rows)
-        found = p.grad_sample if p.grad_sample is not None else torch.zeros_like(expected)  # the loss does not reach it
-        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+        # the loss does not reach it
+        found = p.grad_sample if p.grad_sample is not None else torch.zeros_like(expected)
+        torch.testing.assert_close(
+            found, expected, rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
-# --------------------------------------------------------------------------------------- derivatives in the loss
+# ------------------------------------------------------------------------------------ derivatives in the loss
 def residuals(net: nn.Module, x: Tensor) -> Tensor:
-    """Squared residuals (B,) of a Poisson equation: the Laplacian of the model, one second derivative for each coordinate."""
+    """Squared residuals (B,) of a Poisson equation: the Laplacian of the model, one second derivative for
+    each coordinate.
+    """
     x = x.detach().requires_grad_()
     (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
-    second = [torch.autograd.grad(slope[:, d].sum(), x, create_graph=True)[0][:, d] for d in range(x.shape[1])]
+    second = [
+        torch.autograd.grad(slope[:, d].sum(), x, create_graph=True)[0][:, d] for d in range(x.shape[1])
+    ]
     return (sum(second) + torch.sin(x).prod(1)) ** 2
 
 
@@ -118,7 +137,9 @@ def test_inner_and_boundary_points_are_batches_of_their_own() -> None:
 
 @each_model
 def test_gradient_penalty(name: str) -> None:
-    """A critic's loss with gradient penalty: three calls of the model, one of them differentiated with respect to its input."""
+    """A critic's loss with gradient penalty: three calls of the model, one of them differentiated with
+    respect to its input.
+    """
     model, ours, real = build(name, 4)
     fake, mix = torch.randn_like(real), torch.rand(4, 1, dtype=torch.float64)
 
@@ -132,7 +153,7 @@ def test_gradient_penalty(name: str) -> None:
     assert_rows(ours, [grads_of(losses(model, real[i], fake[i], mix[i]).sum(), model) for i in parts])
 
 
-# ---------------------------------------------------------------------------------------- gradients of gradients
+# ------------------------------------------------------------------------------------- gradients of gradients
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "mlp": (zoo.mlp, lambda n: floats(n, 12)),
     "cnn": (lambda: zoo.TutorialCNN(2), lambda n: floats(n, 1, 16, 16)),
@@ -150,7 +171,9 @@ def test_hessian_vector_products(name: str) -> None:
     ours = ps.convert_model(copy.deepcopy(model))
     params = ps.expand_params(ours, 3)
     vectors = {k: torch.randn(3, *p.shape, dtype=p.dtype) for k, p in ours.named_parameters()}
-    grads = torch.autograd.grad(squares(functional_call(ours, params, (x,))).sum(), list(params.values()), create_graph=True)
+    grads = torch.autograd.grad(
+        squares(functional_call(ours, params, (x,))).sum(), list(params.values()), create_graph=True
+    )
     slope = sum((g * v).sum() for g, v in zip(grads, vectors.values(), strict=True))
     products = torch.autograd.grad(slope, list(params.values()))
     for i in range(3):
@@ -163,7 +186,9 @@ def test_hessian_vector_products(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_a_backward_pass_are_differentiated_again(name: str) -> None:
-    """The sum of all squared norms of rows, through `grad_sample` itself; once more from what the first pass has left."""
+    """The sum of all squared norms of rows, through `grad_sample` itself; once more from what the first pass
+    has left.
+    """
     make, batch = MODELS[name]
     model, x = make().double(), batch(3)
     ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
@@ -175,13 +200,17 @@ def test_rows_of_a_backward_pass_are_differentiated_again(name: str) -> None:
         p.grad = p.grad_sample = None
     true = [torch.zeros_like(p) for p in model.parameters()]
     for i in range(3):
-        grads = torch.autograd.grad(square(model(x[i : i + 1]), 0), list(model.parameters()), create_graph=True)
+        grads = torch.autograd.grad(
+            square(model(x[i : i + 1]), 0), list(model.parameters()), create_graph=True
+        )
         true = [t + g for t, g in zip(true, grads_of(sum((g**2).sum() for g in grads), model), strict=True)]
     torch.testing.assert_close(list(found), true, rtol=1e-7, atol=1e-8)
 
 
 def test_spread_of_the_gradients_as_a_loss() -> None:
-    """A loss in which all samples meet: how far each row is from their mean. Its rows would mean nothing, its gradient does."""
+    """A loss in which all samples meet: how far each row is from their mean. Its rows would mean nothing, its
+    gradient does.
+    """
     model, x = zoo.mlp().double(), floats(5, 12)
     model[2] = model[4] = nn.Tanh()
     found = []
@@ -190,16 +219,21 @@ def test_spread_of_the_gradients_as_a_loss() -> None:
         if way == "ours":
             rows = ps.per_sample_grads(net, squares, x, create_graph=True)
         else:
-            each = [torch.autograd.grad(square(net(s), 0), list(net.parameters()), create_graph=True) for s in x.split(1)]
+            each = [
+                torch.autograd.grad(square(net(s), 0), list(net.parameters()), create_graph=True)
+                for s in x.split(1)
+            ]
             rows = {str(k): torch.stack(g) for k, g in enumerate(zip(*each, strict=True))}
         spread = sum((g - g.mean(0)).square().sum() for g in rows.values())
         found.append(torch.autograd.grad(spread, list(net.parameters())))
     torch.testing.assert_close(*found)
 
 
-# ---------------------------------------------------------------------------------------------------- torch.func
+# ------------------------------------------------------------------------------------------------- torch.func
 class Losses:
-    """The losses (B,) of one layer's samples as a function of its per-sample parameters, and their rows by the loop."""
+    """The losses (B,) of one layer's samples as a function of its per-sample parameters, and their rows by
+    the loop.
+    """
 
     def __init__(self, suite: LayerSuite, case: Case, n: int = 3) -> None:
         self.suite, self.n = suite, n
@@ -210,7 +244,9 @@ class Losses:
         self.own = {k: p.clone() for k, p in self.params.items()}
         self.rows = suite.loop(self.layer, self.inputs, n)
         generator = torch.Generator().manual_seed(5)
-        self.vectors = {k: torch.randn(p.shape, dtype=p.dtype, generator=generator) for k, p in self.params.items()}
+        self.vectors = {
+            k: torch.randn(p.shape, dtype=p.dtype, generator=generator) for k, p in self.params.items()
+        }
 
     def __call__(self, params: Params) -> Tensor:
         return self.suite.losses(functional_call(self.ours, params, self.inputs), self.n)
@@ -218,11 +254,15 @@ class Losses:
     def total(self, params: Params) -> Tensor:
         return self(params).sum()
 
-    def skip_unless_torch_can(self, transform: Callable[[Callable[[Params], Tensor], Params], object]) -> None:
+    def skip_unless_torch_can(
+        self, transform: Callable[[Callable[[Params], Tensor], Params], object]
+    ) -> None:
         """A transform that torch's own layer does not go through is torch's limit."""
 
         def plain(params: Params) -> Tensor:
-            return self.suite.losses(functional_call(self.layer, params, self.suite.sample(self.inputs, 0)), 1).sum()
+            return self.suite.losses(
+                functional_call(self.layer, params, self.suite.sample(self.inputs, 0)), 1
+            ).sum()
 
         try:
             transform(plain, {k: p[0] for k, p in self.params.items()})
@@ -252,7 +292,9 @@ def test_jvp_and_jacfwd(suite: LayerSuite, case: Case) -> None:
     losses = Losses(suite, case)
     losses.skip_unless_torch_can(lambda f, params: torch.func.jvp(f, (params,), (params,)))
     _, slopes = torch.func.jvp(losses, (losses.own,), (losses.vectors,))
-    torch.testing.assert_close(slopes, sum((g * losses.vectors[k]).flatten(1).sum(1) for k, g in losses.rows.items()))
+    torch.testing.assert_close(
+        slopes, sum((g * losses.vectors[k]).flatten(1).sum(1) for k, g in losses.rows.items())
+    )
 
 
 @each_layer
@@ -267,7 +309,9 @@ def test_hessian_by_both_orders(suite: LayerSuite, case: Case) -> None:
         loss = suite.losses(losses.layer(*suite.sample(losses.inputs, i)), 1).sum()
         grads = torch.autograd.grad(loss, list(plain.values()), create_graph=True, materialize_grads=True)
         slope = sum((g * losses.vectors[k][i]).sum() for k, g in zip(plain, grads, strict=True))
-        for k, h in zip(plain, torch.autograd.grad(slope, list(plain.values()), materialize_grads=True), strict=True):
+        for k, h in zip(
+            plain, torch.autograd.grad(slope, list(plain.values()), materialize_grads=True), strict=True
+        ):
             true[k].append(h)
     expected = {k: torch.stack(h) for k, h in true.items()}
 
@@ -300,10 +344,14 @@ def test_transforms_of_whole_models(name: str) -> None:
     def losses(params: Params) -> Tensor:
         return squares(functional_call(ours, params, (x,)))
 
-    torch.testing.assert_close(torch.func.grad(lambda p: losses(p).sum())(params), expected, rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(
+        torch.func.grad(lambda p: losses(p).sum())(params), expected, rtol=1e-8, atol=1e-9
+    )
     jacobian = torch.func.jacrev(losses)(params)
     for k, rows in expected.items():
-        torch.testing.assert_close(jacobian[k].diagonal(dim1=0, dim2=1).movedim(-1, 0), rows, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(
+            jacobian[k].diagonal(dim1=0, dim2=1).movedim(-1, 0), rows, rtol=1e-8, atol=1e-9
+        )
     vectors = {k: torch.randn_like(g) for k, g in expected.items()}
     _, slopes = torch.func.jvp(losses, ({k: p.clone() for k, p in params.items()},), (vectors,))
     torch.testing.assert_close(slopes, sum((g * vectors[k]).flatten(1).sum(1) for k, g in expected.items()))

@@ -31,7 +31,9 @@ def test_a_model_that_returns_a_packed_sequence() -> None:
         padded, _ = pad_packed_sequence(ours(x, n), batch_first=True)
         squares(padded).mean().backward()
         for i in range(len(x)):
-            one = pad_packed_sequence(model(x[i : i + 1], n[i : i + 1]), batch_first=True, total_length=padded.shape[1])[0]
+            one = pad_packed_sequence(
+                model(x[i : i + 1], n[i : i + 1]), batch_first=True, total_length=padded.shape[1]
+            )[0]
             expected = torch.autograd.grad(square(one, 0), list(model.parameters()))
             for p, e in zip(ours.parameters(), expected, strict=True):
                 torch.testing.assert_close(p.grad_sample[i], e)
@@ -64,7 +66,11 @@ def test_bags_whose_offsets_come_from_a_mask(first: int) -> None:
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.bag, self.fc = nn.Embedding(9, 4, padding_idx=0), nn.EmbeddingBag(9, 4), nn.Linear(4, 2)
+        self.table, self.bag, self.fc = (
+            nn.Embedding(9, 4, padding_idx=0),
+            nn.EmbeddingBag(9, 4),
+            nn.Linear(4, 2),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.fc(torch.tanh(self.table(ids).mean(1) + self.bag(ids)))
@@ -84,7 +90,8 @@ class Lengths(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(x * self.scale, lengths, batch_first=True, enforce_sorted=False)  # lengths of at least 1
+        # lengths of at least 1
+        packed = pack_padded_sequence(x * self.scale, lengths, batch_first=True, enforce_sorted=False)
         return self.fc(self.lstm(packed)[1][0][-1])
 
 
@@ -223,7 +230,9 @@ def test_states_of_as_many_layers_as_samples(sizes: tuple[int, int]) -> None:
         (squares(out) + squares(last.transpose(0, 1))).mean().backward()
         for i in range(n):
             own, end = model(x[i : i + 1], h[:, i : i + 1], c[:, i : i + 1])
-            grads = torch.autograd.grad(square(own, 0) + square(end.transpose(0, 1)[0], 0), list(model.parameters()))
+            grads = torch.autograd.grad(
+                square(own, 0) + square(end.transpose(0, 1)[0], 0), list(model.parameters())
+            )
             for p, g in zip(ours.parameters(), grads, strict=True):
                 torch.testing.assert_close(p.grad_sample[i], g)
 

@@ -34,7 +34,9 @@ def test_rows_that_are_appended_line_up(order: tuple[bool, ...]) -> None:
             x = batch(n, 3)
             squares(ours(x, more)).mean().backward()
             for i in range(n):
-                grads = torch.autograd.grad(square(model(x[i : i + 1], more), 0), list(model.parameters()), allow_unused=True)
+                grads = torch.autograd.grad(
+                    square(model(x[i : i + 1], more), 0), list(model.parameters()), allow_unused=True
+                )
                 for (name, p), g in zip(model.named_parameters(), grads, strict=True):
                     expected[name].append(torch.zeros_like(p) if g is None else g)
         for name, p in ours.named_parameters():
@@ -63,8 +65,12 @@ def test_a_users_hook_is_called_as_in_plain_training() -> None:
             calls: list[Any] = []
             for p in model.parameters():
                 p.register_hook(lambda g, calls=calls: calls.append(g.shape))
-                p.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append(("grad", p.grad.shape)))
-            model.last.register_full_backward_hook(lambda m, gi, go, calls=calls: calls.append(tuple(g.shape for g in (*gi, *go))))
+                p.register_post_accumulate_grad_hook(
+                    lambda p, calls=calls: calls.append(("grad", p.grad.shape))
+                )
+            model.last.register_full_backward_hook(
+                lambda m, gi, go, calls=calls: calls.append(tuple(g.shape for g in (*gi, *go)))
+            )
             model.first.register_forward_hook(lambda m, i, o, calls=calls: calls.append("forward"))
             for more in (False, True, False):
                 output = model(batch(n, 3), more)
@@ -234,7 +240,10 @@ def test_second_derivatives_of_a_recurrent_layer_with_a_frozen_weight(frozen: st
     total = 0.0
     for i in range(len(x)):
         total += sum(
-            g.square().sum() for g in torch.autograd.grad(square(model(x[i : i + 1]), 0), list(named.values()), create_graph=True)
+            g.square().sum()
+            for g in torch.autograd.grad(
+                square(model(x[i : i + 1]), 0), list(named.values()), create_graph=True
+            )
         )
     for f, e in zip(found, torch.autograd.grad(total, list(named.values())), strict=True):
         torch.testing.assert_close(f, e)

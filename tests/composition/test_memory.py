@@ -137,7 +137,9 @@ def test_checkpoint_sequential(reentrant: bool) -> None:
     class Chain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+            self.layers = nn.Sequential(
+                nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return checkpoint_sequential(self.layers, 2, x, use_reentrant=reentrant)
@@ -162,7 +164,9 @@ def test_checkpoint_around_the_whole_model() -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "transformer"])
 def test_tensors_saved_elsewhere(name: str) -> None:
-    """What the backward pass needs is packed away and comes back as another tensor: offloading, compressing."""
+    """What the backward pass needs is packed away and comes back as another tensor: offloading,
+    compressing.
+    """
     make, batch = {
         "mlp": (zoo.mlp, lambda n: floats(n, 12)),
         "cnn": (zoo.TutorialCNN, lambda n: floats(n, 1, 16, 16)),
@@ -183,5 +187,7 @@ def test_tensors_saved_elsewhere(name: str) -> None:
                 assert_rows_right(model, x, converted=ours)
     assert packed
     with saved_tensors_hooks(pack, lambda t: t.clone()):  # and gradients of rows
-        rows = ps.per_sample_grads(ours.out if name == "lstm" else ours, squares, floats(3, 7) if name == "lstm" else x)
+        rows = ps.per_sample_grads(
+            ours.out if name == "lstm" else ours, squares, floats(3, 7) if name == "lstm" else x
+        )
     assert all(g.isfinite().all() for g in rows.values())

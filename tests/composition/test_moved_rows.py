@@ -22,7 +22,9 @@ class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(4, 2)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4)) for _ in range(2))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4)) for _ in range(2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, 4)
@@ -67,7 +69,9 @@ def test_the_functional_form_of_a_parametrised_layer_on_picked_rows() -> None:
     x = batch(3, 5, 3)
     right(ours, model, x)
     weights = ps.expand_params(ours, 3)
-    found = torch.autograd.grad(squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values()))
+    found = torch.autograd.grad(
+        squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values())
+    )
     expected = loop(model, square, (x,))
     for name, g in zip(weights, found, strict=True):
         torch.testing.assert_close(g, expected[name])
@@ -142,12 +146,15 @@ class Positions(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, C, T, 4)
         h = self.fc(x.flatten(0, 1))
         for _ in range(2):
-            h = h + self.scale * checkpoint(lambda h: h + self.w(torch.arange(h.shape[1])), h, use_reentrant=True)
+            h = h + self.scale * checkpoint(
+                lambda h: h + self.w(torch.arange(h.shape[1])), h, use_reentrant=True
+            )
         return h.unflatten(0, (-1, x.shape[1]))
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"), [(Prompted, (5, 4)), (Views, (2, 3, 4)), (Positions, (3, 4, 4)), (Positions, (3, 5, 4))]
+    ("kind", "shape"),
+    [(Prompted, (5, 4)), (Views, (2, 3, 4)), (Positions, (3, 4, 4)), (Positions, (3, 5, 4))],
 )
 @pytest.mark.filterwarnings("ignore:.*run sample by sample:UserWarning")
 def test_rows_that_are_put_together_again(kind: Any, shape: tuple[int, ...]) -> None:
@@ -161,7 +168,9 @@ def test_rows_that_are_put_together_again(kind: Any, shape: tuple[int, ...]) -> 
 
 
 class Sorted(nn.Module):
-    """Rows in an order that the data give, after a recurrent layer over time; of two samples, it is the batch's own by chance."""
+    """Rows in an order that the data give, after a recurrent layer over time; of two samples, it is the
+    batch's own by chance.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +208,13 @@ class Gated(nn.Module):
 
     def __init__(self, batch_first: bool = True) -> None:
         super().__init__()
-        self.first, self.one, self.other, self.border, self.batch_first = nn.Linear(4, 4), Past(), Sums(), 0.0, batch_first
+        self.first, self.one, self.other, self.border, self.batch_first = (
+            nn.Linear(4, 4),
+            Past(),
+            Sums(),
+            0.0,
+            batch_first,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.batch_first else x.transpose(0, 1)
@@ -259,7 +274,9 @@ def test_two_batches_in_one_through_a_weight_used_past_its_layer() -> None:
 
 
 class Turned(nn.Module):
-    """Two batches in one through a part, and what comes of them through another, in an order that the data give."""
+    """Two batches in one through a part, and what comes of them through another, in an order that the data
+    give.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +340,9 @@ def test_a_first_call_for_one_sample_with_weights_given(kind: Callable[[], nn.Mo
     model, ours = both(kind())
     x = batch(n, 3, 4)
     weights = ps.expand_params(ours, n)
-    found = torch.autograd.grad(torch.func.functional_call(ours, weights, (x,)).square().sum(), list(weights.values()))
+    found = torch.autograd.grad(
+        torch.func.functional_call(ours, weights, (x,)).square().sum(), list(weights.values())
+    )
     expected = (
         loop(model, lambda out, i: out[i].square().sum(), (x,))
         if n

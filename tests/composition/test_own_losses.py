@@ -53,7 +53,9 @@ def test_linear_cross_entropy_loss(name: str, reduction: str) -> None:
     loss = nn.LinearCrossEntropyLoss(5, 7, reduction=reduction, **options)
     model, ours = both(WithLoss(loss), loss_reduction=reduction)
     for n in (4, 3, 6, 1):
-        reduced_right(model, ours, reduction, batch(n, 4), torch.randint(7, (n, *options.get("out_features", ()))))
+        reduced_right(
+            model, ours, reduction, batch(n, 4), torch.randint(7, (n, *options.get("out_features", ())))
+        )
 
 
 class Arc(nn.Module):
@@ -73,7 +75,11 @@ class Centres(nn.Module):
 
     def __init__(self, reduction: str) -> None:
         super().__init__()
-        self.centres, self.scale, self.reduction = nn.Parameter(torch.randn(7, 5)), nn.Parameter(torch.rand(())), reduction
+        self.centres, self.scale, self.reduction = (
+            nn.Parameter(torch.randn(7, 5)),
+            nn.Parameter(torch.rand(())),
+            reduction,
+        )
 
     def forward(self, h: Tensor, y: Tensor) -> Tensor:
         losses = (h - self.centres[y]).square().sum(1) * self.scale.exp()

@@ -1,4 +1,6 @@
-"""Several backward passes: retained graphs, losses that share a forward, alternating models, passes that break off."""
+"""Several backward passes: retained graphs, losses that share a forward, alternating models, passes that
+break off.
+"""
 
 import contextlib
 import copy
@@ -63,7 +65,7 @@ def assert_same(found: Rows, expected: Rows) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
 
 
-# ----------------------------------------------------------------------------------------------------- one graph
+# -------------------------------------------------------------------------------------------------- one graph
 @each_model
 def test_two_losses_on_one_forward(name: str) -> None:
     """The graph is walked twice; the rows are the second loss's, or those of both added up."""
@@ -97,7 +99,7 @@ def test_a_graph_walked_again_after_a_step_is_torchs_error(name: str) -> None:
     assert_rows_right(model, x, converted=ours)
 
 
-# ------------------------------------------------------------------------------------------------ several graphs
+# --------------------------------------------------------------------------------------------- several graphs
 @each_model
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_forwards_that_wait(name: str, order: tuple[int, ...]) -> None:
@@ -174,7 +176,7 @@ def test_zero_grad_of_an_optimizer_of_some_parameters_clears_those() -> None:
     assert set(rows_of(ours)) == {"3.weight", "3.bias", "5.weight", "5.bias"}
 
 
-# ---------------------------------------------------------------------------------------------------- two models
+# ------------------------------------------------------------------------------------------------- two models
 def gan() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(3)
     generator = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
@@ -188,7 +190,9 @@ def test_alternating_models(critic_is: str) -> None:
     (g_plain, d_plain), (g, d) = gan(), gan()
     ps.convert_model(g)
     ps.convert_model(d)
-    optimizers = [[torch.optim.SGD(net.parameters(), lr=0.05) for net in pair] for pair in ((g_plain, d_plain), (g, d))]
+    optimizers = [
+        [torch.optim.SGD(net.parameters(), lr=0.05) for net in pair] for pair in ((g_plain, d_plain), (g, d))
+    ]
 
     def critic_losses(generator: nn.Module, critic: nn.Module, real: Tensor, z: Tensor) -> Tensor:
         return (F.softplus(-critic(real)) + F.softplus(critic(generator(z).detach()))).squeeze(1)
@@ -198,7 +202,9 @@ def test_alternating_models(critic_is: str) -> None:
 
     def loop_rows(losses: Callable[..., Tensor], of: nn.Module, *data: Tensor) -> Rows:
         each = [
-            torch.autograd.grad(losses(g_plain, d_plain, *(t[i : i + 1] for t in data)).sum(), list(of.parameters()))
+            torch.autograd.grad(
+                losses(g_plain, d_plain, *(t[i : i + 1] for t in data)).sum(), list(of.parameters())
+            )
             for i in range(5)
         ]
         return {k: torch.stack(rows) for (k, _), *rows in zip(of.named_parameters(), *each, strict=True)}
@@ -235,7 +241,9 @@ def test_alternating_models(critic_is: str) -> None:
 
 
 def test_a_model_inside_another_converted_apart() -> None:
-    """A part with settings of its own: its rows are scaled and accumulated as it was told, the others' as they were."""
+    """A part with settings of its own: its rows are scaled and accumulated as it was told, the others' as
+    they were.
+    """
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -252,10 +260,12 @@ def test_a_model_inside_another_converted_apart() -> None:
     assert_rows_right(model, x, converted=ours)
 
 
-# ------------------------------------------------------------------------------------------- torch.autograd.grad
+# ---------------------------------------------------------------------------------------- torch.autograd.grad
 @each_model
 def test_autograd_grad_has_no_side_effects(name: str) -> None:
-    """Of all, of some parameters and of an output in between, before and after a backward pass on the same graph."""
+    """Of all, of some parameters and of an output in between, before and after a backward pass on the same
+    graph.
+    """
     model, ours, x = build(name)
     params, expected = list(ours.parameters()), rows_by_loop(model, x)
     output = ours(x)
@@ -273,7 +283,7 @@ def test_autograd_grad_has_no_side_effects(name: str) -> None:
         torch.testing.assert_close(p.grad, expected[k].mean(0))
 
 
-# ----------------------------------------------------------------------------------------- passes that break off
+# -------------------------------------------------------------------------------------- passes that break off
 class Stop(BaseException):
     """As hard to catch as an interrupt from the keyboard."""
 
@@ -352,7 +362,7 @@ def test_exceptions_while_rows_are_asked_for(name: str) -> None:
     assert_rows_right(model, x, converted=ours)
 
 
-# ----------------------------------------------------------------------------------------------------- chosen parameters
+# ------------------------------------------------------------------------------------------ chosen parameters
 @pytest.mark.parametrize("n", [1, 3])
 @each_model
 def test_a_pass_to_chosen_parameters(name: str, n: int) -> None:

@@ -20,16 +20,20 @@ Params = dict[str, Tensor]
 LR = 0.1
 
 
-# ---------------------------------------------------------------------------------------------------------------- every layer
+# ------------------------------------------------------------------------------------------------ every layer
 def test_every_layer_of_the_library_is_here() -> None:
     assert set(EVERY) == {name for name in ps.__all__ if name.startswith("PS") and name != "PSLayer"}
-    assert {type(suite) is not LayerSuite for suite, _ in EVERY.values()} == {True} and len(EVERY) <= len(REGISTRY)
+    assert {type(suite) is not LayerSuite for suite, _ in EVERY.values()} == {True} and len(EVERY) <= len(
+        REGISTRY
+    )
 
 
 @pytest.mark.usefixtures("twice_differentiable")
 @pytest.mark.parametrize(("suite", "case"), EVERY.values(), ids=list(EVERY))
 def test_a_step_for_all_tasks_at_once(suite: LayerSuite, case: Case) -> None:
-    """MAML in one layer: each sample is a task; the loss after its own step, differentiated through the step."""
+    """MAML in one layer: each sample is a task; the loss after its own step, differentiated through the
+    step.
+    """
     layer, n = suite.build(case), suite.batch
     support = suite.inputs(case)
     query = tuple(t.flip(0) if isinstance(t, Tensor) and case.rows else t for t in support)
@@ -50,10 +54,12 @@ def test_a_step_for_all_tasks_at_once(suite: LayerSuite, case: Case) -> None:
         torch.testing.assert_close(losses[i], loss)
         grads = torch.autograd.grad(loss, list(layer.parameters()), materialize_grads=True)
         true = [t + g for t, g in zip(true, grads, strict=True)]
-    torch.testing.assert_close([torch.zeros_like(t) if g is None else g for g, t in zip(found, true, strict=True)], true)
+    torch.testing.assert_close(
+        [torch.zeros_like(t) if g is None else g for g, t in zip(found, true, strict=True)], true
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- models
+# ----------------------------------------------------------------------------------------------------- models
 class Scaled(nn.Module):
     """A class token and a scale of its own, which no replacement knows."""
 
@@ -101,7 +107,10 @@ def test_ensemble(name: str) -> None:
     """As many members as samples, each with weights of its own, on one and the same input."""
     model, ours, batch = build(name)
     members = [MODELS[name][0]().double() for _ in range(4)]
-    weights = {k: torch.stack([dict(m.named_parameters())[k].detach() for m in members]) for k, _ in ours.named_parameters()}
+    weights = {
+        k: torch.stack([dict(m.named_parameters())[k].detach() for m in members])
+        for k, _ in ours.named_parameters()
+    }
     weights = {k: w.requires_grad_() for k, w in weights.items()}
     x = batch(1)
     x = x.expand(4, *x.shape[1:])
@@ -162,7 +171,9 @@ def test_maml_over_two_steps(name: str) -> None:
 
 
 def test_some_weights_per_sample_and_the_others_shared() -> None:
-    """Only the last layer has weights of its own for each sample; what is not given stays the model's, and is not recorded."""
+    """Only the last layer has weights of its own for each sample; what is not given stays the model's, and is
+    not recorded.
+    """
     model, ours, batch = build("mlp")
     x, last = batch(4), {k: p.expand(4, *p.shape) for k, p in ours.named_parameters() if k.startswith("5.")}
     noise = {k: (w + torch.randn_like(w)).detach().requires_grad_() for k, w in last.items()}

@@ -1,4 +1,6 @@
-"""Mixed and low precision, loss scaling, memory layouts, complex numbers: what dtype the rows have, and that they are right."""
+"""Mixed and low precision, loss scaling, memory layouts, complex numbers: what dtype the rows have, and that
+they are right.
+"""
 
 import copy
 import warnings
@@ -28,13 +30,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
 
 
 def close_to_truth(found: Tensor, plain: Tensor, truth: Tensor) -> bool:
-    """Whether rows are about as near to those in double precision as plain torch's, computed in the same low precision, are."""
+    """Whether rows are about as near to those in double precision as plain torch's, computed in the same low
+    precision, are.
+    """
     scale = truth.abs().max() + 1e-30
     ours, theirs = ((t.double() - truth).norm() / scale for t in (found, plain))
     return bool(ours <= 2 * theirs + 1e-3)
 
 
-# ---------------------------------------------------------------------------------------------------------------- low precision
+# ---------------------------------------------------------------------------------------------- low precision
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("inside", [False, True], ids=["", "backward-inside"])
 @pytest.mark.parametrize("how", ["autocast-bfloat16", "autocast-float16", "bfloat16", "float16"])
@@ -80,7 +84,9 @@ def test_float16_in_every_layer(suite: LayerSuite, case: Case, how: str) -> None
     try:
         for i in range(n):
             loss = losses(low, suite.sample(inputs, i), 1).sum()
-            for k, g in zip(rows, torch.autograd.grad(loss, list(low.parameters()), materialize_grads=True), strict=True):
+            for k, g in zip(
+                rows, torch.autograd.grad(loss, list(low.parameters()), materialize_grads=True), strict=True
+            ):
                 rows[k].append(g)
     except RuntimeError as error:
         pytest.skip(f"torch's own layer cannot: {str(error).splitlines()[0][:100]}")
@@ -93,13 +99,18 @@ def test_float16_in_every_layer(suite: LayerSuite, case: Case, how: str) -> None
             assert close_to_truth(p.grad_sample, torch.stack(rows[k]), truth[k]), k
 
 
-# ---------------------------------------------------------------------------------------------------------------- loss scaling
+# ----------------------------------------------------------------------------------------------- loss scaling
 def test_gradient_scaler() -> None:
-    """The rows are those of the scaled loss: `unscale_` knows `.grad` alone, so the rows are divided by ``get_scale()``."""
+    """The rows are those of the scaled loss: `unscale_` knows `.grad` alone, so the rows are divided by
+    ``get_scale()``.
+    """
     model, x, y = zoo.mlp(), torch.randn(6, 12), torch.randint(0, 4, (6,))
     rows = loop(model, lambda out, i: F.cross_entropy(out, y[i : i + 1]), (x,))
     ours = ps.convert_model(copy.deepcopy(model))
-    optimizer, scaler = torch.optim.SGD(ours.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer, scaler = (
+        torch.optim.SGD(ours.parameters(), lr=0.1),
+        torch.amp.GradScaler("cpu", init_scale=1024.0),
+    )
     scaler.scale(F.cross_entropy(ours(x), y)).backward()
     for k, p in ours.named_parameters():
         torch.testing.assert_close(p.grad_sample, 1024 * rows[k], rtol=1e-4, atol=1e-3)
@@ -116,7 +127,10 @@ def test_gradient_scaler() -> None:
 
 def test_gradient_scaler_steps_over_an_overflow() -> None:
     ours, x = ps.convert_model(zoo.mlp()), torch.randn(6, 12)
-    optimizer, scaler = torch.optim.SGD(ours.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**126)
+    optimizer, scaler = (
+        torch.optim.SGD(ours.parameters(), lr=0.1),
+        torch.amp.GradScaler("cpu", init_scale=2.0**126),
+    )
     before = [p.detach().clone() for p in ours.parameters()]
     scaler.scale(1e20 * squares(ours(x)).mean()).backward()
     scaler.step(optimizer)
@@ -128,7 +142,7 @@ def test_gradient_scaler_steps_over_an_overflow() -> None:
     assert all(p.grad_sample.isfinite().all() for p in ours.parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------- layouts
+# ---------------------------------------------------------------------------------------------------- layouts
 @each_layer
 def test_parameters_that_are_not_contiguous(suite: LayerSuite, case: Case) -> None:
     """Weights with their dims in another order in memory, as channels_last has them."""
@@ -140,7 +154,9 @@ def test_parameters_that_are_not_contiguous(suite: LayerSuite, case: Case) -> No
     for _ in range(2):
         ours.zero_grad()
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+            warnings.filterwarnings(
+                "ignore", message="RNN module weights are not part of single contiguous chunk"
+            )
             suite.losses(ours(*inputs), n).mean().backward()
         suite.assert_rows(ours, expected)
 
@@ -161,19 +177,24 @@ def test_layouts_of_the_input(layout: str) -> None:
 
 
 def test_channels_last_under_autocast() -> None:
-    model, x = zoo.ResNet18(2).to(memory_format=torch.channels_last), torch.randn(3, 3, 8, 8).to(memory_format=torch.channels_last)
+    model, x = (
+        zoo.ResNet18(2).to(memory_format=torch.channels_last),
+        torch.randn(3, 3, 8, 8).to(memory_format=torch.channels_last),
+    )
     truth = loop(copy.deepcopy(model).double(), square, (x.double(),))
     ours = ps.convert_model(copy.deepcopy(model))
     with torch.autocast("cpu", torch.bfloat16):
         loss = squares(ours(x)).mean()
-        each = [torch.autograd.grad(squares(model(one)).mean(), list(model.parameters())) for one in x.split(1)]
+        each = [
+            torch.autograd.grad(squares(model(one)).mean(), list(model.parameters())) for one in x.split(1)
+        ]
     loss.backward()
     for (name, p), *rows in zip(ours.named_parameters(), *each, strict=True):
         assert p.grad_sample.dtype == torch.float32
         assert close_to_truth(p.grad_sample, torch.stack(rows), truth[name]), name
 
 
-# ---------------------------------------------------------------------------------------------------------------- complex numbers
+# -------------------------------------------------------------------------------------------- complex numbers
 def complex_losses(output: Any, n: int) -> Tensor:
     while not isinstance(output, Tensor):
         output = output[0]
@@ -189,7 +210,11 @@ COMPLEX = {name: each for name, each in EVERY.items() if name not in ("PSLSTM", 
 @pytest.mark.parametrize(("suite", "case"), COMPLEX.values(), ids=list(COMPLEX))
 def test_complex(suite: LayerSuite, case: Case) -> None:
     """Where torch differentiates its own layer in complex numbers, the rows are right."""
-    layer, inputs, n = suite.build(case).to(torch.complex128), to(suite.inputs(case), torch.complex128), suite.batch
+    layer, inputs, n = (
+        suite.build(case).to(torch.complex128),
+        to(suite.inputs(case), torch.complex128),
+        suite.batch,
+    )
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(torch.randn_like(p) / 2)

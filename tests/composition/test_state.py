@@ -38,14 +38,18 @@ def test_what_a_forward_counts(way: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*deprecated")
-@pytest.mark.parametrize("norm", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm])
+@pytest.mark.parametrize(
+    "norm", [torch.nn.utils.spectral_norm, torch.nn.utils.parametrizations.spectral_norm]
+)
 def test_vectors_of_spectral_norm_are_the_plain_models(norm: Any) -> None:
     model, ours = both(nn.Sequential(norm(nn.Linear(3, 4)), nn.Tanh(), norm(nn.Linear(4, 2))))
     for n in (4, 3, 4):
         x = batch(n, 3)
         squares(ours(x)).mean().backward()
         squares(model(x)).mean().backward()
-        for (name, ours_state), state in zip(ours.state_dict().items(), model.state_dict().values(), strict=True):
+        for (name, ours_state), state in zip(
+            ours.state_dict().items(), model.state_dict().values(), strict=True
+        ):
             torch.testing.assert_close(ours_state, state, msg=name)
         for p, q in zip(ours.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(p.grad, q.grad)
@@ -102,7 +106,9 @@ class Add(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A low-rank change that is registered for the time of a forward, as PEFT does it with parameters that are no layer's."""
+    """A low-rank change that is registered for the time of a forward, as PEFT does it with parameters that
+    are no layer's.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The tools around torch: differential privacy, training loops, adapters, files, averages, parametrisations."""
+"""The tools around torch: differential privacy, training loops, adapters, files, averages,
+parametrisations.
+"""
 
 import copy
 import io
@@ -38,7 +40,7 @@ def cross_entropy_rows(model: nn.Module, x: Tensor, y: Tensor) -> Rows:
     return {name: g for name, g in rows.items() if g is not None}
 
 
-# ---------------------------------------------------------------------------------------------------------------- Opacus
+# ----------------------------------------------------------------------------------------------------- Opacus
 @pytest.fixture
 def opacus() -> Any:
     with warnings.catch_warnings():
@@ -46,10 +48,14 @@ def opacus() -> Any:
         return pytest.importorskip("opacus")
 
 
-@pytest.mark.filterwarnings("ignore:Secure RNG turned off:UserWarning", "ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Secure RNG turned off:UserWarning", "ignore:Full backward hook is firing:UserWarning"
+)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_opacus_privacy_engine(opacus: Any, clipping: str) -> None:
-    """Their sampling, clipping, noise and accounting with our gradients: the model that their own hooks train, to the bit."""
+    """Their sampling, clipping, noise and accounting with our gradients: the model that their own hooks
+    train, to the bit.
+    """
     base, data, trained, epsilons = classifier(), labelled(40), [], []
     for mode in ("hooks", "no_op"):
         model = copy.deepcopy(base)
@@ -101,7 +107,7 @@ def test_opacus_dp_optimizer_alone(opacus: Any) -> None:
         torch.testing.assert_close(p, q - clipped / 8)
 
 
-# ---------------------------------------------------------------------------------------------------------------- loops
+# ------------------------------------------------------------------------------------------------------ loops
 @pytest.mark.parametrize("part", ["module", "net"])
 def test_lightning(part: str) -> None:
     """The LightningModule itself converted, or the network that it holds."""
@@ -154,8 +160,16 @@ def bert() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
-    config = transformers.BertConfig(**sizes, max_position_embeddings=10, num_labels=3, hidden_dropout_prob=0.0)
+    sizes = {
+        "vocab_size": 30,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 12,
+    }
+    config = transformers.BertConfig(
+        **sizes, max_position_embeddings=10, num_labels=3, hidden_dropout_prob=0.0
+    )
     config.attention_probs_dropout_prob = 0.0
     return transformers.BertForSequenceClassification(config)
 
@@ -216,17 +230,24 @@ def test_accelerate() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     net, optimizer = accelerator.prepare(ps.convert_model(model), torch.optim.SGD(model.parameters(), lr=0.1))
     accelerator.backward(F.cross_entropy(net(x), y))
-    torch.testing.assert_close({n: p.grad_sample for n, p in accelerator.unwrap_model(net).named_parameters()}, expected)
+    torch.testing.assert_close(
+        {n: p.grad_sample for n, p in accelerator.unwrap_model(net).named_parameters()}, expected
+    )
     optimizer.step()
     optimizer.zero_grad()
     assert all(p.grad_sample is None for p in model.parameters())
 
 
-# ---------------------------------------------------------------------------------------------------------------- adapters
+# --------------------------------------------------------------------------------------------------- adapters
 class Scores(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.query, self.value, self.out = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.tokens, self.query, self.value, self.out = (
+            nn.Embedding(7, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 3),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:  # (B, T)
         x = self.tokens(ids)
@@ -253,7 +274,7 @@ def test_peft_lora(order: str) -> None:
     torch.testing.assert_close(merged(ids), plain(ids))
 
 
-# ---------------------------------------------------------------------------------------------------------------- files, averages
+# -------------------------------------------------------------------------------------------- files, averages
 def test_state_is_saved_and_loaded_by_either_kind_of_model() -> None:
     plain, ids = zoo.Transformer().double(), torch.randint(0, 11, (3, 5))
     ours = ps.convert_model(zoo.Transformer().double())
@@ -274,7 +295,11 @@ def test_state_is_saved_and_loaded_by_either_kind_of_model() -> None:
 
 def test_safetensors(tmp_path: Path) -> None:
     files = pytest.importorskip("safetensors.torch")
-    plain, ids, path = zoo.Transformer().double(), torch.randint(0, 11, (3, 5)), tmp_path / "model.safetensors"
+    plain, ids, path = (
+        zoo.Transformer().double(),
+        torch.randint(0, 11, (3, 5)),
+        tmp_path / "model.safetensors",
+    )
     ours = ps.convert_model(zoo.Transformer().double())
     squares(ours(ids)).mean().backward()
     files.save_model(ours, path)
@@ -295,7 +320,10 @@ def test_averaged_model(average: Any) -> None:
     ours = ps.convert_model(copy.deepcopy(plain))
     averages = []
     for net in (plain, ours):
-        optimizer, averaged = torch.optim.SGD(net.parameters(), lr=0.002), AveragedModel(net, multi_avg_fn=average)
+        optimizer, averaged = (
+            torch.optim.SGD(net.parameters(), lr=0.002),
+            AveragedModel(net, multi_avg_fn=average),
+        )
         for _ in range(3):
             optimizer.zero_grad()
             squares(net(ids)).mean().backward()
@@ -306,7 +334,7 @@ def test_averaged_model(average: Any) -> None:
     assert_rows_right(ps.restore_model(copy.deepcopy(averages[1].module)), ids, converted=averages[1].module)
 
 
-# ---------------------------------------------------------------------------------------------------------------- parametrisations
+# ------------------------------------------------------------------------------------------- parametrisations
 class Symmetric(nn.Module):
     def forward(self, w: Tensor) -> Tensor:
         return w.triu() + w.triu(1).transpose(-1, -2)
@@ -320,7 +348,8 @@ PARAMETRISATIONS: dict[str, Any] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # weight_norm's kernel has no batched form
+# weight_norm's kernel has no batched form
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("name", PARAMETRISATIONS)
 def test_parametrised_before_conversion(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
@@ -328,7 +357,8 @@ def test_parametrised_before_conversion(name: str) -> None:
     model.double().eval()
     x = torch.randn(5, 4, dtype=torch.float64)
     ours = assert_rows_right(model, x, on_unsupported="general")
-    expected = model(x)  # copies share the class that torch makes, and removing takes the weight from that class
+    # copies share the class that torch makes, and removing takes the weight from that class
+    expected = model(x)
     parametrize.remove_parametrizations(ps.restore_model(ours)[0], "weight")
     torch.testing.assert_close(ours(x), expected)
 
@@ -339,7 +369,10 @@ def test_parametrised_before_conversion(name: str) -> None:
 def test_parametrised_after_conversion(name: str, used: bool) -> None:
     """Converted again, as after any change of the model's modules."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    ours, x = ps.convert_model(copy.deepcopy(model), on_unsupported="general"), torch.randn(5, 4, dtype=torch.float64)
+    ours, x = (
+        ps.convert_model(copy.deepcopy(model), on_unsupported="general"),
+        torch.randn(5, 4, dtype=torch.float64),
+    )
     if used:
         squares(ours(x)).mean().backward()
     for net in (model, ours):

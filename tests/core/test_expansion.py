@@ -27,7 +27,7 @@ def rows_of(model: nn.Module) -> list[Tensor | None]:
     return [p.grad_sample for p in model.parameters()]
 
 
-# ---------------------------------------------------------------------------------------------------------------- passes
+# ----------------------------------------------------------------------------------------------------- passes
 def test_append_micro_batches() -> None:
     model, x = mlp(), data(7)
     ours = ps.convert_model(copy.deepcopy(model))
@@ -59,7 +59,10 @@ def test_add_losses_on_one_batch() -> None:
             (factor * squares(ours(x))).mean().backward()
     for (_, expected), rows in zip(loop(model, square, (x,)).items(), rows_of(ours), strict=True):
         torch.testing.assert_close(rows, 4 * expected)
-    with pytest.raises(ValueError, match=r"'replace', 'append', 'add'; got 'sum'"), ps.accumulating(ours, "sum"):
+    with (
+        pytest.raises(ValueError, match=r"'replace', 'append', 'add'; got 'sum'"),
+        ps.accumulating(ours, "sum"),
+    ):
         pass
 
 
@@ -105,7 +108,11 @@ def test_zero_grad_clears(who: str) -> None:
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     loss = squares(ours(data())).mean()
     loss.backward(retain_graph=True)
-    {"model": ours.zero_grad, "optimizer": optimizer.zero_grad, "function": lambda: ps.clear_grad_samples(ours)}[who]()
+    {
+        "model": ours.zero_grad,
+        "optimizer": optimizer.zero_grad,
+        "function": lambda: ps.clear_grad_samples(ours),
+    }[who]()
     assert rows_of(ours) == [None] * 4
     loss.backward()  # between forward and backward it does no harm
     assert all(rows is not None for rows in rows_of(ours))
@@ -166,7 +173,7 @@ def test_checkpointing(reentrant: bool) -> None:
             torch.testing.assert_close(rows, expected, msg=lambda m, name=name: f"{name}: {m}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- sharing
+# ---------------------------------------------------------------------------------------------------- sharing
 def test_tied_weights() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -194,7 +201,7 @@ def test_siamese_and_repeated_calls() -> None:
     assert_rows_right(Siamese(), data(), data())
 
 
-# ---------------------------------------------------------------------------------------------------------------- the net
+# ---------------------------------------------------------------------------------------------------- the net
 class Past(nn.Module):
     """Uses a weight past its layer as well."""
 
@@ -217,7 +224,9 @@ def test_weight_used_past_its_layer_is_run_in_the_general_way() -> None:
 
 def test_weight_used_past_its_layer_in_the_loss_is_an_error_by_name() -> None:
     ours = ps.convert_model(nn.Sequential(nn.Linear(4, 4)).double())
-    with pytest.raises(RuntimeError, match=r"`0\.weight` received a gradient that did not come through its layer"):
+    with pytest.raises(
+        RuntimeError, match=r"`0\.weight` received a gradient that did not come through its layer"
+    ):
         F.linear(ours(data()), ours[0].weight).sum().backward()
     with pytest.raises(RuntimeError, match=r"`0\.weight` received a gradient"):
         ps.per_sample_grads(ours, lambda out: F.linear(out, ours[0].weight).sum(1), data())
@@ -296,7 +305,7 @@ def test_penalty_on_the_weights(times: int) -> None:
         torch.testing.assert_close(p.grad, expected[name].mean(0) + 2 * q.detach())
 
 
-# ---------------------------------------------------------------------------------------------------------------- memory
+# ----------------------------------------------------------------------------------------------------- memory
 def test_gradient_that_the_user_keeps_is_never_overwritten_and_memory_is_reused() -> None:
     ours = ps.convert_model(nn.Linear(4, 3).double())
 
@@ -336,7 +345,9 @@ def test_model_is_freed_at_once() -> None:
 
 
 def test_rows_need_no_pass_for_the_factor_of_a_mean() -> None:
-    """A layer of the user's own: what autograd hands to the expansion is the row itself, with the factor in it."""
+    """A layer of the user's own: what autograd hands to the expansion is the row itself, with the factor in
+    it.
+    """
     seen: list[int] = []
 
     class Scale(nn.Module):

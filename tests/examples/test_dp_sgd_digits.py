@@ -27,7 +27,9 @@ def test_quick_run(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("options", [["--epsilon", "0"], ["--epochs", "0"], ["--seeds", "0"]])
-def test_bad_options_are_refused(example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused(
+    example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         example.main(options)
     assert options[0] in capsys.readouterr().err

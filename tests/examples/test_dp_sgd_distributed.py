@@ -30,7 +30,11 @@ def test_two_processes_are_as_one(example: ModuleType) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     options = ["--steps", "25", "--batch", "3"]
     run = subprocess.run(
-        [*command, str(EXAMPLES / "dp_sgd_distributed.py"), *options], capture_output=True, text=True, check=True, timeout=120
+        [*command, str(EXAMPLES / "dp_sgd_distributed.py"), *options],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     empty = re.search(r"(\d+) of 50 parts of batches were empty", run.stdout)
     apart = re.search(r"differ from those of one process by (\S+) at most", run.stdout)
@@ -49,7 +53,9 @@ def test_clipped_sum_against_a_loop(example: ModuleType) -> None:
     x, y = torch.rand(5, 1, 8, 8, dtype=torch.float64), torch.arange(5)
     rows = []
     for i in range(5):
-        grads = torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters()))
+        grads = torch.autograd.grad(
+            F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters())
+        )
         row = torch.cat([g.flatten() for g in grads])
         rows.append(row * min(1, example.CLIP / row.norm()))
     ps.convert_model(model)
@@ -58,7 +64,9 @@ def test_clipped_sum_against_a_loop(example: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("options", [["--steps", "0"], ["--batch", "0"], ["--noise", "0"]])
-def test_bad_options_are_refused(example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused(
+    example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         example.main(options)
     assert options[0] in capsys.readouterr().err

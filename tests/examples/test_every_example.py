@@ -1,4 +1,6 @@
-"""What every example keeps to: a test, a mention in the guides, help, a named error where a package is missing."""
+"""What every example keeps to: a test, a mention in the guides, help, a named error where a package is
+missing.
+"""
 
 import ast
 import sys
@@ -39,7 +41,9 @@ def test_tested_and_mentioned(name: str) -> None:
     assert f"pip install '.[{extra(name)}]'" in doc and f"examples/{name}.py" in doc
 
 
-@pytest.mark.parametrize(("name", "missing"), [(name, package) for name in NAMES for package in packages(name)])
+@pytest.mark.parametrize(
+    ("name", "missing"), [(name, package) for name in NAMES for package in packages(name)]
+)
 def test_missing_dependency_is_named(name: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in packages(name):
         with warnings.catch_warnings():

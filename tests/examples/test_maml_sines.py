@@ -32,7 +32,9 @@ def test_meta_gradient_is_that_of_the_loop(example: ModuleType) -> None:
     model, curve = ps.convert_model(copy.deepcopy(plain)), example.curves(4)
     x, x_new = example.points(4, 5).double(), example.points(4, 6).double()
     batch = (x, curve(x)), (x_new, curve(x_new))
-    torch.testing.assert_close(example.meta_gradient(model, *batch, 0.1), example.meta_gradient_by_loop(plain, *batch, 0.1))
+    torch.testing.assert_close(
+        example.meta_gradient(model, *batch, 0.1), example.meta_gradient_by_loop(plain, *batch, 0.1)
+    )
     assert all(p.grad is None and p.grad_sample is None for p in model.parameters())
 
 
@@ -48,11 +50,15 @@ def test_adapting_all_at_once_is_adapting_each(example: ModuleType) -> None:
             optimizer.zero_grad()
             (own(x[i]) - y[i]).square().mean().backward()
             optimizer.step()
-        torch.testing.assert_close({name: p[i] for name, p in params.items()}, {k: p.detach() for k, p in own.named_parameters()})
+        torch.testing.assert_close(
+            {name: p[i] for name, p in params.items()}, {k: p.detach() for k, p in own.named_parameters()}
+        )
 
 
 @pytest.mark.parametrize("options", [["--tasks", "0"], ["--iterations", "0"]])
-def test_bad_options_are_refused(example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused(
+    example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         example.main(options)
     assert options[0] in capsys.readouterr().err

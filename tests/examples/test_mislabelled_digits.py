@@ -66,7 +66,9 @@ def test_scores_against_a_loop_over_samples(example: ModuleType) -> None:
         rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(one, list(model.parameters()))]))
     torch.testing.assert_close(norm, torch.stack([row.norm() for row in rows]))
     for i in range(0, 60, 7):
-        cosines = [F.cosine_similarity(rows[i], rows[j], dim=0) for j in range(60) if j != i and given[j] == given[i]]
+        cosines = [
+            F.cosine_similarity(rows[i], rows[j], dim=0) for j in range(60) if j != i and given[j] == given[i]
+        ]
         nearest = torch.stack(cosines).sort(descending=True).values[: example.NEIGHBOURS]
         torch.testing.assert_close(against[i], -nearest.mean(), rtol=1e-4, atol=1e-4)
 
@@ -81,7 +83,9 @@ def test_missing_dependency_is_named(missing: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("options", [["--flip-share", "0"], ["--epochs", "0"], ["--seeds", "0"]])
-def test_bad_options_are_refused(example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused(
+    example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         example.main(options)
     assert options[0] in capsys.readouterr().err

@@ -22,7 +22,9 @@ def test_quick_run(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFi
     picture = tmp_path / "poisson.png"
     found = example.main(["--quick", "--output", str(picture)])
     assert picture.read_bytes().startswith(b"\x89PNG") and str(picture) in capsys.readouterr().out
-    assert found["Gauss-Newton"]["error"] < 0.05 and found["Gauss-Newton"]["error"] < found["Adam"]["error"] / 3
+    assert (
+        found["Gauss-Newton"]["error"] < 0.05 and found["Gauss-Newton"]["error"] < found["Adam"]["error"] / 3
+    )
 
 
 def test_jacobian_against_a_loop_over_points(example: ModuleType) -> None:
@@ -42,7 +44,9 @@ def test_the_exact_solution_leaves_nothing(example: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("options", [["--steps", "0"], ["--lr", "0"]])
-def test_bad_options_are_refused(example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_refused(
+    example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         example.main(options)
     assert options[0] in capsys.readouterr().err

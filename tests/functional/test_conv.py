@@ -1,4 +1,6 @@
-"""Convolutions with per-sample weights against a loop over samples (torch's own ops, one sample at a time)."""
+"""Convolutions with per-sample weights against a loop over samples (torch's own ops, one sample at a
+time).
+"""
 
 import itertools
 from collections.abc import Callable
@@ -22,11 +24,18 @@ TORCHS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3
 MODULES: dict[int, Any] = {1: torch.nn.Conv1d, 2: torch.nn.Conv2d, 3: torch.nn.Conv3d}
 
 
-def plain(x: Tensor, weight: Tensor, bias: Tensor | None, padding_mode: str = "zeros", **options: Any) -> Tensor:
+def plain(
+    x: Tensor, weight: Tensor, bias: Tensor | None, padding_mode: str = "zeros", **options: Any
+) -> Tensor:
     """torch's module on these weights."""
     groups, n = options.get("groups", 1), x.ndim - 2
     module = MODULES[n](
-        weight.shape[1] * groups, weight.shape[0], tuple(weight.shape[2:]), padding_mode=padding_mode, device="meta", **options
+        weight.shape[1] * groups,
+        weight.shape[0],
+        tuple(weight.shape[2:]),
+        padding_mode=padding_mode,
+        device="meta",
+        **options,
     )
     return module._conv_forward(x, weight, bias)
 
@@ -51,12 +60,23 @@ def data(
     torch.manual_seed(0)
     dtype = dtype or torch.float64
     x = torch.randn(size * k, channels, *(space, space - 1, space - 2)[:n], dtype=dtype, requires_grad=True)
-    weight = torch.randn(out, channels // groups, *(kernel, max(kernel - 1, 1), 2)[:n], dtype=dtype, requires_grad=True)
+    weight = torch.randn(
+        out, channels // groups, *(kernel, max(kernel - 1, 1), 2)[:n], dtype=dtype, requires_grad=True
+    )
     return x, weight, torch.randn(out, dtype=dtype, requires_grad=True)
 
 
-def check(x: Tensor, weight: Tensor, bias: Tensor | None, size: int, tol: dict[str, float] | None = None, **options: Any) -> None:
-    """Value and every gradient (input, rows, sums) of a shared weight, as an expanded tensor, against the loop."""
+def check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    size: int,
+    tol: dict[str, float] | None = None,
+    **options: Any,
+) -> None:
+    """Value and every gradient (input, rows, sums) of a shared weight, as an expanded tensor, against the
+    loop.
+    """
     n, tol = x.ndim - 2, tol or {}
     weights = [weight.detach().clone().requires_grad_() for _ in range(size)]
     biases = None if bias is None else [bias.detach().clone().requires_grad_() for _ in range(size)]
@@ -65,7 +85,9 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, size: int, tol: dict[s
     gx, *rows = grad(expected, [x, *weights, *(biases or [])], cotangent)
 
     leaves = [t.detach().expand(size, *t.shape).requires_grad_() for t in (weight, bias) if t is not None]
-    expansions = [Expansion(t, leaf) for t, leaf in zip((weight, bias), leaves, strict=False) if t is not None]
+    expansions = [
+        Expansion(t, leaf) for t, leaf in zip((weight, bias), leaves, strict=False) if t is not None
+    ]
     y = OURS[n](x, *expansions, **options)
     torch.testing.assert_close(y, expected, **tol)
     given = [t for t in (weight, bias) if t is not None]
@@ -82,14 +104,21 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, size: int, tol: dict[s
 def cases(draw: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     n, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 4]))
     shape = {
-        "n": n, "size": draw(st.integers(1, 3)), "k": draw(st.integers(1, 2)), "kernel": draw(st.integers(1, 3)), "groups": groups,
+        "n": n, "size": draw(st.integers(1, 3)), "k": draw(st.integers(1, 2)),
+        "kernel": draw(st.integers(1, 3)), "groups": groups,
         "channels": 4, "out": groups * draw(st.integers(1, 2)),
     }  # fmt: skip
     padding = draw(st.sampled_from(["same", "valid", 0, 1, 2]))
     stride = 1 if padding == "same" else draw(st.integers(1, 3))
     mode = draw(st.sampled_from(["zeros", "zeros", "reflect", "replicate", "circular"]))
     dilation = tuple(draw(st.integers(1, 2)) for _ in range(n))
-    return shape, {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "padding_mode": mode}
+    return shape, {
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "groups": groups,
+        "padding_mode": mode,
+    }
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -108,7 +137,9 @@ def test_truly_different_weights(case: tuple[dict[str, Any], dict[str, Any]], wi
     shape, options = case
     x, weight, bias = data(**shape)
     weights = torch.randn(shape["size"], *weight.shape, dtype=weight.dtype, requires_grad=True)
-    biases = torch.randn(shape["size"], *bias.shape, dtype=bias.dtype, requires_grad=True) if with_bias else None
+    biases = (
+        torch.randn(shape["size"], *bias.shape, dtype=bias.dtype, requires_grad=True) if with_bias else None
+    )
     inputs = [x, weights, *([] if biases is None else [biases])]
     expected = loop(x, list(weights), None if biases is None else list(biases), **options)
     y = OURS[shape["n"]](x, weights, biases, **options)
@@ -135,17 +166,25 @@ def method(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("chunk", [1, 2000, 1 << 20])
-@pytest.mark.parametrize(("n", "groups", "out"), [(1, 1, 6), (2, 1, 6), (2, 2, 6), (2, 4, 4), (2, 4, 8), (3, 2, 4)])
-def test_methods(method: str, n: int, groups: int, out: int, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("n", "groups", "out"), [(1, 1, 6), (2, 1, 6), (2, 2, 6), (2, 4, 4), (2, 4, 8), (3, 2, 4)]
+)
+def test_methods(
+    method: str, n: int, groups: int, out: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(conv_rows.CHUNK_BYTES, "cpu", chunk)
-    for k, (stride, padding, dilation) in itertools.product((1, 2), ((1, 1, 1), (2, 1, 1), (3, 2, 1), (1, 2, 2), (2, 0, 2))):
+    for k, (stride, padding, dilation) in itertools.product(
+        (1, 2), ((1, 1, 1), (2, 1, 1), (3, 2, 1), (1, 2, 2), (2, 0, 2))
+    ):
         x, weight, bias = data(n, size=5, k=k, groups=groups, out=out)
         check(x, weight, bias, 5, stride=stride, padding=padding, dilation=dilation, groups=groups)
 
 
 def test_methods_in_float32(method: str) -> None:
     for groups, kernel, size in ((1, 3, 4), (1, 1, 2), (16, 3, 4), (2, 3, 1)):
-        x, weight, _ = data(2, size=size, channels=16, out=16, groups=groups, space=12, kernel=kernel, dtype=torch.float32)
+        x, weight, _ = data(
+            2, size=size, channels=16, out=16, groups=groups, space=12, kernel=kernel, dtype=torch.float32
+        )
         tol = {"rtol": 1e-4, "atol": 1e-4}
         check(x, weight, None, size, tol, padding=1, groups=groups)
         check(x, weight, None, size, tol, stride=2, padding=0, groups=groups)
@@ -246,7 +285,9 @@ def test_gradcheck_of_different_weights(options: dict[str, Any], k: int) -> None
 @pytest.mark.parametrize("options", HIGHER)
 @pytest.mark.parametrize("k", [1, 2])
 def test_gradcheck_of_a_shared_weight(options: dict[str, Any], k: int) -> None:
-    """As functions of the one weight, whose gradient and the gradient of whose gradient pass through _Conv."""
+    """As functions of the one weight, whose gradient and the gradient of whose gradient pass through
+    _Conv.
+    """
     options = dict(options)
     n, kernel, groups = options.pop("n"), options.pop("kernel", 2), options.get("groups", 1)
     x, weight, bias = data(n, 2, k, channels=2, out=2, groups=groups, space=5, kernel=kernel)
@@ -264,7 +305,9 @@ def test_gradcheck_of_a_shared_weight(options: dict[str, Any], k: int) -> None:
 
 @pytest.mark.parametrize("options", HIGHER)
 def test_rows_of_a_loss_with_derivatives(options: dict[str, Any]) -> None:
-    """A gradient penalty, whose rows pass through the input gradient (the transposed op), and a third derivative."""
+    """A gradient penalty, whose rows pass through the input gradient (the transposed op), and a third
+    derivative.
+    """
     options = dict(options)
     n, kernel, groups = options.pop("n"), options.pop("kernel", 3), options.get("groups", 1)
     x, weight, bias = data(n, 3, 2, groups=groups, kernel=kernel)
@@ -277,7 +320,10 @@ def test_rows_of_a_loss_with_derivatives(options: dict[str, Any]) -> None:
 
     weights = [weight.detach().clone().requires_grad_() for _ in range(3)]
     leaf = weight.detach().expand(3, *weight.shape).requires_grad_()
-    expected, found = losses(loop(x, weights, [bias] * 3, **options)), losses(OURS[n](x, leaf, bias, **options))
+    expected, found = (
+        losses(loop(x, weights, [bias] * 3, **options)),
+        losses(OURS[n](x, leaf, bias, **options)),
+    )
     for want, got in zip(expected, found, strict=True):
         rows = grad(want, weights, create_graph=True, retain_graph=True)
         (ours,) = grad(got, leaf, create_graph=True)
@@ -321,7 +367,9 @@ def test_bfloat16_and_autocast() -> None:
         y = conv2d(x, Expansion(weight, leaf), bias)
     assert y.dtype == torch.bfloat16
     for create_graph in (False, True):
-        gx, gw, rows = grad(y.float().square().sum(), [x, weight, leaf], create_graph=create_graph, retain_graph=True)
+        gx, gw, rows = grad(
+            y.float().square().sum(), [x, weight, leaf], create_graph=create_graph, retain_graph=True
+        )
         assert gx.dtype == gw.dtype == rows.dtype == torch.float32
         assert (rows - exact).abs().max() < 0.05 * exact.abs().max()
 

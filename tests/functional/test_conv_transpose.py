@@ -15,7 +15,11 @@ from pslayers.core.expansion import Expansion
 from pslayers.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 
 OURS = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
-TORCHS: dict[int, Callable[..., Tensor]] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+TORCHS: dict[int, Callable[..., Tensor]] = {
+    1: F.conv_transpose1d,
+    2: F.conv_transpose2d,
+    3: F.conv_transpose3d,
+}
 
 
 @st.composite
@@ -23,22 +27,47 @@ def cases(draw: Any) -> tuple[int, int, int, int, int, dict[str, Any]]:
     n, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 4]))
     stride, dilation = (tuple(draw(st.integers(1, 3)) for _ in range(n)) for _ in range(2))
     more = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
-    options = {"stride": stride, "dilation": dilation, "output_padding": more, "padding": draw(st.integers(0, 2)), "groups": groups}
-    return n, draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2)), options
+    options = {
+        "stride": stride,
+        "dilation": dilation,
+        "output_padding": more,
+        "padding": draw(st.integers(0, 2)),
+        "groups": groups,
+    }
+    return (
+        n,
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 2)),
+        options,
+    )
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(cases(), st.booleans(), st.booleans())
-def test_options(case: tuple[int, int, int, int, int, dict[str, Any]], with_bias: bool, different: bool) -> None:
+def test_options(
+    case: tuple[int, int, int, int, int, dict[str, Any]], with_bias: bool, different: bool
+) -> None:
     n, size, k, kernel, width, options = case
     torch.manual_seed(0)
     x = torch.randn(size * k, 4, *(6, 5, 4)[:n], dtype=torch.float64, requires_grad=True)
     shape = 4, width, *(kernel, 2, 3)[:n]
     count = size if different else 1
     weights = torch.randn(count, *shape, dtype=torch.float64).expand(size, *shape).detach().requires_grad_()
-    biases = torch.randn(count, width * options["groups"], dtype=torch.float64).expand(size, -1).detach().requires_grad_()
+    biases = (
+        torch.randn(count, width * options["groups"], dtype=torch.float64)
+        .expand(size, -1)
+        .detach()
+        .requires_grad_()
+    )
     each = [(weights[i], biases[i] if with_bias else None) for i in range(size)]
-    expected = torch.cat([TORCHS[n](part, w, b, **options) for part, (w, b) in zip(x.unflatten(0, (size, k)), each, strict=True)])
+    expected = torch.cat(
+        [
+            TORCHS[n](part, w, b, **options)
+            for part, (w, b) in zip(x.unflatten(0, (size, k)), each, strict=True)
+        ]
+    )
     if different:
         y = OURS[n](x, weights, biases if with_bias else None, **options)
     else:
@@ -52,9 +81,13 @@ def test_options(case: tuple[int, int, int, int, int, dict[str, Any]], with_bias
 
 def test_wrong_options() -> None:
     x, weight = torch.zeros(2, 4, 5), torch.zeros(4, 3, 2)
-    with pytest.raises(ValueError, match=r"conv_transpose1d got output_padding=\(2,\): expected less than the stride \(2,\)"):
+    with pytest.raises(
+        ValueError, match=r"conv_transpose1d got output_padding=\(2,\): expected less than the stride \(2,\)"
+    ):
         conv_transpose1d(x, weight, stride=2, output_padding=2)
-    with pytest.raises(ValueError, match=r"expected an input \(N, 4, W\) and in channels that `groups` divides"):
+    with pytest.raises(
+        ValueError, match=r"expected an input \(N, 4, W\) and in channels that `groups` divides"
+    ):
         conv_transpose1d(x, weight, groups=3)
     with pytest.raises(ValueError, match=r"input of shape \(2, 3, 5\) with weights of shape \(4, 3, 2\)"):
         conv_transpose1d(x[:, :3], weight)

@@ -7,7 +7,12 @@ from torch import Tensor
 import pslayers.functional as PF
 from pslayers.core.expansion import Expansion
 
-OFFSETS = {"all": [2, 2, 5, 9], "first empty": [0, 4, 9, 9], "rows in no group": [1, 3, 3, 6], "none": [0, 0, 0, 0]}
+OFFSETS = {
+    "all": [2, 2, 5, 9],
+    "first empty": [0, 4, 9, 9],
+    "rows in no group": [1, 3, 3, 6],
+    "none": [0, 0, 0, 0],
+}
 SAMPLES = torch.tensor([0, 2, 1, 1, 0, 2, 2, 2, 0])
 
 
@@ -23,7 +28,9 @@ def by_rows(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     found = []
     for r in range(len(x)):
         group = int((offsets <= r).sum())
-        found.append(x[r] @ weight[SAMPLES[r], group] if group < len(offsets) else x.new_zeros(weight.shape[3]))
+        found.append(
+            x[r] @ weight[SAMPLES[r], group] if group < len(offsets) else x.new_zeros(weight.shape[3])
+        )
     return torch.stack(found) + 0 * (x.sum() + weight.sum())
 
 
@@ -33,7 +40,10 @@ def test_rows_equal_the_loop(name: str, scale: float) -> None:
     from pslayers.core.context import Scale
 
     offsets, inside = torch.tensor(OFFSETS[name], dtype=torch.int32), OFFSETS[name][-1]
-    x, weight = torch.randn(9, 3, dtype=torch.float64, requires_grad=True), torch.randn(4, 3, 2, dtype=torch.float64)
+    x, weight = (
+        torch.randn(9, 3, dtype=torch.float64, requires_grad=True),
+        torch.randn(4, 3, 2, dtype=torch.float64),
+    )
     weight.requires_grad_()
     rows = weight.detach().expand(3, 4, 3, 2).requires_grad_()
     y = PF.grouped_mm(x, Expansion(weight, rows, Scale(scale)), offsets, SAMPLES, product)
@@ -42,7 +52,9 @@ def test_rows_equal_the_loop(name: str, scale: float) -> None:
     torch.testing.assert_close(y[:inside], expected[:inside])
     direction = torch.randn_like(expected)
     direction[inside:] = 0
-    gx, gw, g_rows = torch.autograd.grad(torch.where(direction == 0, 0, y * direction).sum(), [x, weight, rows], allow_unused=True)
+    gx, gw, g_rows = torch.autograd.grad(
+        torch.where(direction == 0, 0, y * direction).sum(), [x, weight, rows], allow_unused=True
+    )
     ex, g_each = torch.autograd.grad((expected * direction).sum(), [x, each])
     torch.testing.assert_close(gx, ex)
     torch.testing.assert_close(g_rows, g_each * scale)
@@ -65,7 +77,9 @@ def test_second_derivatives() -> None:
         rows = weight.expand(3, 4, 3, 2)
         return PF.grouped_mm(x, Expansion(weight, rows), offsets, SAMPLES, product)
 
-    assert torch.autograd.gradgradcheck(lambda x, w: PF.grouped_mm(x, w.expand(3, 4, 3, 2), offsets, SAMPLES, product), (x, weight))
+    assert torch.autograd.gradgradcheck(
+        lambda x, w: PF.grouped_mm(x, w.expand(3, 4, 3, 2), offsets, SAMPLES, product), (x, weight)
+    )
     y = fn(x, weight)
     (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     (gg,) = torch.autograd.grad(g.square().sum(), x)

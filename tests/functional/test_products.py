@@ -41,7 +41,9 @@ def test_affine_and_outer(n: int, i: int, o: int, dtype: torch.dtype, onednn: bo
     torch.testing.assert_close(products.affine(x3, w), (x3.double() @ w.double().t()).to(dtype), **tol)
 
 
-@pytest.mark.parametrize(("b", "t", "o", "i"), [(3, 1, 5, 4), (3, 7, 5, 4), (0, 7, 5, 4), (3, 0, 5, 4), (2, 64, 48, 32)])
+@pytest.mark.parametrize(
+    ("b", "t", "o", "i"), [(3, 1, 5, 4), (3, 7, 5, 4), (0, 7, 5, 4), (3, 0, 5, 4), (2, 64, 48, 32)]
+)
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_outer_each(b: int, t: int, o: int, i: int, scale: float, onednn: bool) -> None:
     for left in forms(torch.randn(b, t, o)):

@@ -1,4 +1,6 @@
-"""lstm, gru, rnn_tanh, rnn_relu and their cells with per-sample weights against a loop over samples with torch's own kernels."""
+"""lstm, gru, rnn_tanh, rnn_relu and their cells with per-sample weights against a loop over samples with
+torch's own kernels.
+"""
 
 from typing import Any
 
@@ -17,9 +19,13 @@ BLOCKS = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 ops = pytest.mark.parametrize("op", BLOCKS)
 
 
-def run(op: str, x: Tensor, hx: tuple[Tensor, ...] | None, weights: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+def run(
+    op: str, x: Tensor, hx: tuple[Tensor, ...] | None, weights: list[Tensor], **options: Any
+) -> tuple[Tensor, ...]:
     """(output, *final state)."""
-    result: tuple[Tensor, ...] = getattr(PF, op)(x, hx if hx is None or op == "lstm" else hx[0], weights, **options)
+    result: tuple[Tensor, ...] = getattr(PF, op)(
+        x, hx if hx is None or op == "lstm" else hx[0], weights, **options
+    )
     return result
 
 
@@ -46,7 +52,10 @@ def weights_of(
 
 def state(op: str, n: int, layers: int, bidirectional: bool, proj: int) -> tuple[Tensor, ...]:
     count, widths = layers * (2 if bidirectional else 1), (proj or H, H)
-    return tuple(torch.randn(count, n, w, dtype=torch.float64, requires_grad=True) for w in widths[: 2 if op == "lstm" else 1])
+    return tuple(
+        torch.randn(count, n, w, dtype=torch.float64, requires_grad=True)
+        for w in widths[: 2 if op == "lstm" else 1]
+    )
 
 
 def torch_run(
@@ -59,12 +68,16 @@ def torch_run(
     bidirectional: bool = False,
 ) -> tuple[Tensor, ...]:
     states = hx if op == "lstm" else hx[0]
-    result: tuple[Tensor, ...] = getattr(torch._VF, op)(x, states, weights, bias, layers, 0.0, False, bidirectional, False)
+    result: tuple[Tensor, ...] = getattr(torch._VF, op)(
+        x, states, weights, bias, layers, 0.0, False, bidirectional, False
+    )
     return result
 
 
 def loss_of(y: Tensor, h: Tensor, *c: Tensor) -> Tensor:
-    """One number that every output value has a different part in; y is (T, ...), not summed over time in any symmetric way."""
+    """One number that every output value has a different part in; y is (T, ...), not summed over time in any
+    symmetric way.
+    """
     time = torch.arange(1.0, len(y) + 1, dtype=y.dtype).view(-1, *[1] * (y.ndim - 1))
     return (y * time).sin().sum() + (h**2).sum() + sum(s.cos().sum() for s in c)
 
@@ -77,9 +90,17 @@ options = {
 }
 
 
-@given(form=st.sampled_from(["expanded", "true"]), k=st.integers(1, 2), size=st.integers(1, 3), time=st.integers(1, 3), **options)
+@given(
+    form=st.sampled_from(["expanded", "true"]),
+    k=st.integers(1, 2),
+    size=st.integers(1, 3),
+    time=st.integers(1, 3),
+    **options,
+)
 @settings(max_examples=150, deadline=None)
-def test_equals_a_loop(op: str, form: str, k: int, size: int, time: int, layers: int, bidirectional: bool, bias: bool) -> None:
+def test_equals_a_loop(
+    op: str, form: str, k: int, size: int, time: int, layers: int, bidirectional: bool, bias: bool
+) -> None:
     op, proj = ("lstm", 2) if op == "projected" else (op, 0)
     kind: dict[str, Any] = {"op": op, "layers": layers, "bidirectional": bidirectional}
     n = k * size
@@ -94,7 +115,15 @@ def test_equals_a_loop(op: str, form: str, k: int, size: int, time: int, layers:
     options = {"bias": bias, "num_layers": layers, "bidirectional": bidirectional}
     ours = run(op, x, hx, weights, **options)
     loops = [
-        torch_run(op, x[:, j : j + 1], tuple(s[:, j : j + 1] for s in hx), [w[j // k] for w in each], bias, layers, bidirectional)
+        torch_run(
+            op,
+            x[:, j : j + 1],
+            tuple(s[:, j : j + 1] for s in hx),
+            [w[j // k] for w in each],
+            bias,
+            layers,
+            bidirectional,
+        )
         for j in range(n)
     ]
     theirs = [torch.cat(parts, 1) for parts in zip(*loops, strict=True)]
@@ -104,26 +133,36 @@ def test_equals_a_loop(op: str, form: str, k: int, size: int, time: int, layers:
     expected = torch.autograd.grad(loss_of(*theirs), [x, *hx, *each], create_graph=True)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
-    plain = torch.autograd.grad(loss_of(*run(op, x, hx, weights, **options)), [x, *hx, *weights])  # the fast way back
+    # the fast way back
+    plain = torch.autograd.grad(loss_of(*run(op, x, hx, weights, **options)), [x, *hx, *weights])
     for a, b in zip(plain, expected, strict=True):
         torch.testing.assert_close(a, b)
-    again = [torch.autograd.grad(sum((g**2).sum() for g in gs), [x, *hx, *ws]) for gs, ws in ((found, weights), (expected, each))]
+    again = [
+        torch.autograd.grad(sum((g**2).sum() for g in gs), [x, *hx, *ws])
+        for gs, ws in ((found, weights), (expected, each))
+    ]
     for a, b in zip(*again, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def packed(lengths: list[int], enforce_sorted: bool) -> tuple[PackedSequence, list[Tensor]]:
     sequences = [torch.randn(t, I, dtype=torch.float64) for t in lengths]
-    return pack_padded_sequence(pad_sequence(sequences), torch.tensor(lengths), enforce_sorted=enforce_sorted), sequences
+    return pack_padded_sequence(
+        pad_sequence(sequences), torch.tensor(lengths), enforce_sorted=enforce_sorted
+    ), sequences
 
 
 @pytest.mark.parametrize("form", ["expanded", "true"])
-@pytest.mark.parametrize(("lengths", "enforce_sorted"), [([4, 3, 3, 1], True), ([1, 4, 2, 4], False), ([2, 2], True)])
+@pytest.mark.parametrize(
+    ("lengths", "enforce_sorted"), [([4, 3, 3, 1], True), ([1, 4, 2, 4], False), ([2, 2], True)]
+)
 @pytest.mark.parametrize(
     ("op", "bidirectional", "proj"),
     [(op, both, 0) for op in BLOCKS for both in (False, True)] + [("lstm", True, 2)],
 )
-def test_packed(op: str, form: str, lengths: list[int], enforce_sorted: bool, bidirectional: bool, proj: int) -> None:
+def test_packed(
+    op: str, form: str, lengths: list[int], enforce_sorted: bool, bidirectional: bool, proj: int
+) -> None:
     n = len(lengths)
     pack, sequences = packed(lengths, enforce_sorted)
     kind: dict[str, Any] = {"op": op, "layers": 2, "bidirectional": bidirectional}
@@ -150,13 +189,17 @@ def test_packed(op: str, form: str, lengths: list[int], enforce_sorted: bool, bi
     g_inputs, g_rest = [], []
     grads = torch.autograd.grad(expected, [*inputs, *hx, *each], create_graph=True)
     g_inputs, g_rest = grads[:n], grads[n:]
-    g_data = pack_padded_sequence(pad_sequence(g_inputs), torch.tensor(lengths), enforce_sorted=enforce_sorted).data
+    g_data = pack_padded_sequence(
+        pad_sequence(g_inputs), torch.tensor(lengths), enforce_sorted=enforce_sorted
+    ).data
     for got in (found, with_graph):
         torch.testing.assert_close(got, (g_data, *g_rest))
     twice = torch.autograd.grad(sum((g**2).sum() for g in with_graph), [data, *weights])
     expected_twice = torch.autograd.grad(sum((g**2).sum() for g in (g_data, *g_rest)), [*inputs, *each])
     torch.testing.assert_close(twice[1:], expected_twice[n:])
-    again = pack_padded_sequence(pad_sequence(expected_twice[:n]), torch.tensor(lengths), enforce_sorted=enforce_sorted)
+    again = pack_padded_sequence(
+        pad_sequence(expected_twice[:n]), torch.tensor(lengths), enforce_sorted=enforce_sorted
+    )
     torch.testing.assert_close(twice[0], again.data)
 
 
@@ -170,7 +213,8 @@ def test_nan_of_one_sequence_stays_in_its_rows(op: str) -> None:
     y, *_ = run(op, pack.data, None, weights, bidirectional=True, packing=(pack.batch_sizes, *pack[2:]))
     for g in torch.autograd.grad(y.sum(), weights):
         assert g[1:].isfinite().all()
-        assert g[0].isnan().any() or (op == "rnn_relu" and g.ndim == 2)  # relu passes a gradient on whatever its input
+        # relu passes a gradient on whatever its input
+        assert g[0].isnan().any() or (op == "rnn_relu" and g.ndim == 2)
 
 
 @ops
@@ -202,7 +246,9 @@ def test_gradcheck(op: str, proj: int) -> None:
 
 @ops
 def test_second_use_of_a_weight_is_counted_once(op: str) -> None:
-    """The second call's input is made from the first call's weights: no gradient may run through both at once."""
+    """The second call's input is made from the first call's weights: no gradient may run through both at
+    once.
+    """
     x = torch.randn(2, 2, H, dtype=torch.float64, requires_grad=True)
     weights = weights_of(op=op, i=H)
 
@@ -262,7 +308,12 @@ def test_cell(op: str, form: str, k: int, bias: bool) -> None:
 
     ours = call(PF, x, hx if op == "lstm" else hx[0], *weights)
     loops = [
-        call(torch, x[j : j + 1], [s[j : j + 1] for s in hx] if op == "lstm" else hx[0][j : j + 1], *(w[j // k] for w in each))
+        call(
+            torch,
+            x[j : j + 1],
+            [s[j : j + 1] for s in hx] if op == "lstm" else hx[0][j : j + 1],
+            *(w[j // k] for w in each),
+        )
         for j in range(k * size)
     ]
     theirs = [torch.cat(parts) for parts in zip(*loops, strict=True)]
@@ -270,5 +321,8 @@ def test_cell(op: str, form: str, k: int, bias: bool) -> None:
     found = torch.autograd.grad(sum(s.sin().sum() for s in ours), [x, *hx, *weights], create_graph=True)
     expected = torch.autograd.grad(sum(s.sin().sum() for s in theirs), [x, *hx, *each], create_graph=True)
     torch.testing.assert_close(found, expected)
-    again = [torch.autograd.grad(sum((g**2).sum() for g in gs), [x, *ws]) for gs, ws in ((found, weights), (expected, each))]
+    again = [
+        torch.autograd.grad(sum((g**2).sum() for g in gs), [x, *ws])
+        for gs, ws in ((found, weights), (expected, each))
+    ]
     torch.testing.assert_close(*again)

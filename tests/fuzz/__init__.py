@@ -1,1 +1,3 @@
-"""A fuzzer: numbered random configurations, each compared with a loop over samples in plain torch (`python -m tests.fuzz -h`)."""
+"""A fuzzer: numbered random configurations, each compared with a loop over samples in plain torch (`python -m
+tests.fuzz -h`).
+"""

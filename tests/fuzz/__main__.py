@@ -1,4 +1,6 @@
-"""Run many configurations, or show one: `python -m tests.fuzz --count 10000 --jobs 2`, `python -m tests.fuzz --seed 1234`."""
+"""Run many configurations, or show one: `python -m tests.fuzz --count 10000 --jobs 2`, `python -m tests.fuzz
+--seed 1234`.
+"""
 
 import argparse
 import re
@@ -21,16 +23,22 @@ def begin(seeds: range, only: str | None) -> Connection:
 
 
 def run_all(start: int, count: int, jobs: int, only: str | None) -> list[Result]:
-    """The results of all numbers; one at which a process dies is unclear, and another process goes on after it."""
+    """The results of all numbers; one at which a process dies is unclear, and another process goes on after
+    it.
+    """
     results: list[Result] = []
-    left = {begin(seeds, only): seeds for i in range(jobs) if (seeds := range(start + i, start + count, jobs))}
+    left = {
+        begin(seeds, only): seeds for i in range(jobs) if (seeds := range(start + i, start + count, jobs))
+    }
     while left:
         for answers in wait(list(left)):
             seeds = left.pop(answers)
             try:
                 results.append(answers.recv())
             except EOFError:
-                results.append(Result(seeds[0], only or KINDS[seeds[0] % len(KINDS)], "unclear", "the process has died"))
+                results.append(
+                    Result(seeds[0], only or KINDS[seeds[0] % len(KINDS)], "unclear", "the process has died")
+                )
                 answers = begin(seeds[1:], only) if seeds[1:] else answers
             if seeds[1:]:
                 left[answers] = seeds[1:]
@@ -47,7 +55,9 @@ def summary(results: list[Result]) -> str:
     for kind in KINDS:
         own = [r for r in results if r.kind == kind]
         counts = Counter(r.verdict for r in own)
-        lines.append(f"{kind:8}" + "".join(f"{counts[v]:10}" for v in VERDICTS) + f"{sum(r.slow for r in own):10}")
+        lines.append(
+            f"{kind:8}" + "".join(f"{counts[v]:10}" for v in VERDICTS) + f"{sum(r.slow for r in own):10}"
+        )
     for verdict in VERDICTS[1:]:
         found: dict[tuple[str, str], list[int]] = defaultdict(list)
         for r in results:

@@ -1,4 +1,6 @@
-"""Random choices and random values of one configuration, a pure function of its number; and what a configuration is."""
+"""Random choices and random values of one configuration, a pure function of its number; and what a
+configuration is.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -23,7 +25,9 @@ class Draw(random.Random):
         self.number, self.layout = seed, self.choice(LAYOUTS)
 
     def begin(self, part: int) -> None:
-        """What is drawn from here on depends on the part, not on what was drawn before: parts can be left out."""
+        """What is drawn from here on depends on the part, not on what was drawn before: parts can be left
+        out.
+        """
         self.seed(self.number * 100 + part)
         self.generator.manual_seed(self.number * 100 + part)
 
@@ -47,7 +51,9 @@ class Draw(random.Random):
 
 
 def losses_of(output: Any, dims: Sequence[int] = (0,)) -> Tensor:
-    """The losses (n,) of everything floating in an output, whose tensors have these batch dims (the last one's goes on)."""
+    """The losses (n,) of everything floating in an output, whose tensors have these batch dims (the last
+    one's goes on).
+    """
     total: Any = 0.0
     for k, t in enumerate(tensors_in([output])):
         dim = dims[min(k, len(dims) - 1)]
@@ -55,7 +61,11 @@ def losses_of(output: Any, dims: Sequence[int] = (0,)) -> Tensor:
             t, dim = pad_packed_sequence(t, batch_first=True)[0], 0
         if t.is_floating_point():
             flat = t.movedim(dim, 0).reshape(t.shape[dim], t.numel() // max(t.shape[dim], 1))
-            total = total + (flat * torch.arange(1.0, flat.shape[1] + 1).cos().to(t.dtype)).sum(1) + flat.square().sum(1) / 3
+            total = (
+                total
+                + (flat * torch.arange(1.0, flat.shape[1] + 1).cos().to(t.dtype)).sum(1)
+                + flat.square().sum(1) / 3
+            )
     return total
 
 
@@ -69,7 +79,8 @@ class Config:
     dims: Sequence[int | None] = (0,)  # the batch dim of each input; None: shared by all samples
     outputs: Sequence[int] = (0,)  # of each tensor of the output
     sample: Callable[[tuple[Any, ...], int], tuple[Any, ...]] | None = None  # where sample i is no slice
-    loss: Callable[[Any], Tensor] | None = None  # of an output; (n,), or the one that the model has computed itself
+    # of an output; (n,), or the one that the model has computed itself
+    loss: Callable[[Any], Tensor] | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of convert_model
     chunks: bool = False  # whether `chunk_size` makes sense: the batch is in dim 0 of every input
     dtype: torch.dtype = torch.float64
@@ -91,7 +102,11 @@ class Config:
 
     def reduced(self, output: Any) -> Tensor:
         losses = self.losses(output)
-        return losses if losses.ndim == 0 else getattr(losses, self.reduction)() if len(losses) else losses.sum()
+        return (
+            losses if losses.ndim == 0 else getattr(losses, self.reduction)() if len(losses) else losses.sum()
+        )
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.kind}: {self.model}", f"convert_model({self.options}), {self.dtype}", *self.notes])
+        return "\n".join(
+            [f"{self.kind}: {self.model}", f"convert_model({self.options}), {self.dtype}", *self.notes]
+        )

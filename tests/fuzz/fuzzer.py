@@ -22,14 +22,17 @@ KINDS = ("layer", "model", "calls", "leak")
 VERDICTS = ("right", "refused", "unclear", "wrong", "invalid")
 SECONDS = 60  # for one configuration
 WAY_OUT = re.compile(
-    r"\b(use|call|convert|give|pass|set|say|see|write|turn|compute|leave|freeze|run|pack|check|once)\b", re.IGNORECASE
+    r"\b(use|call|convert|give|pass|set|say|see|write|turn|compute|leave|freeze|run|pack|check|once)\b",
+    re.IGNORECASE,
 )
 
 
 @dataclass
 class Result:
-    """What became of a configuration: right; refused (an error that names a module and a way out); unclear (any other error);
-    wrong (numbers differ, or samples that interact were let pass); invalid (it makes no sense in plain torch)."""
+    """What became of a configuration: right; refused (an error that names a module and a way out); unclear
+    (any other error); wrong (numbers differ, or samples that interact were let pass); invalid (it makes no
+    sense in plain torch).
+    """
 
     seed: int
     kind: str
@@ -40,7 +43,12 @@ class Result:
     slow: bool = False  # some module ran sample by sample
 
     def __str__(self) -> str:
-        shown = [f"seed {self.seed}: {self.verdict}{' (by a loop)' if self.slow else ''}", self.config, self.message, self.trace]
+        shown = [
+            f"seed {self.seed}: {self.verdict}{' (by a loop)' if self.slow else ''}",
+            self.config,
+            self.message,
+            self.trace,
+        ]
         return "\n".join(part for part in shown if part)
 
 
@@ -48,9 +56,16 @@ def is_clear(error: BaseException, config: Config) -> bool:
     """Whether the library raised it on purpose, naming a module (by path or class) and a way out."""
     text, frames = str(error), traceback.extract_tb(error.__traceback__)
     modules = list(config.model.named_modules())
-    named = any(f"`{path}" in text for path, _ in modules if path) or any(type(m).__name__ in text for _, m in modules)
+    named = any(f"`{path}" in text for path, _ in modules if path) or any(
+        type(m).__name__ in text for _, m in modules
+    )
     named = named or any(f"`{name}`" in text for name, _ in config.model.named_parameters())
-    return "/pslayers/" in frames[-1].filename and named and bool(WAY_OUT.search(text)) and not isinstance(error, AssertionError)
+    return (
+        "/pslayers/" in frames[-1].filename
+        and named
+        and bool(WAY_OUT.search(text))
+        and not isinstance(error, AssertionError)
+    )
 
 
 def run(seed: int, only: str | None = None) -> Result:
@@ -112,7 +127,10 @@ def work(seeds: range, only: str | None, out: Connection) -> None:
 
 def several(live: Live, draw: Draw) -> None:
     """A few batches, read in several ways."""
-    ways = [live.train, *(draw.pick(live.train, live.train, live.one_call, live.functional, live.stream) for _ in range(2))]
+    ways = [
+        live.train,
+        *(draw.pick(live.train, live.train, live.one_call, live.functional, live.stream) for _ in range(2)),
+    ]
     if not steps.differentiable(live):
         ways = [live.train] * 2
     sizes = [draw.pick(2, 3, 4, 5), *(draw.pick(0, 1, 2, 3, 4) for _ in ways[1:])]
@@ -154,5 +172,9 @@ def leak(config: Config, draw: Draw, seen: bool) -> None:
     if seen:
         config.reduced(ours(*inputs)).backward()
     others = (config.inputs(4) for _ in range(4))  # of one batch a sum may stay the same by chance
-    if seen or all(ps.check_model(ours, *batch, loss_fn=config.losses) for batch in itertools.chain([inputs], others)):
-        raise WrongError(f"samples interact ({'seen' if seen else 'not seen'} by autograd), and were let pass")
+    if seen or all(
+        ps.check_model(ours, *batch, loss_fn=config.losses) for batch in itertools.chain([inputs], others)
+    ):
+        raise WrongError(
+            f"samples interact ({'seen' if seen else 'not seen'} by autograd), and were let pass"
+        )

@@ -20,7 +20,11 @@ def layer(make: Callable[[Draw], Config]) -> Callable[[Draw], Config]:
 
 
 def config(
-    model: nn.Module, inputs: Callable[[int], tuple[Any, ...]], dims: Any = (0,), outputs: Any = (0,), **more: Any
+    model: nn.Module,
+    inputs: Callable[[int], tuple[Any, ...]],
+    dims: Any = (0,),
+    outputs: Any = (0,),
+    **more: Any,
 ) -> Config:
     return Config("layer", model, inputs, dims, outputs, **more)
 
@@ -28,7 +32,14 @@ def config(
 class Around(nn.Module):
     """A layer in a model: its arguments come batch first, the first one through something with parameters."""
 
-    def __init__(self, inner: nn.Module, dims: Sequence[int | None], outputs: Sequence[int], times: int, width: int | None) -> None:
+    def __init__(
+        self,
+        inner: nn.Module,
+        dims: Sequence[int | None],
+        outputs: Sequence[int],
+        times: int,
+        width: int | None,
+    ) -> None:
         super().__init__()
         self.inner, self.dims, self.outputs, self.times = inner, dims, outputs, times
         self.before = nn.Linear(width, width) if width else None
@@ -39,9 +50,14 @@ class Around(nn.Module):
         for k in range(self.times):
             changed = [(self.before(a) if self.before is not None else a * self.scale) + k
                        if i == 0 and a.is_floating_point() else a for i, a in enumerate(args)]  # fmt: skip
-            moved = [a.movedim(0, d) if isinstance(a, Tensor) and d else a for a, d in zip(changed, self.dims, strict=True)]
+            moved = [
+                a.movedim(0, d) if isinstance(a, Tensor) and d else a
+                for a, d in zip(changed, self.dims, strict=True)
+            ]
             tensors = [t for t in tensors_in([self.inner(*moved)]) if t.is_floating_point()]
-            found += [t.movedim(self.outputs[min(j, len(self.outputs) - 1)], 0) for j, t in enumerate(tensors)]
+            found += [
+                t.movedim(self.outputs[min(j, len(self.outputs) - 1)], 0) for j, t in enumerate(tensors)
+            ]
         return found
 
     def extra_repr(self) -> str:
@@ -58,7 +74,9 @@ def build(draw: Draw) -> Config:
     if made.sample is None and made.loss is None and draw.maybe(0.6):
         width = x.shape[-1] if x.is_floating_point() and dims[0] != x.ndim - 1 and draw.maybe() else None
         made.model = Around(made.model, dims, made.outputs, draw.pick(1, 1, 2), width)
-        made.inputs = lambda n: tuple(t.movedim(d, 0) if d else t for t, d in zip(inputs(n), dims, strict=True))
+        made.inputs = lambda n: tuple(
+            t.movedim(d, 0) if d else t for t, d in zip(inputs(n), dims, strict=True)
+        )
         made.dims, made.outputs = [None if d is None else 0 for d in dims], (0,)
     elif dims[0] == 1 and not isinstance(made.model, nn.RNNBase | nn.MultiheadAttention):
         made.options["batch_first"] = False
@@ -67,11 +85,13 @@ def build(draw: Draw) -> Config:
     if made.loss is None and draw.maybe(0.3):
         made.options["loss_reduction"] = "sum"
     made.dtype = draw.pick(*[torch.float64] * 6, torch.float32, torch.bfloat16)
-    made.notes.append(f"inputs for two samples: {[getattr(t, 'shape', t) for t in made.inputs(2)]}, {draw.layout}")
+    made.notes.append(
+        f"inputs for two samples: {[getattr(t, 'shape', t) for t in made.inputs(2)]}, {draw.layout}"
+    )
     return made
 
 
-# --------------------------------------------------------------------------------------------------------- linear, convolutions
+# --------------------------------------------------------------------------------------- linear, convolutions
 @layer
 def linear(draw: Draw) -> Config:
     i, o = draw.sizes(2)
@@ -84,7 +104,9 @@ def bilinear(draw: Draw) -> Config:
     i, j, o = draw.sizes(3)
     middle = draw.sizes(draw.randint(0, 2))
     return config(
-        nn.Bilinear(i, j, o, bias=draw.maybe()), lambda n: (draw.floats(n, *middle, i), draw.floats(n, *middle, j)), (0, 0)
+        nn.Bilinear(i, j, o, bias=draw.maybe()),
+        lambda n: (draw.floats(n, *middle, i), draw.floats(n, *middle, j)),
+        (0, 0),
     )
 
 
@@ -114,14 +136,22 @@ def convolution(draw: Draw) -> Config:
 def transposed_convolution(draw: Draw) -> Config:
     d, groups = draw.randint(1, 3), draw.pick(1, 1, 2)
     i, o = groups * draw.randint(1, 2), groups * draw.randint(1, 3)
-    kernel, size, stride, dilation = draw.sizes(d, 1, 3), draw.sizes(d, 2, 4), draw.sizes(d, 1, 3), draw.sizes(d, 1, 2)
+    kernel, size, stride, dilation = (
+        draw.sizes(d, 1, 3),
+        draw.sizes(d, 2, 4),
+        draw.sizes(d, 1, 3),
+        draw.sizes(d, 1, 2),
+    )
     padding = [draw.randint(0, (k - 1) // 2) for k in kernel]
     extra = [draw.randint(0, max(s, t) - 1) for s, t in zip(stride, dilation, strict=True)]
     cls = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[d - 1]
-    return config(cls(i, o, kernel, stride, padding, extra, groups, draw.maybe(), dilation), lambda n: (draw.floats(n, i, *size),))
+    return config(
+        cls(i, o, kernel, stride, padding, extra, groups, draw.maybe(), dilation),
+        lambda n: (draw.floats(n, i, *size),),
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------- tables
+# ----------------------------------------------------------------------------------------------------- tables
 @layer
 def embedding(draw: Draw) -> Config:
     shape, options = (
@@ -136,7 +166,12 @@ def embedding_bag(draw: Draw) -> Config:
     mode, length, offsets = draw.pick("sum", "mean", "max"), draw.randint(1, 4), draw.maybe()
     weighted, last = mode == "sum" and draw.maybe(), offsets and draw.maybe()
     model = nn.EmbeddingBag(
-        6, 3, mode=mode, padding_idx=draw.pick(None, None, 2), include_last_offset=last, max_norm=draw.pick(None, None, 0.7)
+        6,
+        3,
+        mode=mode,
+        padding_idx=draw.pick(None, None, 2),
+        include_last_offset=last,
+        max_norm=draw.pick(None, None, 0.7),
     )
     lengths = [draw.randint(0 if mode != "max" else 1, 4) for _ in range(8)]
 
@@ -163,12 +198,15 @@ def embedding_bag(draw: Draw) -> Config:
 def adaptive_softmax(draw: Draw) -> Config:
     i, classes = draw.randint(2, 6), draw.randint(5, 9)
     cutoffs = sorted(draw.sample(range(1, classes), draw.randint(1, 3)))
-    model = nn.AdaptiveLogSoftmaxWithLoss(i, classes, cutoffs, div_value=draw.pick(1.0, 1.5), head_bias=draw.maybe())
-    loss = draw.pick(lambda out: out.output, lambda out: out.loss)  # the second is the mean that the layer has computed itself
+    model = nn.AdaptiveLogSoftmaxWithLoss(
+        i, classes, cutoffs, div_value=draw.pick(1.0, 1.5), head_bias=draw.maybe()
+    )
+    # the second is the mean that the layer has computed itself
+    loss = draw.pick(lambda out: out.output, lambda out: out.loss)
     return config(model, lambda n: (draw.floats(n, i), draw.ids(classes, n)), (0, 0), loss=loss)
 
 
-# ------------------------------------------------------------------------------------------------------------------- norms
+# ------------------------------------------------------------------------------------------------------ norms
 @layer
 def norm(draw: Draw) -> Config:
     shape = draw.sizes(draw.randint(1, 2), 2, 4)
@@ -191,7 +229,9 @@ def norm_of_channels(draw: Draw) -> Config:
     else:
         model = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[d - 1](channels)
         model.running_mean, model.running_var = torch.randn(channels), torch.rand(channels) + 0.5
-    return config(model.train(kind != "batch" and draw.maybe()), lambda n: (draw.floats(n, channels, *space),))
+    return config(
+        model.train(kind != "batch" and draw.maybe()), lambda n: (draw.floats(n, channels, *space),)
+    )
 
 
 @layer
@@ -200,12 +240,17 @@ def prelu(draw: Draw) -> Config:
     return config(nn.PReLU(draw.pick(1, channels)), lambda n: (draw.floats(n, channels, *space),))
 
 
-# ------------------------------------------------------------------------------------------------------------------- recurrent
+# -------------------------------------------------------------------------------------------------- recurrent
 @layer
 def recurrent(draw: Draw) -> Config:
     i, h, t = draw.sizes(3)
     h += 1
-    kind, first, packed, given = draw.pick("lstm", "gru", "tanh", "relu"), draw.maybe(), draw.maybe(0.3), draw.maybe(0.3)
+    kind, first, packed, given = (
+        draw.pick("lstm", "gru", "tanh", "relu"),
+        draw.maybe(),
+        draw.maybe(0.3),
+        draw.maybe(0.3),
+    )
     options: dict[str, Any] = {"num_layers": draw.pick(1, 1, 2), "bidirectional": draw.maybe(0.4)}
     options |= {"bias": draw.maybe(0.8), "batch_first": first}
     if kind == "lstm":
@@ -233,7 +278,9 @@ def recurrent(draw: Draw) -> Config:
             x = pack_sequence([padded[k, : counts[k]]])
         else:
             x = x.narrow(dim, k, 1)
-        return x, *(tuple(s[:, k : k + 1] for s in h) if isinstance(h, tuple) else h[:, k : k + 1] for h in hx)
+        return x, *(
+            tuple(s[:, k : k + 1] for s in h) if isinstance(h, tuple) else h[:, k : k + 1] for h in hx
+        )
 
     return config(model, inputs, (dim,), (dim, 1), sample=sample if packed or given else None)
 
@@ -255,7 +302,7 @@ def cell(draw: Draw) -> Config:
     return config(model, inputs, (0, 0)[: 1 + given], sample=sample if given and lstm else None)
 
 
-# ------------------------------------------------------------------------------------------------------------------- attention
+# -------------------------------------------------------------------------------------------------- attention
 @layer
 def attention(draw: Draw) -> Config:
     heads, length, source = draw.sizes(3, 1, 4)
@@ -267,7 +314,12 @@ def attention(draw: Draw) -> Config:
         draw.maybe(),
         draw.maybe(),
     )
-    options = {"bias": draw.maybe(0.8), "add_bias_kv": draw.maybe(0.3), "add_zero_attn": draw.maybe(0.2), "batch_first": first}
+    options = {
+        "bias": draw.maybe(0.8),
+        "add_bias_kv": draw.maybe(0.3),
+        "add_zero_attn": draw.maybe(0.2),
+        "batch_first": first,
+    }
     if memory and draw.maybe(0.4):
         options |= {"kdim": draw.randint(1, 4), "vdim": draw.randint(1, 4)}
     model, dim = nn.MultiheadAttention(width, heads, **options), (0 if first else 1)
@@ -279,9 +331,17 @@ def attention(draw: Draw) -> Config:
 
         query = tokens(length, width)
         key = tokens(source, model.kdim) if memory else query
-        value = key if not memory or (model.kdim == model.vdim and draw.layout == "sliced") else tokens(source, model.vdim)
+        value = (
+            key
+            if not memory or (model.kdim == model.vdim and draw.layout == "sliced")
+            else tokens(source, model.vdim)
+        )
         pad = (torch.arange(source) > torch.arange(n)[:, None] % source) if padded else None
-        mask = None if masked is None else draw.floats(*((n * heads,) if masked == "each" else ()), length, source)
+        mask = (
+            None
+            if masked is None
+            else draw.floats(*((n * heads,) if masked == "each" else ()), length, source)
+        )
         if masked == "bool" and mask is not None:
             mask = (mask > 0.5) & (torch.arange(source) > 0)
         return query, key, value, pad, need, mask, average
@@ -309,7 +369,9 @@ def transformer(draw: Draw) -> Config:
     kind = draw.pick("encoder", "decoder", "both")
     if kind == "encoder":
         model: nn.Module = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(width, heads, **options), draw.randint(1, 2), enable_nested_tensor=False
+            nn.TransformerEncoderLayer(width, heads, **options),
+            draw.randint(1, 2),
+            enable_nested_tensor=False,
         )
     elif kind == "decoder":
         model = nn.TransformerDecoderLayer(width, heads, **options)

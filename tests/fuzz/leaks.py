@@ -1,4 +1,6 @@
-"""Models whose samples interact: refused by name, or reported by check_model where autograd does not see it."""
+"""Models whose samples interact: refused by name, or reported by check_model where autograd does not see
+it.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +18,9 @@ SEEN: dict[str, Callable[[Tensor], Tensor]] = {
     "max": lambda h: h + h.amax(0),
     "sum": lambda h: h + h.sum(0, keepdim=True),
     "pairs": lambda h: h + torch.einsum("btd,ctd->bc", h, h).mean(1)[:, None, None],
-    "attention over the batch": lambda h: h + (torch.softmax(h.flatten(1) @ h.flatten(1).T, -1) @ h.flatten(1)).view_as(h),
+    "attention over the batch": lambda h: (
+        h + (torch.softmax(h.flatten(1) @ h.flatten(1).T, -1) @ h.flatten(1)).view_as(h)
+    ),
     "rolled": lambda h: h.roll(1, 0),
     "shifted": lambda h: torch.cat([h[1:], h[:1]]),
     "flipped": lambda h: h.flip(0),
@@ -83,7 +87,9 @@ class Across(Block):
 
 
 def gradients_cross(net: nn.Module, inputs: tuple[Any, ...], config: Config) -> bool:
-    """Whether a sample's loss has a gradient at another's part of what the leak is given: behind a saturated softmax none has."""
+    """Whether a sample's loss has a gradient at another's part of what the leak is given: behind a saturated
+    softmax none has.
+    """
     given: list[Tensor] = []
     (leak,) = (m for m in net.modules() if isinstance(m, Leak | Across))
     handle = leak.register_forward_pre_hook(lambda _, args: given.append(args[0].requires_grad_()))

@@ -1,4 +1,6 @@
-"""A converted model and its plain twin, to which everything is done in step, and which are compared after every step."""
+"""A converted model and its plain twin, to which everything is done in step, and which are compared after
+every step.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -14,7 +16,8 @@ from pslayers.core.trees import map_tensors, tensors_in
 from .draw import Config, Draw
 from .models import Checkpointed
 
-TOLERANCE = {torch.float64: (1e-7, 1e-3), torch.float32: (2e-3, 1e-1), torch.bfloat16: (0.3, 1.0)}  # of the largest value, and this
+# of the largest value, and this
+TOLERANCE = {torch.float64: (1e-7, 1e-3), torch.float32: (2e-3, 1e-1), torch.bfloat16: (0.3, 1.0)}
 Rows = dict[str, Tensor | None]
 
 
@@ -45,7 +48,11 @@ def floating(value: Any, dtype: torch.dtype) -> Any:
 
 def asking(value: Any) -> Any:
     """A leaf that asks for its gradient, where it can."""
-    return value.detach().clone().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+    return (
+        value.detach().clone().requires_grad_()
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+    )
 
 
 def without_checkpoints(model: nn.Module) -> nn.Module:
@@ -58,7 +65,9 @@ def without_checkpoints(model: nn.Module) -> nn.Module:
 
 
 def is_random(model: nn.Module) -> bool:
-    rates = [m.p if isinstance(m, nn.Dropout) else getattr(m, "dropout", 0) for m in model.modules() if m.training]
+    rates = [
+        m.p if isinstance(m, nn.Dropout) else getattr(m, "dropout", 0) for m in model.modules() if m.training
+    ]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
@@ -104,28 +113,49 @@ class Live:
         torch.manual_seed(seed)
         return net(*inputs)
 
-    # -------------------------------------------------------------------------------------------------------- the oracle
+    # --------------------------------------------------------------------------------------------- the oracle
     def expected(self, inputs: tuple[Any, ...], n: int) -> dict[str, Tensor]:
-        """{name: (n, *shape)} of plain torch in float64, each sample by itself (beside the others where a module draws numbers)."""
+        """{name: (n, *shape)} of plain torch in float64, each sample by itself (beside the others where a
+        module draws numbers).
+        """
         with plainly():
             net, inputs = without_checkpoints(self.plain), floating(inputs, torch.float64)
             named = {k: p for k, p in net.named_parameters() if p.requires_grad}
-            together, rows = self.config.losses(self.seeded(net, inputs)), {k: [p.new_zeros(0, *p.shape)] for k, p in named.items()}
+            together, rows = (
+                self.config.losses(self.seeded(net, inputs)),
+                {k: [p.new_zeros(0, *p.shape)] for k, p in named.items()},
+            )
 
             def gradient(loss: Tensor) -> tuple[Tensor, ...]:
                 if not loss.requires_grad:
                     return tuple(torch.zeros_like(p) for p in named.values())
-                return torch.autograd.grad(loss, list(named.values()), retain_graph=True, materialize_grads=True)
+                return torch.autograd.grad(
+                    loss, list(named.values()), retain_graph=True, materialize_grads=True
+                )
 
             for i in range(n):
-                own = together[i] if is_random(net) else self.config.losses(self.seeded(net, self.config.alone(inputs, i)))
+                own = (
+                    together[i]
+                    if is_random(net)
+                    else self.config.losses(self.seeded(net, self.config.alone(inputs, i)))
+                )
                 for k, g in zip(named, gradient(own.sum()), strict=True):
                     rows[k].append(g[None])
             found = {k: torch.cat(v) for k, v in rows.items()}
-            reduced = together if together.ndim == 0 else getattr(together, self.config.reduction)() if n else together.sum()
+            reduced = (
+                together
+                if together.ndim == 0
+                else getattr(together, self.config.reduction)()
+                if n
+                else together.sum()
+            )
             for (k, r), total in zip(found.items(), gradient(reduced), strict=True):
                 if n:
-                    assert_near(f"samples interact, as the gradient of `{k}`", total, getattr(r, self.config.reduction)(0))
+                    assert_near(
+                        f"samples interact, as the gradient of `{k}`",
+                        total,
+                        getattr(r, self.config.reduction)(0),
+                    )
             return found
 
     def assert_rows(self, found: Rows, expected: dict[str, Tensor]) -> None:
@@ -147,7 +177,8 @@ class Live:
                 p.grad = None  # of no samples: zeros are as good
             if (p.grad is None) != (q.grad is None):
                 raise WrongError(
-                    f"`{k}` has {'no' if p.grad is None else 'a'} .grad, and in plain torch {'none' if q.grad is None else 'one'}"
+                    f"`{k}` has {'no' if p.grad is None else 'a'} .grad, and in plain torch"
+                    f" {'none' if q.grad is None else 'one'}"
                 )
             if q.grad is not None:
                 assert_near(f".grad of `{k}`", p.grad, q.grad, self.dtype)
@@ -159,9 +190,11 @@ class Live:
         for (k, p), (_, q) in zip(self.ours.named_buffers(), self.plain.named_buffers(), strict=True):
             assert_near(f"buffer `{k}`", p, q, self.dtype)
 
-    # ------------------------------------------------------------------------------------------------- what can be done
+    # --------------------------------------------------------------------------------------- what can be done
     def forward(self, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-        """The outputs of the plain model and of ours, which must be the same, and have drawn the same random numbers."""
+        """The outputs of the plain model and of ours, which must be the same, and have drawn the same random
+        numbers.
+        """
         wanted = self.draw.maybe(0.3) and not torch.is_inference_mode_enabled()  # gradients of the inputs
         theirs, own = (tuple(asking(t) if wanted else t for t in inputs) for _ in self.both)
         self.given = list(zip(theirs, own, strict=True)) if wanted else []
@@ -208,8 +241,17 @@ class Live:
     def one_call(self, n: int) -> None:
         """`per_sample_grads`: nothing is left behind."""
         inputs, options = self.inputs(n), {}
-        before, expected = {k: None if r is None else r.clone() for k, r in self.rows().items()}, self.expected(inputs, n)
-        if self.config.chunks and n and not is_random(self.plain) and not list(self.plain.buffers()) and self.draw.maybe():
+        before, expected = (
+            {k: None if r is None else r.clone() for k, r in self.rows().items()},
+            self.expected(inputs, n),
+        )
+        if (
+            self.config.chunks
+            and n
+            and not is_random(self.plain)
+            and not list(self.plain.buffers())
+            and self.draw.maybe()
+        ):
             options = {"chunk_size": self.draw.pick(1, 2, 3)}
         with plainly():
             self.seeded(self.plain, inputs)  # which may change its buffers
@@ -228,5 +270,7 @@ class Live:
         loss = self.config.losses(torch.func.functional_call(self.ours, params, inputs))
         scale = n if loss.ndim == 0 and self.config.reduction == "mean" else 1
         grads = torch.autograd.grad(loss.sum(), list(params.values()), allow_unused=True)
-        self.assert_rows({k: None if g is None else g * scale for k, g in zip(params, grads, strict=True)}, expected)
+        self.assert_rows(
+            {k: None if g is None else g * scale for k, g in zip(params, grads, strict=True)}, expected
+        )
         self.compare()

@@ -1,4 +1,6 @@
-"""Random small models of the patterns that people write: random blocks, some around others, between a front and a head."""
+"""Random small models of the patterns that people write: random blocks, some around others, between a front
+and a head.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,8 +60,12 @@ def sequence(draw: Draw, depth: int = 0) -> nn.Module:
 
 
 ROWS["Linear"] = lambda draw: nn.Linear(D, D, bias=draw.maybe())
-ROWS["MLP"] = lambda draw: nn.Sequential(nn.Linear(D, 5), draw.pick(nn.GELU(), nn.ReLU(inplace=True), nn.Tanh()), nn.Linear(5, D))
-ROWS["Norm"] = lambda draw: draw.pick(nn.LayerNorm(D), nn.RMSNorm(D), nn.LayerNorm(D, elementwise_affine=False))
+ROWS["MLP"] = lambda draw: nn.Sequential(
+    nn.Linear(D, 5), draw.pick(nn.GELU(), nn.ReLU(inplace=True), nn.Tanh()), nn.Linear(5, D)
+)
+ROWS["Norm"] = lambda draw: draw.pick(
+    nn.LayerNorm(D), nn.RMSNorm(D), nn.LayerNorm(D, elementwise_affine=False)
+)
 ROWS["PReLU"] = lambda draw: nn.PReLU()
 ROWS["WeightNorm"] = lambda draw: weight_norm(nn.Linear(D, D))
 ROWS["Dropout"] = lambda draw: nn.Dropout(0.3)
@@ -162,7 +168,9 @@ class Square(torch.autograd.Function):
 
 @row_block
 class Unusual(Block):
-    """What is rarely written: functions of one's own, bilinear forms, in-place changes, detached parts, stored functions."""
+    """What is rarely written: functions of one's own, bilinear forms, in-place changes, detached parts,
+    stored functions.
+    """
 
     WAYS = ("function", "bilinear", "inplace", "detach", "dict", "gated", "sum")
 
@@ -170,7 +178,9 @@ class Unusual(Block):
         super().__init__(way=way)
         self.w, self.fc = parameter(D), nn.Linear(D, 2 * D if way == "gated" else D)
         self.two = nn.Bilinear(D, D, D) if way == "bilinear" else nn.Identity()
-        self.steps = nn.ModuleDict({"a": nn.Linear(D, D), "b": nn.Identity()}) if way == "dict" else nn.Identity()
+        self.steps = (
+            nn.ModuleDict({"a": nn.Linear(D, D), "b": nn.Identity()}) if way == "dict" else nn.Identity()
+        )
 
     @classmethod
     def draw(cls, draw: Draw) -> "Unusual":
@@ -197,7 +207,7 @@ class Unusual(Block):
                 return self.fc(x) + self.w.sum() + self.fc.weight.sum()
 
 
-# ---------------------------------------------------------------------------------------------------------------- sequences
+# -------------------------------------------------------------------------------------------------- sequences
 @sequence_block
 class Attention(Block):
     """Self-attention, by hand or by torch's module, with relative positions or a mask."""
@@ -231,7 +241,11 @@ class Attention(Block):
         else:
             q, k, v = (z.reshape(b * self.heads, t, D // self.heads) for z in (q, k, v))
             scores = torch.bmm(q, k.transpose(1, 2))
-            scores = scores if bias is None else (scores.view(b, self.heads, t, t) + bias).view(b * self.heads, t, t)
+            scores = (
+                scores
+                if bias is None
+                else (scores.view(b, self.heads, t, t) + bias).view(b * self.heads, t, t)
+            )
             y = torch.bmm(scores.softmax(-1), v).view(b, self.heads, t, D // self.heads)
         return self.out(y.transpose(1, 2).reshape(b, t, D))
 
@@ -248,7 +262,11 @@ class Convolved(Block):
     def draw(cls, draw: Draw) -> "Convolved":
         groups = draw.pick(1, 2, D)
         norm = draw.pick(nn.Identity(), nn.GroupNorm(2, D), nn.BatchNorm1d(D).eval(), nn.PReLU(D))
-        return cls(nn.Sequential(nn.Conv1d(D, D, 3, padding=1, groups=groups), norm, draw.pick(nn.ReLU(), nn.Identity())))
+        return cls(
+            nn.Sequential(
+                nn.Conv1d(D, D, 3, padding=1, groups=groups), norm, draw.pick(nn.ReLU(), nn.Identity())
+            )
+        )
 
     def train(self, mode: bool = True) -> "Convolved":
         super().train(mode)
@@ -291,11 +309,17 @@ class Positions(Block):
 
     def __init__(self, way: str) -> None:
         super().__init__(way=way)
-        self.w = nn.Embedding(9, D) if way in ("embedding", "shared ids") else parameter(*((1, 9, D) if way == "three" else (9, D)))
+        self.w = (
+            nn.Embedding(9, D)
+            if way in ("embedding", "shared ids")
+            else parameter(*((1, 9, D) if way == "three" else (9, D)))
+        )
 
     @classmethod
     def draw(cls, draw: Draw) -> "Positions":
-        return cls(draw.pick("slice", "three", "embedding", "shared ids", "prompt", "class", "gather", "mean"))
+        return cls(
+            draw.pick("slice", "three", "embedding", "shared ids", "prompt", "class", "gather", "mean")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
@@ -370,7 +394,9 @@ class Picked(Block):
 
 @sequence_block
 class Moved(Block):
-    """Another block, whose input is arranged in another way: flat, batch in dim 1, windows, sample by sample."""
+    """Another block, whose input is arranged in another way: flat, batch in dim 1, windows, sample by
+    sample.
+    """
 
     WAYS = ("flat", "time-major", "time-major flat", "windows", "each sample", "extra dim", "halves")
 
@@ -448,7 +474,7 @@ SEQUENCES["Transformer"] = lambda draw: nn.TransformerEncoderLayer(
 )
 
 
-# ---------------------------------------------------------------------------------------------------------------- whole models
+# ----------------------------------------------------------------------------------------------- whole models
 class Model(Block):
     """A front, blocks, and a head; some parameters are the model's own, and perhaps the loss is."""
 

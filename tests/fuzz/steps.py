@@ -1,4 +1,6 @@
-"""Sequences of what users do to a live model: each step is done to the converted model and to its plain twin."""
+"""Sequences of what users do to a live model: each step is done to the converted model and to its plain
+twin.
+"""
 
 import copy
 import io
@@ -95,7 +97,8 @@ def append(live: Live, draw: Draw) -> None:
             live.backward(plain, ours)
             found.append(expected)
     both = {k: torch.cat([f[k] for f in found]) for k in found[0]}
-    if all(f[k].any() for f in found for k in both):  # rows of a parameter that one loss does not reach are not defined
+    # rows of a parameter that one loss does not reach are not defined
+    if all(f[k].any() for f in found for k in both):
         live.assert_rows(live.rows(), both)
     live.compare()
 
@@ -144,7 +147,9 @@ def planted(*_: Any) -> None:
 def broken(live: Live, draw: Draw) -> None:
     """An exception in the middle of a forward or backward pass."""
     module, backward = draw.pick(*live.ours.modules()), draw.maybe(0.3)
-    handle = module.register_full_backward_hook(planted) if backward else module.register_forward_hook(planted)
+    handle = (
+        module.register_full_backward_hook(planted) if backward else module.register_forward_hook(planted)
+    )
     try:
         loss = live.config.reduced(live.ours(*live.inputs(size(draw) or 2)))
         loss.backward()
@@ -178,7 +183,8 @@ def copied(live: Live, draw: Draw) -> None:
         live.ours = torch.load(file, weights_only=False)
     else:
         live.ours = copy.deepcopy(live.ours)
-    for p, q in zip(live.ours.parameters(), live.plain.parameters(), strict=True):  # `.grad` is neither copied nor saved
+    # `.grad` is neither copied nor saved
+    for p, q in zip(live.ours.parameters(), live.plain.parameters(), strict=True):
         p.grad = None if q.grad is None else q.grad.clone()
 
 
@@ -244,7 +250,10 @@ def restored(live: Live, draw: Draw) -> None:
 
 @step
 def loaded(live: Live, draw: Draw) -> None:
-    state = {k: v + 0.1 * draw.floats(*v.shape).to(v) if v.is_floating_point() else v for k, v in live.plain.state_dict().items()}
+    state = {
+        k: v + 0.1 * draw.floats(*v.shape).to(v) if v.is_floating_point() else v
+        for k, v in live.plain.state_dict().items()
+    }
     for net in live.both:
         net.load_state_dict(state)
     if list(live.ours.state_dict()) != list(state):
@@ -255,7 +264,12 @@ def loaded(live: Live, draw: Draw) -> None:
 def added(live: Live, draw: Draw) -> None:
     """A new layer is put into the converted model."""
     width = 4
-    new = draw.pick(nn.Linear(width, width), nn.LayerNorm(width), nn.PReLU(), nn.Sequential(nn.Linear(width, width), nn.Tanh()))
+    new = draw.pick(
+        nn.Linear(width, width),
+        nn.LayerNorm(width),
+        nn.PReLU(),
+        nn.Sequential(nn.Linear(width, width), nn.Tanh()),
+    )
     for net in live.both:
         net.blocks.append(copy.deepcopy(new).to(live.dtype))
 
@@ -324,13 +338,17 @@ def graph(live: Live, draw: Draw) -> None:
             expected = torch.autograd.grad(total, named, materialize_grads=True)
         rows = ps.per_sample_grads(live.ours, live.config.losses, inputs, create_graph=True)
         penalty = torch.stack([r.square().sum() for r in rows.values()]).sum()
-        found = torch.autograd.grad(penalty, [live.ours.get_parameter(k) for k in rows], materialize_grads=True)
+        found = torch.autograd.grad(
+            penalty, [live.ours.get_parameter(k) for k in rows], materialize_grads=True
+        )
     for name, a, b in zip(rows, found, expected, strict=True):
         assert_near(f"the second derivative in `{name}`", a, b)
 
 
 def run(live: Live, draw: Draw) -> list[str]:
-    """3 to 8 random steps, and a usual one in the end; the names are in the config's notes as they are begun."""
+    """3 to 8 random steps, and a usual one in the end; the names are in the config's notes as they are
+    begun.
+    """
     names = [draw.pick(*STEPS) for _ in range(draw.randint(3, 8))]
     done: list[str] = []
     live.config.notes.append(f"steps: {done}")

@@ -131,7 +131,11 @@ class RelativeBias(nn.Module):
         q, k, v = self.qkv(x).reshape(batch, time, 3, 2, 2).permute(2, 0, 3, 1, 4)
         index = torch.arange(time)[:, None] - torch.arange(time)[None] + 7
         bias = self.table[index.reshape(-1)].reshape(time, time, 2).permute(2, 0, 1)
-        return ((q @ k.transpose(-2, -1) + bias.unsqueeze(0)).softmax(-1) @ v).transpose(1, 2).reshape(batch, time, 4)
+        return (
+            ((q @ k.transpose(-2, -1) + bias.unsqueeze(0)).softmax(-1) @ v)
+            .transpose(1, 2)
+            .reshape(batch, time, 4)
+        )
 
 
 class BiasModule(nn.Module):
@@ -215,7 +219,11 @@ def parametrized(kind: str) -> nn.Module:
     layer = nn.Linear(4, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped = {"new": parametrizations.weight_norm, "old": weight_norm, "orthogonal": parametrizations.orthogonal}[kind](layer)
+        wrapped = {
+            "new": parametrizations.weight_norm,
+            "old": weight_norm,
+            "orthogonal": parametrizations.orthogonal,
+        }[kind](layer)
     return nn.Sequential(nn.Linear(4, 4), wrapped, nn.Tanh())
 
 
@@ -237,7 +245,12 @@ class CachedAttention(nn.Module):
 
     def __init__(self, layer: int) -> None:
         super().__init__()
-        self.layer, self.key, self.value, self.bias = layer, nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.Embedding(5, 5)
+        self.layer, self.key, self.value, self.bias = (
+            layer,
+            nn.Linear(4, 4, bias=False),
+            nn.Linear(4, 4),
+            nn.Embedding(5, 5),
+        )
 
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
         keys = cache.update(F.linear(x, self.key.weight), self.layer)
@@ -323,7 +336,8 @@ def test_pattern(pattern: str) -> None:
         assert_rows_right(model, data(n), converted=ours)
 
 
-# all but one run as they are, on fast ops; those that must know whose rows are whose inside, and those that use weights of layers
+# all but one run as they are, on fast ops; those that must know whose rows are whose inside, and those that
+# use weights of layers
 DIRECT = ("class-token", "rms-norm", "conv-norm", "relative-bias", "softmax-of-weights", "written-into-zeros")
 WHOLE = ("past-its-layer", "cache", "weight-norm", "orthogonal")
 
@@ -393,13 +407,16 @@ def test_sum_losses_checks_chunks_and_copies(pattern: str) -> None:
 @pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_table_for_each_layer_that_its_caller_indexes(size: int, tables: int, way: str) -> None:
-    """With a batch dim in the place of a leading one, the first table's row would be the first sample's (YOLOS)."""
+    """With a batch dim in the place of a leading one, the first table's row would be the first sample's
+    (YOLOS).
+    """
 
     class Tables(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.table = nn.Parameter(torch.randn(tables, 1, 5, 4))
-            self.mix = nn.Parameter(torch.randn(4, 4)) if way == "vmap" else None  # does not broadcast in F.linear
+            # does not broadcast in F.linear
+            self.mix = nn.Parameter(torch.randn(4, 4)) if way == "vmap" else None
 
         def forward(self) -> Tensor:
             return self.table * 1.0 if self.mix is None else F.linear(self.table, self.mix)
@@ -419,14 +436,20 @@ def test_a_table_for_each_layer_that_its_caller_indexes(size: int, tables: int, 
 
 
 def test_channels_last_images_through_a_norm_of_ones_own() -> None:
-    """Torch 2.13 crashes, the whole process, in the backward of a group_norm whose channels_last input needs no gradient."""
+    """Torch 2.13 crashes, the whole process, in the backward of a group_norm whose channels_last input needs
+    no gradient.
+    """
 
     class Norm(nn.GroupNorm):
         def forward(self, x: Tensor) -> Tensor:
             return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
 
-    model = nn.Sequential(nn.Conv2d(3, 96, 1), Norm(1, 96), nn.Conv2d(96, 4, 1)).to(memory_format=torch.channels_last)
-    assert_rows_right(model, torch.randn(3, 3, 4, 4, dtype=torch.float64).contiguous(memory_format=torch.channels_last))
+    model = nn.Sequential(nn.Conv2d(3, 96, 1), Norm(1, 96), nn.Conv2d(96, 4, 1)).to(
+        memory_format=torch.channels_last
+    )
+    assert_rows_right(
+        model, torch.randn(3, 3, 4, 4, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    )
 
 
 @pytest.mark.parametrize("way", ["vmap", "loop"])

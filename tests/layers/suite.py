@@ -1,4 +1,5 @@
-"""The suite that every replacement layer inherits: a subclass names its cases, and gets every check for each of them.
+"""The suite that every replacement layer inherits: a subclass names its cases, and gets every check for each
+of them.
 
 The oracle is torch's own layer, called on each sample by itself, with ``torch.autograd.grad`` in float64.
 """
@@ -20,13 +21,16 @@ from pslayers.core.trees import tensors_in
 
 @dataclass
 class Case:
-    """One way to build a layer, and inputs for n samples of it (batch first unless a suite says otherwise)."""
+    """One way to build a layer, and inputs for n samples of it (batch first unless a suite says
+    otherwise).
+    """
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[int], tuple[Any, ...]]
     rows: bool = True  # whether k * B rows and one shared row make sense for its input
-    true_gradient: bool = True  # False where torch defines a gradient that is not the derivative (padding_idx)
+    # False where torch defines a gradient that is not the derivative (padding_idx)
+    true_gradient: bool = True
 
     def __repr__(self) -> str:
         return self.name
@@ -46,13 +50,15 @@ class LayerSuite:
     cases: ClassVar[list[Case]]
     batch = 4
 
-    # ------------------------------------------------------------------ what a layer of another form overrides
+    # ----------------------------------------------------------------- what a layer of another form overrides
     def sample(self, inputs: tuple[Any, ...], i: int) -> tuple[Any, ...]:
         """The inputs of sample i alone, as a batch of one."""
         return tuple(t[i : i + 1] if isinstance(t, Tensor) else t for t in inputs)
 
     def losses(self, output: Any, n: int) -> Tensor:
-        """The losses (n,) of the samples: a fixed projection of all that a sample's output holds, not linear in it."""
+        """The losses (n,) of the samples: a fixed projection of all that a sample's output holds, not linear
+        in it.
+        """
         out = output.reshape(n, output.numel() // max(n, 1))
         direction = torch.linspace(-1, 2, out.shape[1], dtype=out.dtype)
         return (out * direction).sum(1) + (out**2).sum(1) / 3
@@ -76,7 +82,8 @@ class LayerSuite:
         rows: dict[str, list[Tensor]] = {k: [] for k in params}
         for i in range(n):
             loss = self.losses(layer(*self.sample(inputs, i)), 1).sum()
-            found = torch.autograd.grad(loss, list(params.values()), materialize_grads=True)  # zero where nothing is reached
+            # zero where nothing is reached
+            found = torch.autograd.grad(loss, list(params.values()), materialize_grads=True)
             for k, g in zip(params, found, strict=True):
                 rows[k].append(g)
         return {k: torch.stack(v) for k, v in rows.items()}
@@ -88,7 +95,9 @@ class LayerSuite:
         for name, p in layer.named_parameters():
             if name in expected:
                 assert p.grad_sample is not None, name
-                torch.testing.assert_close(p.grad_sample, expected[name], **(tolerance or {"rtol": 1e-9, "atol": 1e-10}))
+                torch.testing.assert_close(
+                    p.grad_sample, expected[name], **(tolerance or {"rtol": 1e-9, "atol": 1e-10})
+                )
 
     # ------------------------------------------------------------------ forward
     def test_forward_equals_torch(self, case: Case) -> None:
@@ -100,14 +109,24 @@ class LayerSuite:
             torch.testing.assert_close(ours(*inputs), layer(*inputs))
 
     def test_outputs_lie_in_memory_as_torchs(self, case: Case) -> None:
-        """Dropout after a layer fills its masks in the order of memory, and `view` may be called on what it returns."""
+        """Dropout after a layer fills its masks in the order of memory, and `view` may be called on what it
+        returns.
+        """
         layer, inputs = self.build(case), self.inputs(case)
         ours = self.converted(layer)
-        forms = {"expanded": ps.expand_params(ours, self.batch), "different": self.different(layer, self.batch)}
-        for given in (inputs, tuple(t.mT.contiguous().mT if isinstance(t, Tensor) and t.ndim > 1 else t for t in inputs)):
+        forms = {
+            "expanded": ps.expand_params(ours, self.batch),
+            "different": self.different(layer, self.batch),
+        }
+        for given in (
+            inputs,
+            tuple(t.mT.contiguous().mT if isinstance(t, Tensor) and t.ndim > 1 else t for t in inputs),
+        ):
             plain = [t.stride() for t in tensors_in([layer(*given)]) if isinstance(t, Tensor)]
             outputs = {"recorded": ours(*given)}
-            outputs |= {form: torch.func.functional_call(ours, weights, given) for form, weights in forms.items()}
+            outputs |= {
+                form: torch.func.functional_call(ours, weights, given) for form, weights in forms.items()
+            }
             for form, output in outputs.items():
                 assert [t.stride() for t in tensors_in([output]) if isinstance(t, Tensor)] == plain, form
 
@@ -150,7 +169,9 @@ class LayerSuite:
         layer, inputs = self.build(case), self.inputs(case)
         ours, expected = self.converted(layer), self.loop(layer, inputs, self.batch)
         for chosen in (list(expected), list(expected)[1:] or list(expected)):
-            self.losses(ours(*inputs), self.batch).mean().backward(inputs=[ours.get_parameter(k) for k in chosen])
+            self.losses(ours(*inputs), self.batch).mean().backward(
+                inputs=[ours.get_parameter(k) for k in chosen]
+            )
             assert [k for k, p in ours.named_parameters() if p.grad_sample is not None] == chosen
             self.assert_rows(ours, {k: expected[k] for k in chosen})
 
@@ -252,7 +273,9 @@ class LayerSuite:
 
     def test_non_contiguous_input(self, case: Case) -> None:
         layer, inputs = self.build(case), self.inputs(case)
-        strided = tuple(t.transpose(0, -1).contiguous().transpose(0, -1) if isinstance(t, Tensor) else t for t in inputs)
+        strided = tuple(
+            t.transpose(0, -1).contiguous().transpose(0, -1) if isinstance(t, Tensor) else t for t in inputs
+        )
         ours = self.converted(layer)
         self.losses(ours(*strided), self.batch).mean().backward()
         self.assert_rows(ours, self.loop(layer, inputs, self.batch))
@@ -312,7 +335,10 @@ class LayerSuite:
     # ------------------------------------------------------------------ weights that differ per sample
     def different(self, layer: nn.Module, n: int) -> dict[str, Tensor]:
         torch.manual_seed(3)
-        return {k: (p.detach() + torch.randn(n, *p.shape).to(p) / 3).requires_grad_() for k, p in layer.named_parameters()}
+        return {
+            k: (p.detach() + torch.randn(n, *p.shape).to(p) / 3).requires_grad_()
+            for k, p in layer.named_parameters()
+        }
 
     def test_weights_that_differ_per_sample(self, case: Case) -> None:
         layer, inputs = self.build(case), self.inputs(case)
@@ -320,7 +346,9 @@ class LayerSuite:
         losses = self.losses(torch.func.functional_call(ours, weights, inputs), self.batch)
         found = torch.autograd.grad(losses.sum(), list(weights.values()))
         with torch.no_grad():
-            torch.testing.assert_close(self.losses(torch.func.functional_call(ours, weights, inputs), self.batch), losses.detach())
+            torch.testing.assert_close(
+                self.losses(torch.func.functional_call(ours, weights, inputs), self.batch), losses.detach()
+            )
         for i in range(self.batch):
             own = {k: w[i].detach().requires_grad_() for k, w in weights.items()}
             loss = self.losses(torch.func.functional_call(layer, own, self.sample(inputs, i)), 1).sum()
@@ -342,7 +370,9 @@ class LayerSuite:
 
     @pytest.mark.parametrize("form", ["fast", "batched"])
     def test_gradcheck_and_gradgradcheck(self, case: Case, form: str) -> None:
-        """Of each sample's loss: by one weight for all samples and by the inputs, or by weights that differ."""
+        """Of each sample's loss: by one weight for all samples and by the inputs, or by weights that
+        differ.
+        """
         if not case.true_gradient:
             return
         layer, inputs = self.build(case), self.inputs(case, 2)
@@ -350,13 +380,18 @@ class LayerSuite:
         names, own = list(given), {}
         if form == "fast":
             given = {k: w[0].detach().requires_grad_() for k, w in given.items()}
-            own = {id(t): t.clone().requires_grad_() for t in inputs if isinstance(t, Tensor) and t.is_floating_point()}
+            own = {
+                id(t): t.clone().requires_grad_()
+                for t in inputs
+                if isinstance(t, Tensor) and t.is_floating_point()
+            }
 
         def call(*values: Tensor) -> Tensor:
             params = dict(zip(names, values[: len(names)], strict=True))
             if form == "fast":
                 params = {k: w.expand(2, *w.shape) for k, w in params.items()}
-            replaced = dict(zip(own, values[len(names) :], strict=True))  # by identity: the three of self-attention are one
+            # by identity: the three of self-attention are one
+            replaced = dict(zip(own, values[len(names) :], strict=True))
             args = tuple(replaced.get(id(t), t) for t in inputs)
             return self.losses(torch.func.functional_call(ours, params, args), 2)
 
@@ -398,7 +433,9 @@ class LayerSuite:
             for name, p in ours.named_parameters():
                 assert p.grad_sample.dtype == dtype
                 scale = expected[name].abs().max().item() + 1e-3
-                torch.testing.assert_close(p.grad_sample.double() / scale, expected[name] / scale, rtol=0, atol=tolerance)
+                torch.testing.assert_close(
+                    p.grad_sample.double() / scale, expected[name] / scale, rtol=0, atol=tolerance
+                )
 
     def test_autocast(self, case: Case) -> None:
         layer, inputs = self.build(case).float(), to(self.inputs(case), torch.float32)
@@ -413,7 +450,9 @@ class LayerSuite:
         for name, p in ours.named_parameters():
             assert p.grad_sample.dtype == torch.float32
             scale = expected[name].abs().max().item() + 1e-3
-            torch.testing.assert_close(p.grad_sample.double() / scale, expected[name] / scale, rtol=0, atol=0.15)
+            torch.testing.assert_close(
+                p.grad_sample.double() / scale, expected[name] / scale, rtol=0, atol=0.15
+            )
 
     # ------------------------------------------------------------------ around the model
     def test_state_dict_both_ways(self, case: Case) -> None:

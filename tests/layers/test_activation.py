@@ -22,7 +22,9 @@ def test_one_number_a_sample() -> None:
 
 def test_prelu_at_zero_and_infinity_is_torchs() -> None:
     layer = nn.PReLU(2).double()
-    x = torch.tensor([[0.0, torch.inf], [torch.inf, 0.0], [-2.0, -0.0]], dtype=torch.float64, requires_grad=True)
+    x = torch.tensor(
+        [[0.0, torch.inf], [torch.inf, 0.0], [-2.0, -0.0]], dtype=torch.float64, requires_grad=True
+    )
     ours = ps.convert_model(nn.PReLU(2).double(), loss_reduction="sum")
     for net in (layer, ours):
         x.grad = None
@@ -33,5 +35,7 @@ def test_prelu_at_zero_and_infinity_is_torchs() -> None:
 
 
 def test_wrong_number_of_channels() -> None:
-    with pytest.raises(ValueError, match=r"ps\.functional\.prelu got an input of shape \(2, 4\) with 3 weights a sample"):
+    with pytest.raises(
+        ValueError, match=r"ps\.functional\.prelu got an input of shape \(2, 4\) with 3 weights a sample"
+    ):
         ps.convert_model(nn.PReLU(3))(torch.zeros(2, 4))

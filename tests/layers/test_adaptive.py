@@ -17,7 +17,11 @@ def build(**options: Any) -> nn.AdaptiveLogSoftmaxWithLoss:
 class TestPSAdaptiveLogSoftmaxWithLoss(LayerSuite):
     cases = [  # a batch of four has a target in every cluster
         Case("plain", build, lambda n: (floats(n, 6), (torch.arange(n) * 2 + 1) % 9)),
-        Case("head-bias", lambda: build(head_bias=True), lambda n: (floats(n, 6), (torch.arange(n) * 7 + 2) % 9)),
+        Case(
+            "head-bias",
+            lambda: build(head_bias=True),
+            lambda n: (floats(n, 6), (torch.arange(n) * 7 + 2) % 9),
+        ),
     ]
 
     def losses(self, output: Any, n: int) -> Tensor:
@@ -47,7 +51,10 @@ class TestPSAdaptiveLogSoftmaxWithLoss(LayerSuite):
         layer, inputs = self.build(case), self.inputs(case, n)
         ours = self.converted(layer)
         self.losses(ours(*inputs), n).sum().backward()
-        assert ours.get_parameter("head.weight").grad_sample.shape == (n, *ours.get_parameter("head.weight").shape)
+        assert ours.get_parameter("head.weight").grad_sample.shape == (
+            n,
+            *ours.get_parameter("head.weight").shape,
+        )
         self.assert_rows(ours, self.loop(layer, inputs, n) if n else {})
 
     def test_autocast(self, case: Case) -> None:
@@ -56,7 +63,9 @@ class TestPSAdaptiveLogSoftmaxWithLoss(LayerSuite):
         with torch.autocast("cpu", torch.bfloat16):
             loss = self.losses(ours(x.float(), target), self.batch).mean()
         loss.backward()
-        assert all(p.grad_sample.dtype == torch.float32 and p.grad_sample.isfinite().all() for p in ours.parameters())
+        assert all(
+            p.grad_sample.dtype == torch.float32 and p.grad_sample.isfinite().all() for p in ours.parameters()
+        )
 
 
 @pytest.fixture
@@ -102,7 +111,9 @@ def test_log_prob_and_predict(layer: nn.AdaptiveLogSoftmaxWithLoss) -> None:
     direction = torch.randn_like(out)
     (out * direction).sum().backward()
     for i in range(5):
-        grads = torch.autograd.grad((true[i] * direction[i]).sum(), list(layer.parameters()), retain_graph=True)
+        grads = torch.autograd.grad(
+            (true[i] * direction[i]).sum(), list(layer.parameters()), retain_graph=True
+        )
         for p, g in zip(ours.parameters(), grads, strict=True):
             torch.testing.assert_close(p.grad_sample[i], g)
 

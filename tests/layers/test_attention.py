@@ -1,4 +1,6 @@
-"""PSMultiheadAttention and torch's Transformers; the oracle is torch's own module, called on each sample by itself."""
+"""PSMultiheadAttention and torch's Transformers; the oracle is torch's own module, called on each sample by
+itself.
+"""
 
 import copy
 import functools
@@ -24,16 +26,26 @@ def causal(n: int) -> Tensor:
     return torch.ones(n, n, dtype=torch.bool).triu(1)
 
 
-def called(name: str, inputs: Callable[[int], tuple[Any, ...]], call: dict[str, Any] | None = None, **options: Any) -> Case:
+def called(
+    name: str, inputs: Callable[[int], tuple[Any, ...]], call: dict[str, Any] | None = None, **options: Any
+) -> Case:
     """A case whose positional inputs are those of nn.MultiheadAttention, `call` giving the later ones."""
-    rest = {"key_padding_mask": None, "need_weights": True, "attn_mask": None, "average_attn_weights": True, "is_causal": False}
+    rest = {
+        "key_padding_mask": None,
+        "need_weights": True,
+        "attn_mask": None,
+        "average_attn_weights": True,
+        "is_causal": False,
+    }
     given = {**rest, **(call or {})}
 
     def build(n: int) -> tuple[Any, ...]:
         return (*inputs(n), *(value(n) if callable(value) else value for value in given.values()))
 
     rows = not any(callable(value) for value in given.values())
-    return Case(name, lambda: nn.MultiheadAttention(E, H, **{"batch_first": True, **options}), build, rows=rows)
+    return Case(
+        name, lambda: nn.MultiheadAttention(E, H, **{"batch_first": True, **options}), build, rows=rows
+    )
 
 
 def itself(n: int) -> tuple[Tensor, ...]:
@@ -65,7 +77,13 @@ class TestPSMultiheadAttention(LayerSuite):
         called("apart", apart, {"need_weights": False}),
         called("no-bias", memory, bias=False),
         called("widths", lambda n: (floats(n, L, E), floats(n, S, 3), floats(n, S, 2)), kdim=3, vdim=2),
-        called("widths-no-bias", lambda n: (floats(n, L, E), floats(n, S, 3), floats(n, S, 3)), kdim=3, vdim=3, bias=False),
+        called(
+            "widths-no-bias",
+            lambda n: (floats(n, L, E), floats(n, S, 3), floats(n, S, 3)),
+            kdim=3,
+            vdim=3,
+            bias=False,
+        ),
         called("appended", memory, {"attn_mask": floats(L, S)}, add_bias_kv=True, add_zero_attn=True),
         called(
             "appended-no-weights",
@@ -76,7 +94,11 @@ class TestPSMultiheadAttention(LayerSuite):
         called("causal", itself, {"need_weights": False, "attn_mask": causal(L), "is_causal": True}),
         called("causal-with-weights", itself, {"attn_mask": causal(L), "is_causal": True}),
         called("mask-of-each-head", apart, {"attn_mask": per_head, "average_attn_weights": False}),
-        called("both-masks", memory, {"attn_mask": lambda n: per_head(n) > 1, "key_padding_mask": padding, "need_weights": False}),
+        called(
+            "both-masks",
+            memory,
+            {"attn_mask": lambda n: per_head(n) > 1, "key_padding_mask": padding, "need_weights": False},
+        ),
         called("weights-of-each-head", memory, {"key_padding_mask": padding, "average_attn_weights": False}),
     ]
 
@@ -117,12 +139,20 @@ class TestPSMultiheadAttention(LayerSuite):
 
 class TestPSNonDynamicallyQuantizableLinear(LayerSuite):
     cases = [
-        Case("sequence", lambda: nn.modules.linear.NonDynamicallyQuantizableLinear(4, 3), lambda n: (floats(n, 5, 4),)),
-        Case("no-bias", lambda: nn.modules.linear.NonDynamicallyQuantizableLinear(4, 3, bias=False), lambda n: (floats(n, 4),)),
+        Case(
+            "sequence",
+            lambda: nn.modules.linear.NonDynamicallyQuantizableLinear(4, 3),
+            lambda n: (floats(n, 5, 4),),
+        ),
+        Case(
+            "no-bias",
+            lambda: nn.modules.linear.NonDynamicallyQuantizableLinear(4, 3, bias=False),
+            lambda n: (floats(n, 4),),
+        ),
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------- the layer
+# -------------------------------------------------------------------------------------------------- the layer
 def pair(**options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
     layer = nn.MultiheadAttention(E, H, **options).double()
     for p in layer.parameters():
@@ -130,12 +160,18 @@ def pair(**options: Any) -> tuple[nn.MultiheadAttention, nn.MultiheadAttention]:
     return layer, ps.convert_model(copy.deepcopy(layer))
 
 
-def assert_loop(ours: nn.Module, layer: nn.Module, loss: Callable[[nn.Module, int], Tensor], size: int = B) -> None:
+def assert_loop(
+    ours: nn.Module, layer: nn.Module, loss: Callable[[nn.Module, int], Tensor], size: int = B
+) -> None:
     """Rows against those of `loss(layer, i)`, the loss of sample i alone."""
     names, params = zip(*layer.named_parameters(), strict=True)
     for i in range(size):
-        for name, g in zip(names, torch.autograd.grad(loss(layer, i), params, materialize_grads=True), strict=True):
-            torch.testing.assert_close(ours.get_parameter(name).grad_sample[i], g, msg=lambda m, name=name: f"{name}: {m}")
+        for name, g in zip(
+            names, torch.autograd.grad(loss(layer, i), params, materialize_grads=True), strict=True
+        ):
+            torch.testing.assert_close(
+                ours.get_parameter(name).grad_sample[i], g, msg=lambda m, name=name: f"{name}: {m}"
+            )
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -145,10 +181,15 @@ def test_batch_in_dim_one(inputs: Callable[[int], tuple[Tensor, ...]], need_weig
     first = inputs(B)
     turned = {id(t): t.transpose(0, 1) for t in first}  # what is the same stays so
     query, key, value = (turned[id(t)] for t in first)
-    found, expected = ours(query, key, value, need_weights=need_weights), layer(query, key, value, need_weights=need_weights)
+    found, expected = (
+        ours(query, key, value, need_weights=need_weights),
+        layer(query, key, value, need_weights=need_weights),
+    )
     torch.testing.assert_close(found, expected)
     found[0].square().sum((0, 2)).mean().backward()
-    assert_loop(ours, layer, lambda net, i: net(*(t[:, i : i + 1] for t in (query, key, value)))[0].square().sum())
+    assert_loop(
+        ours, layer, lambda net, i: net(*(t[:, i : i + 1] for t in (query, key, value)))[0].square().sum()
+    )
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -191,11 +232,15 @@ def test_dropout_is_that_of_torch(need_weights: bool) -> None:
     outputs = [net.eval()(x, x, x, need_weights=need_weights) for net in (ours, layer)]
     torch.testing.assert_close(*outputs)
     with torch.no_grad():  # torch's fast path
-        torch.testing.assert_close(ours(x, x, x, need_weights=need_weights), layer(x, x, x, need_weights=need_weights))
+        torch.testing.assert_close(
+            ours(x, x, x, need_weights=need_weights), layer(x, x, x, need_weights=need_weights)
+        )
 
 
 class Columns(nn.Module):
-    """Attention along the rows of a grid, for each column: k sequences a sample, time-major or batch-major."""
+    """Attention along the rows of a grid, for each column: k sequences a sample, time-major or
+    batch-major.
+    """
 
     def __init__(self, time_major: bool, **options: Any) -> None:
         super().__init__()
@@ -203,7 +248,9 @@ class Columns(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, K, L, E)
         rows = (x.transpose(0, 1) if self.time_major else x).flatten(0, 1)
-        out = self.attention(rows, rows, rows)[0].unflatten(0, (-1, len(x)) if self.time_major else (len(x), -1))
+        out = self.attention(rows, rows, rows)[0].unflatten(
+            0, (-1, len(x)) if self.time_major else (len(x), -1)
+        )
         return out.transpose(0, 1) if self.time_major else out
 
 
@@ -260,7 +307,9 @@ def test_built_as_such_and_restored() -> None:
 def test_another_out_projection() -> None:
     layer, _ = pair(batch_first=True)
     nn.utils.parametrizations.orthogonal(layer.out_proj)
-    with pytest.raises(ps.ConversionError, match=r"has an `out_proj` of type ParametrizedNonDynamicallyQuantizableLinear"):
+    with pytest.raises(
+        ps.ConversionError, match=r"has an `out_proj` of type ParametrizedNonDynamicallyQuantizableLinear"
+    ):
         ps.convert_model(layer)
     for p in layer.out_proj.parameters():
         p.requires_grad_(False)
@@ -302,14 +351,17 @@ def test_errors_are_those_of_torch(inputs: tuple[Tensor, ...], call: dict[str, A
 def test_rows_that_are_no_samples() -> None:
     _, ours = pair(batch_first=True)
     x = floats(5, L, E)
-    with ps.batch_size(3), pytest.raises(ValueError, match="batch first; the batch dim of this layer's own inputs is dim 0"):
+    with (
+        ps.batch_size(3),
+        pytest.raises(ValueError, match="batch first; the batch dim of this layer's own inputs is dim 0"),
+    ):
         ours(x, x, x)
     model = ps.convert_model(nn.TransformerEncoderLayer(E, H, 8, 0.0).double())  # attends along the batch
     with pytest.raises(ValueError, match="samples"):
         model(floats(B, B, E)).sum()
 
 
-# ---------------------------------------------------------------------------------------------------------------- Transformers
+# ----------------------------------------------------------------------------------------------- Transformers
 class Model(nn.Module):
     """One of torch's Transformer modules, batch first outside, as its own batch_first says inside."""
 
@@ -347,7 +399,13 @@ def float_causal(n: int) -> Tensor:
     return nn.Transformer.generate_square_subsequent_mask(n, dtype=torch.float64)
 
 
-KINDS = ["TransformerEncoderLayer", "TransformerEncoder", "TransformerDecoderLayer", "TransformerDecoder", "Transformer"]
+KINDS = [
+    "TransformerEncoderLayer",
+    "TransformerEncoder",
+    "TransformerDecoderLayer",
+    "TransformerDecoder",
+    "Transformer",
+]
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
@@ -364,7 +422,7 @@ def test_transformers(kind: str, train: bool, masks: tuple[str, ...]) -> None:
         assert_rows_right(model, *inputs, converted=ours)
 
 
-# ---------------------------------------------------------------------------------------------------------- the fused kernels
+# ------------------------------------------------------------------------------------------ the fused kernels
 def nodes(t: Tensor) -> set[str]:
     todo, found = [t.grad_fn], {}
     while todo:
@@ -377,7 +435,9 @@ def nodes(t: Tensor) -> set[str]:
 
 @pytest.mark.parametrize("known", [True, False], ids=["cpu", "other-devices"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_fused_kernels_are_taken_where_torch_takes_them(known: bool, masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_are_taken_where_torch_takes_them(
+    known: bool, masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not known:
         monkeypatch.setattr("pslayers.torch_api.ATTENTION", {})
     layer, ours = pair(batch_first=True)
@@ -389,7 +449,11 @@ def test_fused_kernels_are_taken_where_torch_takes_them(known: bool, masked: boo
 
     def loss(net: nn.Module, i: int) -> Tensor:
         own = x[i : i + 1]
-        return net(own, own, own, key_padding_mask=pad[i : i + 1] if masked else None, need_weights=False)[0].square().sum()
+        return (
+            net(own, own, own, key_padding_mask=pad[i : i + 1] if masked else None, need_weights=False)[0]
+            .square()
+            .sum()
+        )
 
     assert_loop(ours, layer, loss)
     with MATH():
@@ -404,7 +468,9 @@ def test_second_derivatives_where_fused_kernels_run_again(monkeypatch: pytest.Mo
     rows = torch.autograd.grad(out.square().sum(), ours.in_proj_weight, create_graph=True)[0]
     found = torch.autograd.grad(rows.square().sum(), list(ours.parameters()), materialize_grads=True)
     with MATH():
-        g = torch.autograd.grad(layer(x, x, x, need_weights=False)[0].square().sum(), layer.in_proj_weight, create_graph=True)[0]
+        g = torch.autograd.grad(
+            layer(x, x, x, need_weights=False)[0].square().sum(), layer.in_proj_weight, create_graph=True
+        )[0]
         true = torch.autograd.grad(g.square().sum(), list(layer.parameters()), materialize_grads=True)
     for one, other in zip(found, true, strict=True):
         torch.testing.assert_close(one, other)

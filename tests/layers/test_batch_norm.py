@@ -22,7 +22,11 @@ def evaluated(norm: Any, **options: Any) -> nn.Module:
 def cases(norm: Any, *space: int) -> list[Case]:
     return [
         Case("eval", lambda: evaluated(norm), lambda n: (floats(n, 3, *space),)),
-        Case("eps-and-no-bias", lambda: without_bias(evaluated(norm, eps=0.1)), lambda n: (floats(n, 3, *space),)),
+        Case(
+            "eps-and-no-bias",
+            lambda: without_bias(evaluated(norm, eps=0.1)),
+            lambda n: (floats(n, 3, *space),),
+        ),
     ]
 
 
@@ -59,7 +63,10 @@ def test_training_mode_is_refused_by_path_where_it_would_be_recorded(options: di
     plain = Encoder(**options)
     ours = ps.convert_model(copy.deepcopy(plain).eval()).train()
     x = torch.randn(5, 4)
-    message = r"`encoder\.norm` \(BatchNorm1d\) mixes samples in training mode, .*: call \.eval\(\) on it, or .*replace_batch_norm"
+    message = (
+        r"`encoder\.norm` \(BatchNorm1d\) mixes samples in training mode, .*: call \.eval\(\) on it, or"
+        r" .*replace_batch_norm"
+    )
     with pytest.raises(ValueError, match=message):
         ours(x)
     with pytest.raises(ps.ConversionError, match=r"`encoder\.norm` .* mixes samples in training mode"):
@@ -83,7 +90,9 @@ def test_frozen_layer_in_training_mode_is_refused_too() -> None:
 
 def test_without_running_statistics_it_is_refused() -> None:
     layer = ps.PSBatchNorm2d(3, track_running_stats=False).eval()
-    with pytest.raises(ValueError, match=r"`PSBatchNorm2d` .* normalises over the batch \(track_running_stats=False\)"):
+    with pytest.raises(
+        ValueError, match=r"`PSBatchNorm2d` .* normalises over the batch \(track_running_stats=False\)"
+    ):
         layer(torch.randn(2, 3, 4, 4))
 
 

@@ -54,7 +54,11 @@ class TestPSConv2d(LayerSuite):
 class TestPSConv3d(LayerSuite):
     cases = [
         *cases(nn.Conv3d, 3)[:7],
-        Case("reflect", lambda: nn.Conv3d(2, 2, 2, padding=1, padding_mode="reflect"), lambda n: (floats(n, 2, 4, 4, 3),)),
+        Case(
+            "reflect",
+            lambda: nn.Conv3d(2, 2, 2, padding=1, padding_mode="reflect"),
+            lambda n: (floats(n, 2, 4, 4, 3),),
+        ),
     ]
 
 
@@ -63,7 +67,9 @@ def transposed(conv: Callable[..., nn.Module], dims: int) -> list[Case]:
     sizes = (5, 4, 3)[:dims]
 
     def case(name: str, *more: Any, **options: Any) -> Case:
-        return Case(name, lambda: conv(4, 6, 3 if dims < 3 else 2, **options), lambda n: (floats(n, 4, *sizes), *more))
+        return Case(
+            name, lambda: conv(4, 6, 3 if dims < 3 else 2, **options), lambda n: (floats(n, 4, *sizes), *more)
+        )
 
     return [
         case("plain"),
@@ -83,7 +89,11 @@ class TestPSConvTranspose1d(LayerSuite):
 class TestPSConvTranspose2d(LayerSuite):
     cases = [
         *transposed(nn.ConvTranspose2d, 2),
-        Case("uneven", lambda: nn.ConvTranspose2d(2, 3, (1, 3), (2, 1), (0, 2), (1, 0)), lambda n: (floats(n, 2, 5, 6),)),
+        Case(
+            "uneven",
+            lambda: nn.ConvTranspose2d(2, 3, (1, 3), (2, 1), (0, 2), (1, 0)),
+            lambda n: (floats(n, 2, 5, 6),),
+        ),
         Case("depthwise", lambda: nn.ConvTranspose2d(4, 4, 3, 2, groups=4), lambda n: (floats(n, 4, 3, 4),)),
     ]
 

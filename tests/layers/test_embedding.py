@@ -20,8 +20,15 @@ class TestPSEmbedding(LayerSuite):
         Case("tokens", lambda: nn.Embedding(6, 3), lambda n: (ids(n, 5),)),
         Case("labels", lambda: nn.Embedding(6, 3), lambda n: (ids(n),)),
         Case("grid", lambda: nn.Embedding(6, 3), lambda n: (ids(n, 2, 3),)),
-        Case("padding", lambda: nn.Embedding(6, 3, padding_idx=2), lambda n: (ids(n, 8),), true_gradient=False),
-        Case("padding-from-the-end", lambda: nn.Embedding(6, 3, padding_idx=-1), lambda n: (ids(n, 8),), true_gradient=False),
+        Case(
+            "padding", lambda: nn.Embedding(6, 3, padding_idx=2), lambda n: (ids(n, 8),), true_gradient=False
+        ),
+        Case(
+            "padding-from-the-end",
+            lambda: nn.Embedding(6, 3, padding_idx=-1),
+            lambda n: (ids(n, 8),),
+            true_gradient=False,
+        ),
     ]
 
 
@@ -34,7 +41,9 @@ def bags(n: int, last: bool = False, factors: bool = False) -> tuple[Any, ...]:
     return (values, starts, floats(len(values))) if factors else (values, starts)
 
 
-def composed(ids: Tensor, weight: Tensor, offsets: Any, max_norm: Any, norm_type: Any, freq: Any, mode: str, *more: Any) -> Tensor:
+def composed(
+    ids: Tensor, weight: Tensor, offsets: Any, max_norm: Any, norm_type: Any, freq: Any, mode: str, *more: Any
+) -> Tensor:
     """torch's op by ops that can be differentiated twice (its own cannot)."""
     _, factors, last, padding = more
     starts = offsets.tolist() if offsets is not None else [i * ids.shape[1] for i in range(len(ids))]
@@ -43,18 +52,29 @@ def composed(ids: Tensor, weight: Tensor, offsets: Any, max_norm: Any, norm_type
     for a, b in zip(starts, ends, strict=False):
         keep = torch.tensor([i for i in range(a, b) if ids[i] != padding], dtype=torch.long)
         found = weight[ids[keep]] if factors is None else weight[ids[keep]] * factors[keep].unsqueeze(1)
-        results.append(weight[0] * 0 if not len(keep) else found.amax(0) if mode == "max" else getattr(found, mode)(0))
+        results.append(
+            weight[0] * 0 if not len(keep) else found.amax(0) if mode == "max" else getattr(found, mode)(0)
+        )
     return torch.stack(results)
 
 
 class TestPSEmbeddingBag(LayerSuite):
     cases = [
-        *(Case(mode, lambda m=mode: nn.EmbeddingBag(6, 3, mode=m), lambda n: (ids(n, 4),)) for mode in ("sum", "mean", "max")),
         *(
-            Case(f"{mode}-and-padding", lambda m=mode: nn.EmbeddingBag(6, 3, mode=m, padding_idx=-2), lambda n: (ids(n, 4),))
+            Case(mode, lambda m=mode: nn.EmbeddingBag(6, 3, mode=m), lambda n: (ids(n, 4),))
             for mode in ("sum", "mean", "max")
         ),
-        Case("weighted", lambda: nn.EmbeddingBag(6, 3, mode="sum"), lambda n: (ids(n, 4), None, floats(n, 4))),
+        *(
+            Case(
+                f"{mode}-and-padding",
+                lambda m=mode: nn.EmbeddingBag(6, 3, mode=m, padding_idx=-2),
+                lambda n: (ids(n, 4),),
+            )
+            for mode in ("sum", "mean", "max")
+        ),
+        Case(
+            "weighted", lambda: nn.EmbeddingBag(6, 3, mode="sum"), lambda n: (ids(n, 4), None, floats(n, 4))
+        ),
     ]
 
     def test_rows_can_be_differentiated_again(self, case: Case) -> None:
@@ -71,7 +91,12 @@ class TestPSEmbeddingBagWithOffsets(TestPSEmbeddingBag):
             Case(mode, lambda m=mode: nn.EmbeddingBag(6, 3, mode=m), lambda n: bags(n), rows=False)
             for mode in ("sum", "mean", "max")
         ),
-        Case("padding", lambda: nn.EmbeddingBag(6, 3, mode="mean", padding_idx=2), lambda n: bags(n), rows=False),
+        Case(
+            "padding",
+            lambda: nn.EmbeddingBag(6, 3, mode="mean", padding_idx=2),
+            lambda n: bags(n),
+            rows=False,
+        ),
         Case(
             "weighted-with-last-offset",
             lambda: nn.EmbeddingBag(6, 3, mode="sum", include_last_offset=True, padding_idx=0),

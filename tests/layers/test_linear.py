@@ -23,7 +23,9 @@ class TestPSBilinear(LayerSuite):
     cases = [
         Case("2d", lambda: nn.Bilinear(4, 3, 2), lambda n: (floats(n, 4), floats(n, 3))),
         Case("sequence", lambda: nn.Bilinear(4, 3, 2), lambda n: (floats(n, 5, 4), floats(n, 5, 3))),
-        Case("no-bias", lambda: nn.Bilinear(4, 3, 2, bias=False), lambda n: (floats(n, 5, 4), floats(n, 5, 3))),
+        Case(
+            "no-bias", lambda: nn.Bilinear(4, 3, 2, bias=False), lambda n: (floats(n, 5, 4), floats(n, 5, 3))
+        ),
     ]
 
 

@@ -1,4 +1,6 @@
-"""What is particular to PSLSTM, PSGRU and PSRNN; the oracle is torch's layer called on each sample by itself."""
+"""What is particular to PSLSTM, PSGRU and PSRNN; the oracle is torch's layer called on each sample by
+itself.
+"""
 
 import copy
 import functools
@@ -36,7 +38,10 @@ def pair(kind: str = "lstm", **options: Any) -> tuple[nn.RNNBase, nn.RNNBase]:
 def state(layer: nn.RNNBase, n: int) -> Any:
     """As the layer's user holds it: (h, c), or h."""
     count = layer.num_layers * (1 + layer.bidirectional)
-    h, c = (torch.randn(count, n, width, dtype=torch.float64, requires_grad=True) for width in (layer.proj_size or H, H))
+    h, c = (
+        torch.randn(count, n, width, dtype=torch.float64, requires_grad=True)
+        for width in (layer.proj_size or H, H)
+    )
     return (h, c) if isinstance(layer, nn.LSTM) else h
 
 
@@ -97,12 +102,18 @@ def assert_rows(layer: nn.Module, expected: dict[str, Tensor], reduction: str = 
     reduction=st.sampled_from(["mean", "sum"]),
 )
 @settings(max_examples=150, deadline=None)
-def test_rows(kind: str, given_state: bool, form: str, reduction: str, proj_size: int, **options: Any) -> None:
+def test_rows(
+    kind: str, given_state: bool, form: str, reduction: str, proj_size: int, **options: Any
+) -> None:
     layer, _ = pair(kind, **options, **({"proj_size": proj_size} if kind == "lstm" else {}))
     ours = ps.convert_model(copy.deepcopy(layer), loss_reduction=reduction)
     lengths = {"batch": [T] * B, "sorted": [5, 3, 3, 1], "unsorted": [2, 5, 1, 5]}[form]
     sequences = [torch.randn(t, I, dtype=torch.float64) for t in lengths]
-    x = torch.stack(sequences, 0 if layer.batch_first else 1) if form == "batch" else pack_sequence(sequences, form == "sorted")
+    x = (
+        torch.stack(sequences, 0 if layer.batch_first else 1)
+        if form == "batch"
+        else pack_sequence(sequences, form == "sorted")
+    )
     hx = state(layer, B) if given_state else None
     result, expected = ours(x, hx), layer(x, hx)
     torch.testing.assert_close(tuple(result[0]), tuple(expected[0]))
@@ -120,7 +131,9 @@ def test_rows(kind: str, given_state: bool, form: str, reduction: str, proj_size
 @pytest.mark.parametrize("form", ["batch", "packed"])
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_dropout_is_that_of_torch(kind: str, form: str, bidirectional: bool) -> None:
-    """The masks are torch's: one layer after the other, with the masks drawn from the same seed, gives torch's output."""
+    """The masks are torch's: one layer after the other, with the masks drawn from the same seed, gives
+    torch's output.
+    """
     layer, ours = pair(kind, num_layers=3, dropout=0.4, bidirectional=bidirectional)
     lengths = [T] * B if form == "batch" else [4, 3, 3, 1]
     sequences = [torch.randn(t, I, dtype=torch.float64) for t in lengths]
@@ -163,7 +176,11 @@ def test_dropout_is_that_of_torch(kind: str, form: str, bidirectional: bool) -> 
 
 
 def test_frozen_weights() -> None:
-    for frozen in (["weight_ih_l0"], ["weight_hh_l0", "bias_ih_l0"], ["bias_hh_l0", "weight_hr_l0", "weight_ih_l0"]):
+    for frozen in (
+        ["weight_ih_l0"],
+        ["weight_hh_l0", "bias_ih_l0"],
+        ["bias_hh_l0", "weight_hr_l0", "weight_ih_l0"],
+    ):
         layer, ours = pair(proj_size=2)
         for net in (layer, ours):
             for name in frozen:
@@ -183,7 +200,9 @@ def test_unbatched(kind: str, batch_first: bool) -> None:
         result = ours(x, given_hx)
         torch.testing.assert_close(result, layer(x, given_hx))
         loss_of(result[0], *parts(result[1])).backward()
-        assert_rows(ours, loop(layer, [x], None if given_hx is None else each(given_hx, lambda s: s.unsqueeze(1))))
+        assert_rows(
+            ours, loop(layer, [x], None if given_hx is None else each(given_hx, lambda s: s.unsqueeze(1)))
+        )
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -192,7 +211,11 @@ def test_unbatched(kind: str, batch_first: bool) -> None:
 def test_one_sequence_is_shared_by_all(kind: str, form: str, batch_first: bool) -> None:
     layer, ours = pair(kind, batch_first=batch_first)
     x = torch.randn(T, I, dtype=torch.float64)
-    given: Any = {"(T, I)": x, "(T, 1, I)": x.unsqueeze(0 if batch_first else 1), "packed": pack_sequence([x])}[form]
+    given: Any = {
+        "(T, I)": x,
+        "(T, 1, I)": x.unsqueeze(0 if batch_first else 1),
+        "packed": pack_sequence([x]),
+    }[form]
     with ps.batch_size(B):
         result = ours(given)
     factor = torch.arange(1.0, B + 1)
@@ -216,7 +239,11 @@ def test_several_sequences_a_sample(kind: str, form: str, batch_first: bool) -> 
     layer, ours = pair(kind, batch_first=batch_first, bidirectional=True)
     lengths = [T] * 2 * B if form == "batch" else [1, 5, 2, 5, 3, 1, 4, 2]
     sequences = [torch.randn(t, I, dtype=torch.float64) for t in lengths]
-    x = torch.stack(sequences, 0 if batch_first else 1) if form == "batch" else pack_sequence(sequences, False)
+    x = (
+        torch.stack(sequences, 0 if batch_first else 1)
+        if form == "batch"
+        else pack_sequence(sequences, False)
+    )
     with ps.batch_size(B):
         result = ours(x)
     losses(ours, result).view(B, 2).sum(1).mean().backward()
@@ -224,17 +251,28 @@ def test_several_sequences_a_sample(kind: str, form: str, batch_first: bool) -> 
 
 
 class Tagger(nn.Module):
-    """The batch is in dim 0 of the model and in dim 1 of its recurrent layer, where windows make k sequences a sample."""
+    """The batch is in dim 0 of the model and in dim 1 of its recurrent layer, where windows make k sequences
+    a sample.
+    """
 
     def __init__(self, kind: str, windows: int, batch_minor: bool) -> None:
         super().__init__()
-        self.rnn, self.out, self.windows, self.batch_minor = KINDS[kind](I, H), nn.Linear(H, 2), windows, batch_minor
+        self.rnn, self.out, self.windows, self.batch_minor = (
+            KINDS[kind](I, H),
+            nn.Linear(H, 2),
+            windows,
+            batch_minor,
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # (B, windows * T, I)
         windows = x.unflatten(1, (self.windows, -1))
         rows = windows.transpose(0, 1).flatten(0, 1) if self.batch_minor else windows.flatten(0, 1)
         y = parts(self.rnn(rows.transpose(0, 1))[1])[0][0]  # (windows * B, H)
-        y = y.unflatten(0, (self.windows, -1)).sum(0) if self.batch_minor else y.unflatten(0, (-1, self.windows)).sum(1)
+        y = (
+            y.unflatten(0, (self.windows, -1)).sum(0)
+            if self.batch_minor
+            else y.unflatten(0, (-1, self.windows)).sum(1)
+        )
         return self.out(y)
 
 
@@ -259,7 +297,10 @@ def test_wrong_inputs(kind: str) -> None:
     x = torch.randn(T, 7, I, dtype=torch.float64)
     with (
         ps.batch_size(B),
-        pytest.raises(ValueError, match=rf"\({name}\).*shape \(7, 5, 3\).*batch of 4.*expected 4 rows.*batch_first=False"),
+        pytest.raises(
+            ValueError,
+            match=rf"\({name}\).*shape \(7, 5, 3\).*batch of 4.*expected 4 rows.*batch_first=False",
+        ),
     ):
         ours(x)
     for wrong in (
@@ -304,7 +345,10 @@ def test_narrow_types(kind: str, dtype: torch.dtype) -> None:
     for name, p in ours.named_parameters():
         assert p.grad_sample.dtype == p.grad.dtype == dtype
         torch.testing.assert_close(
-            p.grad_sample.double(), expected[name], rtol=tolerance, atol=tolerance * expected[name].abs().max()
+            p.grad_sample.double(),
+            expected[name],
+            rtol=tolerance,
+            atol=tolerance * expected[name].abs().max(),
         )
 
 
@@ -324,7 +368,9 @@ def test_autocast(kind: str, backward_inside: bool) -> None:
     rows = loop(layer.double(), list(x.double().transpose(0, 1)))
     for name, p in ours.named_parameters():
         assert p.grad_sample.dtype == torch.float32
-        torch.testing.assert_close(p.grad_sample.double(), rows[name], rtol=0.1, atol=0.1 * rows[name].abs().max())
+        torch.testing.assert_close(
+            p.grad_sample.double(), rows[name], rtol=0.1, atol=0.1 * rows[name].abs().max()
+        )
 
 
 @kinds
@@ -351,14 +397,19 @@ def test_rows_can_be_differentiated(kind: str, reduction: str) -> None:
 def test_functional_form_and_back(kind: str) -> None:
     layer, ours = pair(kind, num_layers=2, bidirectional=True)
     x = torch.randn(T, B, I, dtype=torch.float64)
-    different = {k: torch.randn(B, *p.shape, dtype=torch.float64, requires_grad=True) for k, p in layer.named_parameters()}
+    different = {
+        k: torch.randn(B, *p.shape, dtype=torch.float64, requires_grad=True)
+        for k, p in layer.named_parameters()
+    }
     output, _ = torch.func.functional_call(ours, different, (x,))
     found = torch.autograd.grad(output.sin().sum(), list(different.values()))
     for i in range(B):
         one = {k: w[i].detach().requires_grad_() for k, w in different.items()}
         y, _ = torch.func.functional_call(layer, one, (x[:, i : i + 1],))
         torch.testing.assert_close(output[:, i : i + 1], y)
-        torch.testing.assert_close([g[i] for g in found], list(torch.autograd.grad(y.sin().sum(), list(one.values()))))
+        torch.testing.assert_close(
+            [g[i] for g in found], list(torch.autograd.grad(y.sin().sum(), list(one.values())))
+        )
     with torch.no_grad():
         torch.testing.assert_close(ours(x), layer(x))
 
@@ -368,7 +419,11 @@ def test_copies_and_flat_weights(kind: str) -> None:
     layer, ours = pair(kind, bidirectional=True)
     x = torch.randn(T, B, I, dtype=torch.float64)
     losses(ours, ours(x)).mean().backward()
-    for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), ps.restore_model(copy.deepcopy(ours))):
+    for other in (
+        copy.deepcopy(ours),
+        pickle.loads(pickle.dumps(ours)),
+        ps.restore_model(copy.deepcopy(ours)),
+    ):
         assert [id(w) for w in other._flat_weights] == [id(p) for p in other.parameters()]
         other.flatten_parameters()
         torch.testing.assert_close(other(x), layer(x))
@@ -382,7 +437,11 @@ def test_copies_and_flat_weights(kind: str) -> None:
 
 def suite_losses(suite: LayerSuite, output: Any, n: int) -> Tensor:
     out, hx = output
-    flat = torch.cat([out.reshape(n, -1), *(t.transpose(0, 1).reshape(n, -1) for t in parts(hx))], 1) if n else out.flatten(1)
+    flat = (
+        torch.cat([out.reshape(n, -1), *(t.transpose(0, 1).reshape(n, -1) for t in parts(hx))], 1)
+        if n
+        else out.flatten(1)
+    )
     return LayerSuite.losses(suite, flat, n)
 
 
@@ -392,8 +451,16 @@ class TestPSLSTM(LayerSuite):
         Case("plain", lambda: nn.LSTM(4, 3, batch_first=True), lambda n: (floats(n, 5, 4),)),
         Case("no-bias", lambda: nn.LSTM(4, 3, bias=False, batch_first=True), lambda n: (floats(n, 5, 4),)),
         Case("layers", lambda: nn.LSTM(4, 3, 2, batch_first=True), lambda n: (floats(n, 5, 4),)),
-        Case("bidirectional", lambda: nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True), lambda n: (floats(n, 4, 4),)),
-        Case("projected", lambda: nn.LSTM(4, 3, batch_first=True, proj_size=2, bidirectional=True), lambda n: (floats(n, 5, 4),)),
+        Case(
+            "bidirectional",
+            lambda: nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True),
+            lambda n: (floats(n, 4, 4),),
+        ),
+        Case(
+            "projected",
+            lambda: nn.LSTM(4, 3, batch_first=True, proj_size=2, bidirectional=True),
+            lambda n: (floats(n, 5, 4),),
+        ),
         Case("one-step", lambda: nn.LSTM(4, 3, batch_first=True), lambda n: (floats(n, 1, 4),)),
     ]
 
@@ -403,7 +470,11 @@ class TestPSGRU(LayerSuite):
     cases = [
         Case("plain", lambda: nn.GRU(4, 3, batch_first=True), lambda n: (floats(n, 5, 4),)),
         Case("no-bias", lambda: nn.GRU(4, 3, bias=False, batch_first=True), lambda n: (floats(n, 5, 4),)),
-        Case("layers", lambda: nn.GRU(4, 3, 2, batch_first=True, bidirectional=True), lambda n: (floats(n, 4, 4),)),
+        Case(
+            "layers",
+            lambda: nn.GRU(4, 3, 2, batch_first=True, bidirectional=True),
+            lambda n: (floats(n, 4, 4),),
+        ),
         Case("one-step", lambda: nn.GRU(4, 3, batch_first=True), lambda n: (floats(n, 1, 4),)),
     ]
 
@@ -414,5 +485,9 @@ class TestPSRNN(LayerSuite):
         Case("tanh", lambda: nn.RNN(4, 3, batch_first=True), lambda n: (floats(n, 5, 4),)),
         Case("relu", lambda: nn.RNN(4, 3, 2, "relu", batch_first=True), lambda n: (floats(n, 5, 4),)),
         Case("no-bias", lambda: nn.RNN(4, 3, bias=False, batch_first=True), lambda n: (floats(n, 1, 4),)),
-        Case("layers", lambda: nn.RNN(4, 3, 2, batch_first=True, bidirectional=True), lambda n: (floats(n, 4, 4),)),
+        Case(
+            "layers",
+            lambda: nn.RNN(4, 3, 2, batch_first=True, bidirectional=True),
+            lambda n: (floats(n, 4, 4),),
+        ),
     ]

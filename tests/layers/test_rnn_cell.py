@@ -1,4 +1,6 @@
-"""What is particular to PSLSTMCell, PSGRUCell and PSRNNCell; the oracle is torch's cell called on each sample by itself."""
+"""What is particular to PSLSTMCell, PSGRUCell and PSRNNCell; the oracle is torch's cell called on each sample
+by itself.
+"""
 
 import copy
 import functools
@@ -96,11 +98,19 @@ class Walker(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, windows * T, I)
         windows = x.unflatten(1, (self.windows, -1))
         rows = windows.transpose(0, 1).flatten(0, 1) if self.batch_minor else windows.flatten(0, 1)
-        hx = map_tensors(lambda s: s.detach().new_ones(len(rows), H) / 2, state(self.kind, 1)) if self.given else None
+        hx = (
+            map_tensors(lambda s: s.detach().new_ones(len(rows), H) / 2, state(self.kind, 1))
+            if self.given
+            else None
+        )
         for step in rows.unbind(1):  # (windows * B, I)
             hx = self.cell(step, hx)
         y = next(iter(tensors_in(hx)))
-        y = y.unflatten(0, (self.windows, -1)).sum(0) if self.batch_minor else y.unflatten(0, (-1, self.windows)).sum(1)
+        y = (
+            y.unflatten(0, (self.windows, -1)).sum(0)
+            if self.batch_minor
+            else y.unflatten(0, (-1, self.windows)).sum(1)
+        )
         return self.out(y)
 
 
@@ -147,7 +157,11 @@ class TestPSLSTMCell(LayerSuite):
 
     cases = [
         Case("plain", lambda: nn.LSTMCell(4, 3), lambda n: (floats(n, 4),)),
-        Case("no-bias", lambda: nn.LSTMCell(4, 3, bias=False), lambda n: (floats(n, 4), (floats(n, 3), floats(n, 3)))),
+        Case(
+            "no-bias",
+            lambda: nn.LSTMCell(4, 3, bias=False),
+            lambda n: (floats(n, 4), (floats(n, 3), floats(n, 3))),
+        ),
         Case("state", lambda: nn.LSTMCell(4, 3), lambda n: (floats(n, 4), (floats(n, 3), floats(n, 3)))),
     ]
 

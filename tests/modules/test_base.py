@@ -67,7 +67,10 @@ class TestUserLayer(Registered):
 
 class TestUserLayerOnFastOps(Registered):
     layers = (Fast, PSFast)
-    cases = [Case("fast", Fast, lambda n: (floats(n, 4),)), Case("sequence", Fast, lambda n: (floats(n, 5, 4),))]
+    cases = [
+        Case("fast", Fast, lambda n: (floats(n, 4),)),
+        Case("sequence", Fast, lambda n: (floats(n, 5, 4),)),
+    ]
 
 
 class TestFusedUserLayer(Registered):
@@ -103,7 +106,9 @@ def test_subclass_of_a_replacement_with_its_own_forward() -> None:
 
 
 def test_expand_outside_of_forward_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"`PSLinear\.expand\('weight'\)` was called outside of the layer's forward"):
+    with pytest.raises(
+        RuntimeError, match=r"`PSLinear\.expand\('weight'\)` was called outside of the layer's forward"
+    ):
         ps.PSLinear(3, 2).expand("weight")
 
 

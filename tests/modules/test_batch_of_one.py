@@ -18,8 +18,16 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tok, self.rnn, self.out = nn.Embedding(9, 4), nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 9, bias=False)
-        self.out.weight, self.scale, self.unused = self.tok.weight, nn.Parameter(torch.randn(4)), nn.Linear(2, 2)
+        self.tok, self.rnn, self.out = (
+            nn.Embedding(9, 4),
+            nn.LSTM(4, 4, batch_first=True),
+            nn.Linear(4, 9, bias=False),
+        )
+        self.out.weight, self.scale, self.unused = (
+            self.tok.weight,
+            nn.Parameter(torch.randn(4)),
+            nn.Linear(2, 2),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         h = self.rnn(self.tok(ids))[0]
@@ -37,7 +45,10 @@ def test_rows_are_the_gradients_and_the_layers_are_the_original_ones() -> None:
     for _ in range(3):
         ours.zero_grad()
         output = ours(ids)
-        assert not any("pslayers" in type(node).__module__ and "Alone" not in type(node).__name__ for node in _graph(output))
+        assert not any(
+            "pslayers" in type(node).__module__ and "Alone" not in type(node).__name__
+            for node in _graph(output)
+        )
         squares(output).mean().backward()
         for p, g in zip(ours.parameters(), grads, strict=True):
             if g is None:
@@ -46,7 +57,9 @@ def test_rows_are_the_gradients_and_the_layers_are_the_original_ones() -> None:
                 torch.testing.assert_close(p.grad, g)
                 torch.testing.assert_close(p.grad_sample, g.unsqueeze(0))
                 assert p.grad_sample.data_ptr() != p.grad.data_ptr()
-    assert all(isinstance(p, nn.Parameter) for m in ours.modules() for p in m._parameters.values() if p is not None)
+    assert all(
+        isinstance(p, nn.Parameter) for m in ours.modules() for p in m._parameters.values() if p is not None
+    )
     assert all(a is b for a, b in zip(ours.rnn._flat_weights, ours.rnn.parameters(), strict=True))
 
 
@@ -101,7 +114,9 @@ def test_an_error_in_the_forward_leaves_the_parameters_in_place() -> None:
     _, ours, _ = _pair()
     with pytest.raises(IndexError):
         ours(torch.full((1, 5), 99))
-    assert all(isinstance(p, nn.Parameter) for m in ours.modules() for p in m._parameters.values() if p is not None)
+    assert all(
+        isinstance(p, nn.Parameter) for m in ours.modules() for p in m._parameters.values() if p is not None
+    )
     assert all(isinstance(p, nn.Parameter) for p in ours.rnn._flat_weights)
 
 
@@ -138,7 +153,10 @@ def test_one_after_three_and_both_in_one_pass() -> None:
 
 def test_a_penalty_on_the_weights_is_the_one_samples_own() -> None:
     model, ours, ids = _pair()
-    losses = [squares(net(ids)).mean() + net.scale.square().sum() + net.rnn.weight_hh_l0.sum() for net in (model, ours)]
+    losses = [
+        squares(net(ids)).mean() + net.scale.square().sum() + net.rnn.weight_hh_l0.sum()
+        for net in (model, ours)
+    ]
     losses[1].backward()
     for name in ("scale", "rnn.weight_hh_l0"):
         expected = torch.autograd.grad(losses[0], model.get_parameter(name), retain_graph=True)[0]
@@ -163,19 +181,28 @@ def test_a_pass_that_breaks_off_leaves_no_rows_to_later_ones() -> None:
         ours.zero_grad()
         squares(ours(ids)).mean().backward()
         expected = torch.autograd.grad(squares(model(ids)).mean(), [model.tok.weight, model.scale])
-        torch.testing.assert_close([ours.tok.weight.grad_sample[0], ours.scale.grad_sample[0]], list(expected))
+        torch.testing.assert_close(
+            [ours.tok.weight.grad_sample[0], ours.scale.grad_sample[0]], list(expected)
+        )
         torch.testing.assert_close([ours.tok.weight.grad, ours.scale.grad], list(expected))
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_one_by_itself_and_in_a_reentrant_checkpoint(first: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    ours, x = ps.convert_model(copy.deepcopy(model)), torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
+    ours, x = (
+        ps.convert_model(copy.deepcopy(model)),
+        torch.randn(1, 3, dtype=torch.float64, requires_grad=True),
+    )
     for _ in range(2):
         ours.zero_grad()
-        outputs = [ours(2 * x) if plain else checkpoint(ours, x, use_reentrant=True) for plain in (first, not first)]
+        outputs = [
+            ours(2 * x) if plain else checkpoint(ours, x, use_reentrant=True) for plain in (first, not first)
+        ]
         sum(squares(y).mean() for y in outputs).backward()
-        expected = torch.autograd.grad(squares(model(x)).mean() + squares(model(2 * x)).mean(), list(model.parameters()))
+        expected = torch.autograd.grad(
+            squares(model(x)).mean() + squares(model(2 * x)).mean(), list(model.parameters())
+        )
         torch.testing.assert_close([p.grad_sample[0] for p in ours.parameters()], list(expected))
 
 

@@ -32,14 +32,20 @@ class SamePadConv(nn.Conv2d):
     """Pads by the input's size, as timm's Conv2dSame."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(F.pad(x, (1, 1, 1, 1)), self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+        return F.conv2d(
+            F.pad(x, (1, 1, 1, 1)), self.weight, self.bias, self.stride, 0, self.dilation, self.groups
+        )
 
 
 class NormAct(nn.BatchNorm2d):
     """A norm with its activation, as timm's BatchNormAct2d."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.silu(F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps))
+        return F.silu(
+            F.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+            )
+        )
 
 
 class SharedTable(nn.Embedding):
@@ -124,7 +130,8 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention-bias": (BiasedAttention, SEQUENCE),
     "parameter-list": (Listed, SEQUENCE),
 }
-SLOW = {"linear-bias-in-parts": 48 / 56, "attention-bias": 60 / 90, "parameter-list": 32 / 36}  # the share on fast ops, under vmap
+# the share on fast ops, under vmap
+SLOW = {"linear-bias-in-parts": 48 / 56, "attention-bias": 60 / 90, "parameter-list": 32 / 36}
 
 
 @pytest.fixture(params=["direct", "vmap"])

@@ -1,4 +1,6 @@
-"""Modules whose parameters are replaced by tensors that stand for one of each sample: right, and only where that is certain."""
+"""Modules whose parameters are replaced by tensors that stand for one of each sample: right, and only where
+that is certain.
+"""
 
 import copy
 from collections.abc import Callable
@@ -77,7 +79,12 @@ def _in_place(x: Tensor, w: Tensor) -> Tensor:
 
 def _kept(x: Tensor, w: Tensor) -> Tensor:
     assert w.shape == (4, 3) and w.size(0) == len(w) == 4 and w.ndim == w.dim() == 2 and w.numel() == 12
-    assert w.dtype == x.dtype and w.device == x.device and w.is_floating_point() and w.requires_grad >= torch.is_grad_enabled()
+    assert (
+        w.dtype == x.dtype
+        and w.device == x.device
+        and w.is_floating_point()
+        and w.requires_grad >= torch.is_grad_enabled()
+    )
     return x @ w
 
 
@@ -88,12 +95,23 @@ DIRECT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: Leaf(lambda x, a, b: x + (2 * a.view(4, 1) + b / 3 - 1).exp().mT, a=(4,), b=(4, 5)),
         SEQUENCE,
     ),
-    "functions": (lambda: Leaf(lambda x, w: x * F.softplus(w.view(4, 1, 1)).clamp(max=1.5).to(x), w=(4,)), IMAGE),
+    "functions": (
+        lambda: Leaf(lambda x, w: x * F.softplus(w.view(4, 1, 1)).clamp(max=1.5).to(x), w=(4,)),
+        IMAGE,
+    ),
     "transposed-weight": (lambda: Leaf(lambda x, w, b: F.linear(x, w.t(), b), w=(4, 3), b=(3,)), SEQUENCE),
-    "permuted-weight": (lambda: Leaf(lambda x, w: x * w.permute(2, 0, 1).contiguous(), w=(5, 4, 1)), SEQUENCE),
+    "permuted-weight": (
+        lambda: Leaf(lambda x, w: x * w.permute(2, 0, 1).contiguous(), w=(5, 4, 1)),
+        SEQUENCE,
+    ),
     "reads": (lambda: Leaf(_kept, w=(4, 3)), SEQUENCE),
     "beside-what-is-shared": (
-        lambda: Leaf(lambda x, q, v, w: F.linear(x, w, torch.cat([q, torch.zeros_like(x[0, 0, :2]), v])), q=(2,), v=(2,), w=(6, 4)),
+        lambda: Leaf(
+            lambda x, q, v, w: F.linear(x, w, torch.cat([q, torch.zeros_like(x[0, 0, :2]), v])),
+            q=(2,),
+            v=(2,),
+            w=(6, 4),
+        ),
         SEQUENCE,
     ),
     "stacked": (lambda: Leaf(lambda x, a, b: x @ torch.stack([a, b], -1), a=(4,), b=(4,)), SEQUENCE),
@@ -121,7 +139,11 @@ CONST = torch.randn(4, 4, dtype=torch.float64)
 OTHERS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]], tuple[int, ...]]] = {
     "times-what-is-shared": (lambda x, w: x @ (CONST * w), {"w": (4,)}, SEQUENCE),
     "expanded-to-what-is-shared": (lambda x, w: x + w.expand(4, 4).cumsum(0).sum(0), {"w": (1, 4)}, SEQUENCE),
-    "time-major": (lambda x, w: (x.transpose(0, 1) * w.exp().view(1, 1, 4)).transpose(0, 1), {"w": (4,)}, SEQUENCE),
+    "time-major": (
+        lambda x, w: (x.transpose(0, 1) * w.exp().view(1, 1, 4)).transpose(0, 1),
+        {"w": (4,)},
+        SEQUENCE,
+    ),
     "time-major-by-rows": (
         lambda x, w: (x.transpose(0, 1).reshape(-1, 4) @ w).view(5, len(x), -1).transpose(0, 1),
         {"w": (4, 2)},
@@ -129,11 +151,17 @@ OTHERS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]], tuple
     ),
     "weight-on-the-left": (lambda x, w: torch.einsum("oi,nti->nto", w, x), {"w": (3, 4)}, SEQUENCE),
     "one-of-several": (
-        lambda x, w: F.linear(x, w[0]) + F.linear(x, w[torch.tensor(2)]) * F.linear(x, w[-2]) + F.linear(x, w[2]),
+        lambda x, w: (
+            F.linear(x, w[0]) + F.linear(x, w[torch.tensor(2)]) * F.linear(x, w[-2]) + F.linear(x, w[2])
+        ),
         {"w": (4, 3, 4)},
         SEQUENCE,
     ),
-    "written-by-index": (lambda x, w: x.index_add(1, torch.tensor([1]), w.expand(len(x), 1, 4)), {"w": (1, 1, 4)}, SEQUENCE),
+    "written-by-index": (
+        lambda x, w: x.index_add(1, torch.tensor([1]), w.expand(len(x), 1, 4)),
+        {"w": (1, 1, 4)},
+        SEQUENCE,
+    ),
 }
 
 
@@ -196,18 +224,33 @@ def _large_state(x: Tensor, op: Callable[[Tensor], Tensor]) -> Tensor:
     return x + op(torch.ones(8, 1, 4, dtype=x.dtype))[: len(x)]
 
 
-MOVED = (_time_major_rows, _one_after_the_other, _padded_batch, _padded_tokens, _unpadded, _backwards, _rolled, _large_state)
+MOVED = (
+    _time_major_rows,
+    _one_after_the_other,
+    _padded_batch,
+    _padded_tokens,
+    _unpadded,
+    _backwards,
+    _rolled,
+    _large_state,
+)
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
 @pytest.mark.parametrize("op", [_linear, _times, _norm])
 @pytest.mark.parametrize("move", MOVED)
-def test_rows_that_lie_elsewhere_for_some_shapes_alone(move: Callable[..., Tensor], op: Callable[..., Tensor]) -> None:
+def test_rows_that_lie_elsewhere_for_some_shapes_alone(
+    move: Callable[..., Tensor], op: Callable[..., Tensor]
+) -> None:
     """First where they lie as the batch's do, or seem to; then in batches of which they do not."""
     for first in ((4, 1), (8, 4), (2, 4), (3, 5)):
         if move is _rolled and first == (2, 4):
-            continue  # two samples stay where they are, and docs/semantics.md says that what was proved for a kind of call is kept
-        model = nn.Sequential(nn.Linear(4, 4), Leaf(lambda x, w: move(x, lambda t: op(t, w)), w=(4, 4)), nn.Linear(4, 2)).double()
+            # two samples stay where they are, and docs/semantics.md says that what was proved for a kind of
+            # call is kept
+            continue
+        model = nn.Sequential(
+            nn.Linear(4, 4), Leaf(lambda x, w: move(x, lambda t: op(t, w)), w=(4, 4)), nn.Linear(4, 2)
+        ).double()
         ours = ps.convert_model(copy.deepcopy(model))
         for n, time in (first, (4, 3), (3, 2), (2, 4), (4, 4), (8, 2)):
             ours.zero_grad()
@@ -225,7 +268,10 @@ def test_a_caller_that_turns_the_batch_around() -> None:
             return self.leaf(x.flip(0)).flip(0)
 
     for n in (2, 3, 5):
-        assert_rows_right(nn.Sequential(nn.Linear(4, 4), Caller(), nn.Linear(4, 2)), torch.randn(n, *SEQUENCE, dtype=torch.float64))
+        assert_rows_right(
+            nn.Sequential(nn.Linear(4, 4), Caller(), nn.Linear(4, 2)),
+            torch.randn(n, *SEQUENCE, dtype=torch.float64),
+        )
 
 
 def test_what_is_trained_later() -> None:
@@ -335,7 +381,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_functions_of_parameters_alone_are_each_samples_own(name: str, same: bool) -> None:
     torch.manual_seed(0)
     function = FUNCTIONS[name]
-    each = torch.randn(4, dtype=torch.float64).expand(3, 4) if same else torch.randn(3, 4, dtype=torch.float64)
+    each = (
+        torch.randn(4, dtype=torch.float64).expand(3, 4) if same else torch.randn(3, 4, dtype=torch.float64)
+    )
     each = each.clone().requires_grad_() if not same else each.requires_grad_()
     found = function(PerSample.of(each, same))
     assert isinstance(found, PerSample) and found.same is same

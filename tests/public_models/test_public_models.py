@@ -1,6 +1,7 @@
 """Whole models of public libraries against a loop over samples. They take minutes: `pytest -m public_models`.
 
-Their packages: `pip install -r benchmarks/requirements.txt`; models of a package that is not there are skipped.
+Their packages: `pip install -r benchmarks/requirements.txt`; models of a package that is not there are
+skipped.
 """
 
 import copy
@@ -63,13 +64,16 @@ def test_rows_equal_the_loop(case: PublicModel, imported: set[str]) -> None:
         for size in sizes:
             ours.zero_grad()
             losses(ours(**{name: t[:size] for name, t in inputs.items()}), size).mean().backward()
-            assert compare(rows_of(ours), first(truth, size), case.tolerance) == {}, f"a batch of {size}, the sizes being {sizes}"
+            assert compare(rows_of(ours), first(truth, size), case.tolerance) == {}, (
+                f"a batch of {size}, the sizes being {sizes}"
+            )
         ps.restore_model(ours)
         assert [type(m) for m in ours.modules()] == [type(m) for m in model.modules()]
 
 
 @pytest.mark.parametrize(
-    ("case", "way"), [pytest.param(case, way, id=f"{case.name}-{way}") for case in TRAINING.values() for way in case.ways]
+    ("case", "way"),
+    [pytest.param(case, way, id=f"{case.name}-{way}") for case in TRAINING.values() for way in case.ways],
 )
 def test_rows_equal_the_loop_with_labels(case: TrainingCase, way: str, imported: set[str]) -> None:
     """In training mode, by the model's own loss, the rows are those of each sample's own loss."""
@@ -88,7 +92,11 @@ def test_rows_equal_the_loop_with_labels(case: TrainingCase, way: str, imported:
         loss = case.loss(ours(**part(batch, size, 0, some)), some)
         expected = torch.stack(plain[:some]).sum() / (some if case.reduction == "mean" else 1)
         torch.testing.assert_close(
-            loss.detach(), expected, rtol=case.tolerance, atol=0.0, msg="no sum or mean of the samples' losses"
+            loss.detach(),
+            expected,
+            rtol=case.tolerance,
+            atol=0.0,
+            msg="no sum or mean of the samples' losses",
         )
         loss.backward()  # type: ignore[no-untyped-call]
         assert compare(rows_of(ours), first(truth, some), case.tolerance) == {}, f"a batch of {some}"
@@ -100,12 +108,16 @@ def test_many_families() -> None:
 
 
 def test_the_loop_takes_a_sample_twice_where_torch_is_wrong_about_one() -> None:
-    """BatchNorm's backward in eval mode misreads a gradient whose strides are those of channels_last, in a batch of one alone."""
+    """BatchNorm's backward in eval mode misreads a gradient whose strides are those of channels_last, in a
+    batch of one alone.
+    """
     norm, one = nn.BatchNorm2d(4).double().eval(), torch.randn(1, 15, 4, dtype=torch.float64)
     found = {}
     for copies in (1, 2):
         x = torch.ones(copies, 4, 3, 5, dtype=torch.float64, requires_grad=True)
-        (found[copies],) = torch.autograd.grad(norm(x), x, torch.cat([one] * copies).transpose(1, 2).reshape(x.shape))
+        (found[copies],) = torch.autograd.grad(
+            norm(x), x, torch.cat([one] * copies).transpose(1, 2).reshape(x.shape)
+        )
     torch.testing.assert_close(found[2][:1], one.transpose(1, 2).reshape(1, 4, 3, 5) / (1 + norm.eps) ** 0.5)
     if torch.allclose(found[1], found[2][:1]):
         pytest.skip("this torch is right about it: the loop need not take samples twice")
