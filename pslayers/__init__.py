@@ -4,44 +4,12 @@
 
 from . import torch_api  # noqa: F401  # isort: skip  # first: it says so where torch is too old
 
-from . import functional
+from . import functional, layers
 from .check import Check, check_layer, check_model
 from .convert import ConversionError, convert_model, restore_model
 from .core.context import batch_size
 from .gradients import accumulating, clear_grad_samples, expand_params, per_sample_grads, recording, streaming
-from .layers import (
-    PSGRU,
-    PSLSTM,
-    PSRNN,
-    PSAdaptiveLogSoftmaxWithLoss,
-    PSBatchNorm1d,
-    PSBatchNorm2d,
-    PSBatchNorm3d,
-    PSBilinear,
-    PSConv1d,
-    PSConv2d,
-    PSConv3d,
-    PSConvTranspose1d,
-    PSConvTranspose2d,
-    PSConvTranspose3d,
-    PSEmbedding,
-    PSEmbeddingBag,
-    PSGroupNorm,
-    PSGRUCell,
-    PSInstanceNorm1d,
-    PSInstanceNorm2d,
-    PSInstanceNorm3d,
-    PSLayer,
-    PSLayerNorm,
-    PSLinear,
-    PSLSTMCell,
-    PSMultiheadAttention,
-    PSNonDynamicallyQuantizableLinear,
-    PSPReLU,
-    PSRMSNorm,
-    PSRNNCell,
-    PSSyncBatchNorm,
-)
+from .layers import *
 from .replace import replace_batch_norm
 from .reports import Report, report
 
@@ -65,40 +33,9 @@ __all__ = [
     "check_model",
     "check_layer",
     "Check",
-    # layers
-    "PSLayer",
-    "PSLinear",
-    "PSConv1d",
-    "PSConv2d",
-    "PSConv3d",
-    "PSEmbedding",
-    "PSLayerNorm",
-    "PSGroupNorm",
-    "PSLSTM",
-    "PSGRU",
-    "PSRNN",
-    "PSLSTMCell",
-    "PSGRUCell",
-    "PSRNNCell",
-    "PSConvTranspose1d",
-    "PSConvTranspose2d",
-    "PSConvTranspose3d",
-    "PSRMSNorm",
-    "PSInstanceNorm1d",
-    "PSInstanceNorm2d",
-    "PSInstanceNorm3d",
-    "PSBatchNorm1d",
-    "PSBatchNorm2d",
-    "PSBatchNorm3d",
-    "PSSyncBatchNorm",
-    "PSBilinear",
-    "PSPReLU",
-    "PSEmbeddingBag",
-    "PSAdaptiveLogSoftmaxWithLoss",
-    "PSMultiheadAttention",
-    "PSNonDynamicallyQuantizableLinear",
     # ops
     "functional",
 ]
+__all__ += layers.__all__
 
 __version__ = "0.1.0"

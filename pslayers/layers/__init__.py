@@ -1,48 +1,40 @@
 """Replacement layers: torch's own, with per-sample weights."""
 
 from ..modules.base import PSLayer
-from .activation import PSPReLU
-from .adaptive import PSAdaptiveLogSoftmaxWithLoss
-from .attention import PSMultiheadAttention, PSNonDynamicallyQuantizableLinear
-from .batch_norm import PSBatchNorm1d, PSBatchNorm2d, PSBatchNorm3d, PSSyncBatchNorm
-from .conv import PSConv1d, PSConv2d, PSConv3d, PSConvTranspose1d, PSConvTranspose2d, PSConvTranspose3d
-from .embedding import PSEmbedding, PSEmbeddingBag
-from .instance_norm import PSInstanceNorm1d, PSInstanceNorm2d, PSInstanceNorm3d
-from .linear import PSBilinear, PSLinear
-from .norm import PSGroupNorm, PSLayerNorm, PSRMSNorm
-from .rnn import PSGRU, PSLSTM, PSRNN
-from .rnn_cell import PSGRUCell, PSLSTMCell, PSRNNCell
+from . import (
+    activation,
+    adaptive,
+    attention,
+    batch_norm,
+    conv,
+    embedding,
+    instance_norm,
+    linear,
+    norm,
+    rnn,
+    rnn_cell,
+)
+from .activation import *
+from .adaptive import *
+from .attention import *
+from .batch_norm import *
+from .conv import *
+from .embedding import *
+from .instance_norm import *
+from .linear import *
+from .norm import *
+from .rnn import *
+from .rnn_cell import *
 
-__all__ = [
-    "PSAdaptiveLogSoftmaxWithLoss",
-    "PSBatchNorm1d",
-    "PSBatchNorm2d",
-    "PSBatchNorm3d",
-    "PSBilinear",
-    "PSConv1d",
-    "PSConv2d",
-    "PSConv3d",
-    "PSConvTranspose1d",
-    "PSConvTranspose2d",
-    "PSConvTranspose3d",
-    "PSEmbedding",
-    "PSEmbeddingBag",
-    "PSGRU",
-    "PSGRUCell",
-    "PSGroupNorm",
-    "PSInstanceNorm1d",
-    "PSInstanceNorm2d",
-    "PSInstanceNorm3d",
-    "PSLSTM",
-    "PSLSTMCell",
-    "PSLayer",
-    "PSLayerNorm",
-    "PSLinear",
-    "PSMultiheadAttention",
-    "PSNonDynamicallyQuantizableLinear",
-    "PSPReLU",
-    "PSRMSNorm",
-    "PSRNN",
-    "PSRNNCell",
-    "PSSyncBatchNorm",
-]
+__all__: list[str] = ["PSLayer"]
+__all__ += activation.__all__
+__all__ += adaptive.__all__
+__all__ += attention.__all__
+__all__ += batch_norm.__all__
+__all__ += conv.__all__
+__all__ += embedding.__all__
+__all__ += instance_norm.__all__
+__all__ += linear.__all__
+__all__ += norm.__all__
+__all__ += rnn.__all__
+__all__ += rnn_cell.__all__

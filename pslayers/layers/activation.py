@@ -5,6 +5,8 @@ from torch import Tensor, nn
 from .. import functional as PF
 from ..modules.base import PSLayer
 
+__all__ = ["PSPReLU"]
+
 
 class PSPReLU(PSLayer, nn.PReLU, replaces=nn.PReLU, fused=True):
     """nn.PReLU with per-sample weights: ``y[n, c] = x[n, c] if x[n, c] > 0 else weight[n, c] * x[n, c]``.

@@ -12,6 +12,8 @@ from ..core.context import transforming
 from ..modules.base import PSLayer
 from ..torch_api import AdaptiveOutput
 
+__all__ = ["PSAdaptiveLogSoftmaxWithLoss"]
+
 
 class PSAdaptiveLogSoftmaxWithLoss(
     PSLayer, nn.AdaptiveLogSoftmaxWithLoss, replaces=nn.AdaptiveLogSoftmaxWithLoss, fused=True

@@ -18,6 +18,8 @@ from ..modules.base import Call, PSLayer
 from ..modules.converted import State
 from .linear import PSLinear
 
+__all__ = ["PSMultiheadAttention", "PSNonDynamicallyQuantizableLinear"]
+
 Undo = Callable[[Tensor], Tensor] | None
 
 

@@ -7,6 +7,8 @@ from .. import functional as PF
 from ..modules.base import PSLayer
 from ..torch_api import AnyBatchNorm
 
+__all__ = ["PSBatchNorm1d", "PSBatchNorm2d", "PSBatchNorm3d", "PSSyncBatchNorm"]
+
 
 class PSRunningNorm(PSLayer, AnyBatchNorm, fused=True):
     """What they share: an affine map by running statistics, and a refusal to record where samples are

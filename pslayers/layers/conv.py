@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from .. import functional as PF
 from ..modules.base import PSLayer
 
+__all__ = ["PSConv1d", "PSConv2d", "PSConv3d", "PSConvTranspose1d", "PSConvTranspose2d", "PSConvTranspose3d"]
+
 
 class PSConv1d(PSLayer, nn.Conv1d, replaces=nn.Conv1d, fused=True):
     """nn.Conv1d with per-sample weights: ``y[n] = conv1d(x[n], weight[n]) + bias[n]``; all else as in

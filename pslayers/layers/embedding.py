@@ -10,6 +10,8 @@ from ..attribution.tracking import BATCH_MAJOR, MIXED
 from ..core.expansion import Expansion
 from ..modules.base import PSLayer
 
+__all__ = ["PSEmbedding", "PSEmbeddingBag"]
+
 
 class PSTable(PSLayer):
     """What layers that look entries up in a table have in common."""

@@ -6,6 +6,8 @@ from torch import Tensor, nn
 from .. import functional as PF
 from ..modules.base import PSLayer
 
+__all__ = ["PSInstanceNorm1d", "PSInstanceNorm2d", "PSInstanceNorm3d"]
+
 
 class PSInstanceNorm1d(PSLayer, nn.InstanceNorm1d, replaces=nn.InstanceNorm1d, fused=True):
     """nn.InstanceNorm1d with per-sample weights; all else as in `PSInstanceNorm2d`.

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from .. import functional as PF
 from ..modules.base import PSLayer
 
+__all__ = ["PSBilinear", "PSLinear"]
+
 
 class PSLinear(PSLayer, nn.Linear, replaces=nn.Linear, fused=True):
     """nn.Linear with per-sample weights: ``y[n] = x[n] @ weight[n].T + bias[n]``.

@@ -5,6 +5,8 @@ from torch import Tensor, nn
 from .. import functional as PF
 from ..modules.base import PSLayer
 
+__all__ = ["PSGroupNorm", "PSLayerNorm", "PSRMSNorm"]
+
 
 class PSLayerNorm(PSLayer, nn.LayerNorm, replaces=nn.LayerNorm, fused=True):
     """nn.LayerNorm with per-sample weights: ``y[n] = (x[n] - mean) / sqrt(var + eps) * weight[n] + bias[n]``.

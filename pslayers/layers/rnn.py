@@ -13,6 +13,8 @@ from ..core.expansion import Expansion
 from ..functional import rnn as PF
 from ..modules.base import PSLayer
 
+__all__ = ["PSGRU", "PSLSTM", "PSRNN"]
+
 Undo = Callable[[Tensor], Tensor] | None
 
 

@@ -10,6 +10,8 @@ from ..core.trees import map_tensors
 from ..functional import rnn as PF
 from ..modules.base import PSLayer
 
+__all__ = ["PSGRUCell", "PSLSTMCell", "PSRNNCell"]
+
 
 class PSRecurrentCell(PSLayer, nn.RNNCellBase, fused=True):
     """One step of a recurrent layer; a subclass says which op runs it, and what its state is where that is

@@ -1,38 +1,16 @@
 """One case of the layers' suite for each class of the registry: what every layer must compose with."""
 
-from types import ModuleType
+import importlib
+from pathlib import Path
 
 import pslayers as ps
 from pslayers.modules.base import REGISTRY
 
-from ..layers import (
-    test_activation,
-    test_adaptive,
-    test_attention,
-    test_batch_norm,
-    test_conv,
-    test_embedding,
-    test_instance_norm,
-    test_linear,
-    test_norm,
-    test_rnn,
-    test_rnn_cell,
-)
+from .. import layers
 from ..layers.suite import Case, LayerSuite
 
-MODULES: list[ModuleType] = [
-    test_activation,
-    test_adaptive,
-    test_attention,
-    test_batch_norm,
-    test_conv,
-    test_embedding,
-    test_instance_norm,
-    test_linear,
-    test_norm,
-    test_rnn,
-    test_rnn_cell,
-]
+FILES = sorted(Path(layers.__path__[0]).glob("test_*.py"))
+MODULES = [importlib.import_module(f"{layers.__name__}.{path.stem}") for path in FILES]
 
 
 def _every() -> dict[str, tuple[LayerSuite, Case]]:
