@@ -23,7 +23,7 @@ from ..core.context import Settings, changed, local, transforming
 from ..core.trees import map_tensors, tensors_in, tensors_of
 from ..parameters.per_sample import PerSample
 from .provenance import WEAK, PaddedRows, RowProvenance
-from .row_rules import RULES, lose, other
+from .row_rules import RULES, default_rule, mark_unknown
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Ambiguous, Layout, owners_of_packed
 
 
@@ -79,10 +79,10 @@ class GatheredRows(TorchFunctionMode):
                 args = (first, *args)
             with torch_api.without_torch_function(), torch.no_grad():
                 try:
-                    RULES.get(name, other)(self, result, name, args, kwargs)
+                    RULES.get(name, default_rule)(self, result, name, args, kwargs)
                 # arguments in a form that no rule knows
                 except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
-                    lose(self, [result, args[0]], args, kwargs)
+                    mark_unknown(self, [result, args[0]], args, kwargs)
         return result
 
     def _any(self, values: Iterable[Any]) -> bool:
@@ -104,7 +104,9 @@ class GatheredRows(TorchFunctionMode):
     def tag(self, t: Any, owners: RowProvenance | None) -> None:
         """Note whose the rows of a tensor are."""
         if owners is not None and isinstance(t, Tensor) and t.ndim:
-            self.tags[t] = owners if owners.ids is None or len(t) == len(owners.ids) else owners.lost()
+            self.tags[t] = (
+                owners if owners.sample_ids is None or len(t) == len(owners.sample_ids) else owners.lost()
+            )
 
     def tag_second(self, t: Any, owners: RowProvenance | None) -> None:
         """Note whose the rows in dim 1 are: of a recurrent layer's states, or behind a dim of one."""
@@ -180,7 +182,7 @@ class GatheredRows(TorchFunctionMode):
         """What an op on a batch, k rows a sample, gives for picked rows."""
         batch = owners.batch(self.size)
         with torch_api.without_torch_function():
-            return batch.back(op(batch.into(t)))
+            return batch.unpack(op(batch.pack(t)))
 
     # ------------------------------------------------------------------ calls of modules
     def enters(self, module: Any) -> bool:
@@ -246,7 +248,7 @@ class GatheredRows(TorchFunctionMode):
         trackable = local.batch is not None and local.batch.trackable
         settings.has_gathered_rows = True
         problem = None
-        if not all(o.ids is not None and o.same(owners) for o in found):
+        if not all(o.sample_ids is not None and o.same(owners) for o in found):
             problem = "they were moved, or put beside others, by a function that may do anything to rows"
         elif module.training and any(b is not None for b in module._buffers.values()):
             problem = "it keeps statistics of what it is given"
@@ -287,7 +289,7 @@ class GatheredRows(TorchFunctionMode):
         if dim is None or (self.picked(t) is None and not states and (t.ndim < 2 or of_parameter(t))):
             return t
         with torch_api.without_torch_function():
-            taken = batch.into(t, dim)
+            taken = batch.pack(t, dim)
         self.batches[taken] = True
         if not dim:
             self.tag_batch(taken)  # so that what is picked from it is followed, too
@@ -301,7 +303,7 @@ class GatheredRows(TorchFunctionMode):
             if t.ndim <= dim or t.shape[dim] != batch.rows:
                 return t
             with torch_api.without_torch_function():
-                rows = batch.back(t, dim)
+                rows = batch.unpack(t, dim)
             (self.tag_second if dim else self.tag)(rows, owners)
             return rows
 

@@ -71,10 +71,10 @@ def batched_outputs(
         # one row of each sample in another's place is that one's to whoever takes the loss
         if (
             picked is not None
-            and picked.ids is not None
-            and not (len(t) == len(picked.ids.unique()) == batch.size)
+            and picked.sample_ids is not None
+            and not (len(t) == len(picked.sample_ids.unique()) == batch.size)
         ):
-            found.append((t, 0, picked.ids))
+            found.append((t, 0, picked.sample_ids))
             continue
         layout, dim = None if layouts is None else layouts[place], batch_dim(t, batch)
         if layout is None and t.shape[dim] == batch.size:

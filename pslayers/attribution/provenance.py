@@ -12,7 +12,7 @@ class RowProvenance:
     """Whose the rows of a tensor are.
 
     Args:
-        ids: (k,), the sample of each row; None where an op is not known to leave rows where they are.
+        sample_ids: (k,), the sample of each row; None where an op is not known to leave rows where they are.
         limit: the most rows that one sample can have, whatever the data.
         picked: they are not (all of) the batch's, each sample's together and as many; or are only by chance.
         one: (1,), the sample whose all of them are, if that is known, even where there are none.
@@ -22,15 +22,15 @@ class RowProvenance:
 
     def __init__(
         self,
-        ids: Tensor | None,
+        sample_ids: Tensor | None,
         limit: int,
         picked: bool = True,
         one: Tensor | None = None,
         rows: Tensor | None = None,
         by_data: bool = True,
     ) -> None:
-        self.ids, self.limit, self.picked, self.one, self.rows, self.by_data = (
-            ids,
+        self.sample_ids, self.limit, self.picked, self.one, self.rows, self.by_data = (
+            sample_ids,
             limit,
             picked,
             one,
@@ -45,9 +45,9 @@ class RowProvenance:
         """
         key = size, extra, tracked
         if key not in self.batches:
-            assert self.ids is not None
+            assert self.sample_ids is not None
             with torch_api.without_torch_function():
-                self.batches[key] = PaddedRows(self.ids, size, extra, self.limit if tracked else None)
+                self.batches[key] = PaddedRows(self.sample_ids, size, extra, self.limit if tracked else None)
         return self.batches[key]
 
     def at(self, rows: Any, times: int = 1) -> "RowProvenance":
@@ -56,56 +56,61 @@ class RowProvenance:
         """
         if isinstance(rows, slice) and rows == slice(None):
             return self
-        if self.ids is None:
+        if self.sample_ids is None:
             return UNKNOWN
         numbers = None
         if isinstance(rows, Tensor) and (self.rows is not None or not self.picked):
             numbers = rows if self.rows is None else self.rows[rows]
             if self.rows is not None and put_back(self.rows, numbers, sure=not self.by_data):
-                return RowProvenance(self.ids[rows], self.limit * times, picked=False)
-        return RowProvenance(self.ids[rows], self.limit * times, one=self.one, rows=numbers)
+                return RowProvenance(self.sample_ids[rows], self.limit * times, picked=False)
+        return RowProvenance(self.sample_ids[rows], self.limit * times, one=self.one, rows=numbers)
 
     def same(self, other: "RowProvenance") -> bool:
         """Whether both tell the same of every row."""
         return self is other or (
-            self.ids is not None and other.ids is not None and torch.equal(self.ids, other.ids)
+            self.sample_ids is not None
+            and other.sample_ids is not None
+            and torch.equal(self.sample_ids, other.sample_ids)
         )
 
     def of_one(self) -> Tensor | None:
         """(1,), the sample whose all the rows are, if they are one's."""
-        if self.one is not None or self.ids is None or not len(self.ids):
+        if self.one is not None or self.sample_ids is None or not len(self.sample_ids):
             return self.one
-        return self.ids[:1] if bool((self.ids == self.ids[0]).all()) else None
+        return self.sample_ids[:1] if bool((self.sample_ids == self.sample_ids[0]).all()) else None
 
     def of_row(self, row: int, values: int) -> "RowProvenance":
         """Those of the values of a row, as rows."""
-        if self.ids is None:
+        if self.sample_ids is None:
             return self
-        one = self.ids[row].reshape(1)
+        one = self.sample_ids[row].reshape(1)
         return RowProvenance(one.expand(values), self.limit * values, one=one)
 
     def viewed(self, rows: int) -> "RowProvenance":
         """Those of a view with so many rows: each is a part of a row here, or several whole ones of one
         sample.
         """
-        if self.ids is None or len(self.ids) == rows:
+        if self.sample_ids is None or len(self.sample_ids) == rows:
             return self
-        if len(self.ids) and rows % len(self.ids) == 0:
-            times = rows // len(self.ids)
+        if len(self.sample_ids) and rows % len(self.sample_ids) == 0:
+            times = rows // len(self.sample_ids)
             return RowProvenance(
-                self.ids.repeat_interleave(times), self.limit * times, self.picked, by_data=self.by_data
+                self.sample_ids.repeat_interleave(times),
+                self.limit * times,
+                self.picked,
+                by_data=self.by_data,
             )
-        if rows and len(self.ids) % rows == 0:
-            parts = self.ids.view(rows, -1)
+        if rows and len(self.sample_ids) % rows == 0:
+            parts = self.sample_ids.view(rows, -1)
             if bool((parts == parts[:, :1]).all()):
                 return RowProvenance(parts[:, 0], self.limit, self.picked, by_data=self.by_data)
         return self.lost()
 
     def first(self, count: int, size: int) -> "RowProvenance | None":
         """Of packed sequences, those of the first steps: of all samples, or it is not known."""
-        if self.ids is None or len(self.ids) < count:
+        if self.sample_ids is None or len(self.sample_ids) < count:
             return None
-        ids = self.ids[:count]
+        ids = self.sample_ids[:count]
         if not torch.equal(ids.sort()[0], torch.arange(size, device=ids.device)):
             return None
         return RowProvenance(
@@ -162,7 +167,7 @@ class PaddedRows:
             else None
         )
 
-    def into(self, t: Tensor, dim: int = 0) -> Tensor:
+    def pack(self, t: Tensor, dim: int = 0) -> Tensor:
         """(..., k, ...) as (..., B * n, ...), the rows being in `dim`."""
         if self.alike:
             return t.view_as(t)
@@ -179,7 +184,7 @@ class PaddedRows:
         mine = self.none.view(-1, *[1] * row.ndim)
         return torch.where(mine, row, t.index_select(0, self.source)).movedim(0, dim)
 
-    def back(self, t: Tensor, dim: int = 0) -> Tensor:
+    def unpack(self, t: Tensor, dim: int = 0) -> Tensor:
         """The rows alone, in the order that they had; their dims lie in memory as those of `t`: dropout goes
         by that.
         """

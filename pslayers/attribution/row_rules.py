@@ -41,7 +41,7 @@ def _followed(
     return found, UNKNOWN if any(o.picked and o.by_data for o, _ in found) else WEAK
 
 
-def lose(picks: "GatheredRows", results: Any, args: Args, kwargs: Kwargs) -> None:
+def mark_unknown(picks: "GatheredRows", results: Any, args: Args, kwargs: Kwargs) -> None:
     """What comes of rows by a function that may do anything to them."""
     found, lost = _followed(picks, args, kwargs)
     for t in tensors_in(results) if found else ():
@@ -63,7 +63,7 @@ def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     parts = index if isinstance(index, tuple) and index else (index,)
     of = picks.owners(x)
     if parts[0] is Ellipsis:
-        other(picks, result, name, args, kwargs)
+        default_rule(picks, result, name, args, kwargs)
     elif parts[0] is None:
         picks.tag_second(result, picks.pick(of if len(parts) == 1 else _indexed(picks, x, parts[1:])))
     elif isinstance(parts[0], int) and picks.second.get(x) is not None:
@@ -79,16 +79,16 @@ def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
 def _indexed(picks: "GatheredRows", x: Tensor, parts: tuple[Any, ...]) -> RowProvenance | None:
     """Whose the rows are that an index picks: those of the rows it is for, else its own."""
     first, of = parts[0], picks.owners(x)
-    if of is not None and of.ids is None and not of.picked and _by_data(picks, parts):
+    if of is not None and of.sample_ids is None and not of.picked and _by_data(picks, parts):
         return UNKNOWN
     if isinstance(first, slice):
-        return of.at(first) if of is not None and of.ids is not None else of
+        return of.at(first) if of is not None and of.sample_ids is not None else of
     if _is_mask(first):
         return _masked(of, picks.owners(first), first)
     others = [o for i in parts if (o := picks.owners(i)) is not None]
     if of is None:
         return picks.owners(first) or (others[0].lost() if others else None)
-    if of.ids is None:
+    if of.sample_ids is None:
         return UNKNOWN if any(o.picked for o in others) else of
     rows = torch.as_tensor(first, device=x.device)
     rows = rows if len(rows) else rows.long()
@@ -110,10 +110,10 @@ def _by_data(picks: "GatheredRows", parts: tuple[Any, ...]) -> bool:
 
 def _masked(of: RowProvenance | None, by: RowProvenance | None, mask: Tensor) -> RowProvenance | None:
     """Whose the rows are that a mask, itself of rows `by`, picks out of rows `of`."""
-    if of is not None and of.ids is None:
+    if of is not None and of.sample_ids is None:
         return of if by is None else UNKNOWN  # what all samples share picks as many of each
     told = of or by
-    if told is None or told.ids is None:
+    if told is None or told.sample_ids is None:
         return None if told is None else UNKNOWN
     return told.at(mask.nonzero()[:, 0], max(mask.numel() // max(len(mask), 1), 1))
 
@@ -131,9 +131,9 @@ def _written(picks: "GatheredRows", y: Tensor, index: Any, value: Any) -> RowPro
     if (isinstance(index, slice) and index == slice(None)) or index is Ellipsis:
         whole = (
             of
-            if of is not None and of.ids is not None
+            if of is not None and of.sample_ids is not None
             else new
-            if new.ids is not None and len(y) == len(new.ids)
+            if new.sample_ids is not None and len(y) == len(new.sample_ids)
             else None
         )
         return whole if whole is not None and (new.same(whole) or not new.picked) else (of or new).lost()
@@ -141,7 +141,7 @@ def _written(picks: "GatheredRows", y: Tensor, index: Any, value: Any) -> RowPro
         mask = _is_mask(index)
         told = (
             of
-            if of is not None and of.ids is not None
+            if of is not None and of.sample_ids is not None
             else picks.owners(index)
             if mask and (of is None or not of.picked)
             else None
@@ -150,7 +150,7 @@ def _written(picks: "GatheredRows", y: Tensor, index: Any, value: Any) -> RowPro
         if (
             told is None
             and of is None
-            and new.ids is not None
+            and new.sample_ids is not None
             and rows.ndim == 1
             and len(y) % picks.size == 0 < len(y)
         ):
@@ -161,7 +161,7 @@ def _written(picks: "GatheredRows", y: Tensor, index: Any, value: Any) -> RowPro
             )
             # made anew, and every row put where its sample's are
             told = batch if batch.at(rows).same(new) else None
-        if told is not None and told.ids is not None and rows.ndim == 1 and told.at(rows).same(new):
+        if told is not None and told.sample_ids is not None and rows.ndim == 1 and told.at(rows).same(new):
             return told
         return UNKNOWN if (of is not None and of.picked) or (new.picked and new.by_data) else WEAK
     return UNKNOWN if new.picked or (of is not None and of.picked) else WEAK
@@ -184,7 +184,8 @@ def _index_put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs
 def _masked_scatter(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     of, by = picks.owners(args[0]), picks.owners(_given(args, kwargs, 1, "mask"))
     picks.tag(
-        result, of if of is not None and of.ids is not None else by if of is None and by is not None else WEAK
+        result,
+        of if of is not None and of.sample_ids is not None else by if of is None and by is not None else WEAK,
     )
 
 
@@ -193,7 +194,7 @@ def _index_select(picks: "GatheredRows", result: Any, name: str, args: Args, kwa
     of = picks.owners(args[0])
     if _given(args, kwargs, 1, "dim") in (0, -args[0].ndim):
         picks.tag(result, picks.pick(_indexed(picks, args[0], (index,))))
-    elif of is not None and of.ids is None and picks.owners(index) is not None:
+    elif of is not None and of.sample_ids is None and picks.owners(index) is not None:
         picks.tag(result, UNKNOWN)  # the batch may be in that dim
     else:
         _of_first(picks, result, name, args, kwargs)
@@ -208,7 +209,7 @@ def _gather(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
     elif picks.owners(x) is not None and picks.owners(_given(args, kwargs, 2, "index")) is not None:
         picks.tag(result, UNKNOWN)
     else:
-        other(picks, result, name, args, kwargs)
+        default_rule(picks, result, name, args, kwargs)
 
 
 def _nonzero(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -237,11 +238,11 @@ def _cat(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwar
     found = [picks.owners(t) for t in args[0]]
     if _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
         _rowwise(picks, result, name, args, kwargs)
-    elif any(o is None or o.ids is None for o in found):
-        other(picks, result, name, args, kwargs)
+    elif any(o is None or o.sample_ids is None for o in found):
+        default_rule(picks, result, name, args, kwargs)
     else:
         by_data = any(o.picked and o.by_data for o in found)  # type: ignore[union-attr]
-        ids = torch.cat([o.ids for o in found])  # type: ignore[union-attr, misc]
+        ids = torch.cat([o.sample_ids for o in found])  # type: ignore[union-attr, misc]
         picks.tag(result, RowProvenance(ids, sum(o.limit for o in found), by_data=by_data))  # type: ignore[union-attr, misc]
 
 
@@ -255,13 +256,13 @@ def _stack(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     if any(one is None for one in ones) or (
         name == "pad_sequence" and not _given(args, kwargs, 1, "batch_first", False)
     ):
-        other(picks, result, name, args, kwargs)
+        default_rule(picks, result, name, args, kwargs)
     else:
         owners = RowProvenance(torch.cat(ones), len(ones))  # type: ignore[arg-type]
-        whole = owners.ids is not None and torch.equal(
-            owners.ids, torch.arange(picks.size, device=owners.ids.device)
+        whole = owners.sample_ids is not None and torch.equal(
+            owners.sample_ids, torch.arange(picks.size, device=owners.sample_ids.device)
         )
-        picks.tag(result, RowProvenance(owners.ids, 1, picked=False) if whole else owners)
+        picks.tag(result, RowProvenance(owners.sample_ids, 1, picked=False) if whole else owners)
 
 
 def _unbind(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -286,16 +287,18 @@ def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: 
     goes to integers.
     """
     found, lost = _followed(picks, args, kwargs)
-    if any(o.ids is not None and s.is_floating_point() for o, s in found):
-        found = [(o, s) for o, s in found if o.ids is not None or s.is_floating_point()]
+    if any(o.sample_ids is not None and s.is_floating_point() for o, s in found):
+        found = [(o, s) for o, s in found if o.sample_ids is not None or s.is_floating_point()]
     for t in tensors_in([result]) if found else ():
         known = [
             o
             for o, s in found
-            if o.ids is not None and isinstance(t, Tensor) and s.ndim == t.ndim and len(s) == len(t)
+            if o.sample_ids is not None and isinstance(t, Tensor) and s.ndim == t.ndim and len(s) == len(t)
         ]
         unsure = [
-            o for o, s in found if (o.ids is None and o.picked) or (o.ids is not None and o not in known)
+            o
+            for o, s in found
+            if (o.sample_ids is None and o.picked) or (o.sample_ids is not None and o not in known)
         ]
         picks.tag(t, known[0] if known and not unsure and all(o.same(known[0]) for o in known) else lost)
 
@@ -306,10 +309,10 @@ def _of_first(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs:
     """
     of = picks.owners(args[0])
     if of is None or args[0].ndim <= (name in _OF_ROWS):
-        other(picks, result, name, args, kwargs)
+        default_rule(picks, result, name, args, kwargs)
         return
     if name in _PRODUCTS and isinstance(args[1], Tensor) and picks.owners(args[1]) is not None:
-        (_rowwise if result.ndim > 2 else other)(picks, result, name, args, kwargs)
+        (_rowwise if result.ndim > 2 else default_rule)(picks, result, name, args, kwargs)
         return
     for t in tensors_in([result]):
         picks.tag(t, of)
@@ -327,16 +330,21 @@ def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     )
     if all(d % n for d in dims):
         _of_first(picks, result, name, args, kwargs)
-    elif (of := picks.owners(args[0])) is not None and of.ids is not None and name in _PARTS:
+    elif (of := picks.owners(args[0])) is not None and of.sample_ids is not None and name in _PARTS:
         start = int(_given(args, kwargs, 2, "start")) % max(len(args[0]), 1) if name == "narrow" else 0
         for t in tensors_in([result]):
             picks.tag(
                 t, picks.pick(of.at(slice(start, start := start + len(t)))) if isinstance(t, Tensor) else None
             )
-    elif of is not None and of.ids is not None and name in ("sort", "topk", "argsort") and args[0].ndim == 1:
+    elif (
+        of is not None
+        and of.sample_ids is not None
+        and name in ("sort", "topk", "argsort")
+        and args[0].ndim == 1
+    ):
         for t in tensors_in([result]):  # each number is some row's
             picks.tag(t, picks.pick(of.at(result if name == "argsort" else result[1])))
-    elif of is not None and of.ids is None and name in ("sort", "topk", "argsort"):
+    elif of is not None and of.sample_ids is None and name in ("sort", "topk", "argsort"):
         for t in tensors_in([result]):  # in an order that the data give
             picks.tag(t, UNKNOWN)
     elif of is not None and (one := of.of_one()) is not None and name in _REDUCING:
@@ -348,7 +356,7 @@ def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
                 else None,
             )
     else:
-        other(picks, result, name, args, kwargs)
+        default_rule(picks, result, name, args, kwargs)
 
 
 def _unsqueeze(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -360,17 +368,17 @@ def _unsqueeze(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs
 
 def _repeat(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     alike = result.ndim == args[0].ndim and len(result) == len(args[0])
-    (_of_first if alike else other)(picks, result, name, args, kwargs)
+    (_of_first if alike else default_rule)(picks, result, name, args, kwargs)
 
 
 def _packed(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Sequences, the longest first, packed: a row for each step of each."""
     data, counts = result
     of = (picks.owners if _given(args, kwargs, 2, "batch_first", False) else picks.second.get)(args[0])
-    if of is None or of.ids is None or len(of.ids) != int(counts[0]):
-        other(picks, result, name, args, kwargs)
+    if of is None or of.sample_ids is None or len(of.sample_ids) != int(counts[0]):
+        default_rule(picks, result, name, args, kwargs)
         return
-    rows = torch.cat([of.ids[:count] for count in counts.tolist()])
+    rows = torch.cat([of.sample_ids[:count] for count in counts.tolist()])
     picks.tag(data, RowProvenance(rows, len(counts), rows=rows if of.picked else None, by_data=False))
 
 
@@ -379,7 +387,7 @@ def _padded(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
     of, counts = picks.owners(args[0]), args[1]
     first = None if of is None else of.first(int(counts[0]), picks.size)
     if first is None:
-        other(picks, result, name, args, kwargs)
+        default_rule(picks, result, name, args, kwargs)
     else:
         (picks.tag if _given(args, kwargs, 2, "batch_first", False) else picks.tag_second)(result[0], first)
 
@@ -387,18 +395,18 @@ def _padded(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
 def _moved(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Rows that are moved, left out or repeated, whatever they hold: so are the numbers of their samples."""
     of, x = picks.owners(args[0]), args[0]
-    if of is None or of.ids is None:
-        other(picks, result, name, args, kwargs)
+    if of is None or of.sample_ids is None:
+        default_rule(picks, result, name, args, kwargs)
         return
     function = getattr(Tensor, name)  # which takes dims in more forms than torch.flip
-    ids = function(of.ids.view(-1, *(1,) * (x.ndim - 1)).expand_as(x), *args[1:], **kwargs)
+    ids = function(of.sample_ids.view(-1, *(1,) * (x.ndim - 1)).expand_as(x), *args[1:], **kwargs)
     rows = ids.flatten(1) if ids.ndim > 1 else ids[:, None]
     if result.ndim == x.ndim and bool((rows == rows[:, :1]).all()):
         by_data = of.picked and of.by_data
         moved = RowProvenance(rows[:, 0], of.limit * max(len(ids) // max(len(x), 1), 1), by_data=by_data)
         picks.tag(result, of if of.same(moved) else picks.pick(moved) if by_data else moved)
     else:
-        other(picks, result, name, args, kwargs)
+        default_rule(picks, result, name, args, kwargs)
 
 
 def _einsum(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -415,21 +423,21 @@ def _einsum(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
         rows == {made[:1]}
         and made[:1].isalpha()
         and alone
-        and all(o.ids is not None and o.same(owners[0]) for o in owners)
+        and all(o.sample_ids is not None and o.same(owners[0]) for o in owners)
     ):
         picks.tag(result, owners[0])
     else:
-        other(picks, result, name, args, kwargs)
+        default_rule(picks, result, name, args, kwargs)
 
 
 def _pad(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    (_of_first if len(_given(args, kwargs, 1, "pad")) < 2 * result.ndim else other)(
+    (_of_first if len(_given(args, kwargs, 1, "pad")) < 2 * result.ndim else default_rule)(
         picks, result, name, args, kwargs
     )
 
 
 def _attention(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    (_rowwise if result.ndim > 2 else other)(picks, result, name, args[:3], {})
+    (_rowwise if result.ndim > 2 else default_rule)(picks, result, name, args[:3], {})
 
 
 def _recurrent(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -438,7 +446,7 @@ def _recurrent(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs
         for t in result[1:]:
             picks.tag_second(t, picks.owners(args[0]))
     else:
-        other(picks, result, name, args, kwargs)
+        default_rule(picks, result, name, args, kwargs)
 
 
 def _made(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -446,15 +454,15 @@ def _made(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwa
     of = picks.owners(args[0])
     alike = (
         of is not None
-        and of.ids is not None
+        and of.sample_ids is not None
         and not of.picked
         and result.ndim > 0
-        and len(result) == len(of.ids)
+        and len(result) == len(of.sample_ids)
     )
     picks.tag(result, of if alike else None)
 
 
-def other(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def default_rule(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Views of what each row holds; anything else that comes of rows may be anybody's."""
     found, lost = _followed(picks, args, kwargs)
     for t in tensors_in([result]) if found else ():
@@ -462,7 +470,7 @@ def other(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwa
             kept = [
                 o
                 for o, s in found
-                if o.ids is not None and s.ndim and len(t) == len(s) and (len(t) == 1 or lies_in(t, s))
+                if o.sample_ids is not None and s.ndim and len(t) == len(s) and (len(t) == 1 or lies_in(t, s))
             ]
             picks.tag(t, kept[0] if kept and len(found) == 1 else lost)
 

@@ -141,8 +141,8 @@ class _Comparison(Tracker):
         for key, t in keyed:
             if (x := self.first.get(key)) is not None:
                 owners = picked_by(x), picked_by(t)
-                if all(o is not None and o.ids is not None for o in owners):
-                    self.differs[key] = _changes_by_sample(x, owners[0].ids, t, owners[1].ids)
+                if all(o is not None and o.sample_ids is not None for o in owners):
+                    self.differs[key] = _changes_by_sample(x, owners[0].sample_ids, t, owners[1].sample_ids)
                 else:
                     self.differs[key] = _changes(x, t) if x.shape == t.shape else None
 
@@ -180,10 +180,12 @@ def track(
                         if (
                             where is not None
                             and (owners := picked_by(x)) is not None
-                            and owners.ids is not None
+                            and owners.sample_ids is not None
                         ):
                             if bool(
-                                where[~torch.isin(owners.ids, torch.tensor(samples, device=x.device))].any()
+                                where[
+                                    ~torch.isin(owners.sample_ids, torch.tensor(samples, device=x.device))
+                                ].any()
                             ):
                                 others.add(key)
                             continue
@@ -215,7 +217,7 @@ def track(
         changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
         refused = set() if local.gathered_rows is None else local.gathered_rows.refused
         for key, x in plain.items():
-            if (owners := picked_by(x)) is not None and owners.ids is not None:
+            if (owners := picked_by(x)) is not None and owners.sample_ids is not None:
                 layouts[key] = MIXED if key in mixed else PICKED
             elif changed is not None and (where := changed.get(key)) is None:
                 layouts[key] = MIXED  # how many rows there are depends on the data

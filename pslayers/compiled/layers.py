@@ -127,7 +127,7 @@ def _conv_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
 
 
 def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
-    return e.send(*table_grads(gy.to(e.weight.dtype), x, e, how[0] if how else None, True, True)[:2])
+    return e.finish(*table_grads(gy.to(e.weight.dtype), x, e, how[0] if how else None, True, True)[:2])
 
 
 def _bags_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
@@ -137,7 +137,7 @@ def _bags_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
     gy, index = gy.to(e.weight.dtype), samples * entries + ids
     rows = e.zeros()
     rows.view(size * entries, width).index_add_(0, index, gy * e.scale.rows)
-    return e.send(e.weight.new_zeros(entries, width).index_add_(0, ids, gy), rows)
+    return e.finish(e.weight.new_zeros(entries, width).index_add_(0, ids, gy), rows)
 
 
 _KINDS = {"linear": _linear_rule, "conv": _conv_rule, "embedding": _embedding_rule, "bags": _bags_rule}

@@ -70,7 +70,7 @@ class _Weights(torch.autograd.Function):
 def _deliver(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
     e = expansion_of(token, name, len(rows))
     # `rows` is the compiler's to use again
-    total, _ = e.send(rows.sum(0), torch.mul(rows, e.scale.rows, out=e.buffer()))
+    total, _ = e.finish(rows.sum(0), torch.mul(rows, e.scale.rows, out=e.buffer()))
     assert total is not None
     return total
 
@@ -83,7 +83,7 @@ def _(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
 class _Delivered(Expansion):
     """An expansion in compiled code."""
 
-    def deliver(
+    def route(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         assert self.recorder is not None and weight_grad is not None and rows_grad is not None

@@ -62,7 +62,7 @@ class Op(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
-class _Cross(Op):
+class _Rescaled(Op):
     """A value on its way into a call or out of it, times a factor; gradients inside the call carry
     ``scale.inside``.
 
@@ -80,13 +80,13 @@ class _Cross(Op):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         inside: float = ctx.scale.inside
         back = ctx.factor / inside if ctx.into else ctx.factor * inside
-        return cross(grads[0], ctx.scale, not ctx.into, back), None, None, None
+        return rescale_grad(grads[0], ctx.scale, not ctx.into, back), None, None, None
 
 
-def cross(x: Tensor, scale: Scale, into: bool, factor: float = 1.0) -> Tensor:
+def rescale_grad(x: Tensor, scale: Scale, into: bool, factor: float = 1.0) -> Tensor:
     """`x` times `factor`, into a call with this scale or out of it."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Cross.apply(x, scale, into, factor)
+        return _Rescaled.apply(x, scale, into, factor)
     return x if factor == 1 else x * factor
 
 
@@ -140,27 +140,27 @@ class Expansion:
             return self.recorder.zeros(self.rows)
         return torch.zeros(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
 
-    def out(
+    def finish_differentiable(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of (weight, rows) as they leave the call, from those that autograd sees inside it."""
         if weight_grad is not None:
-            weight_grad = cross(weight_grad, self.scale, False, self.scale.weight)
+            weight_grad = rescale_grad(weight_grad, self.scale, False, self.scale.weight)
         if rows_grad is not None:
-            rows_grad = cross(rows_grad, self.scale, False, self.scale.rows)
-        return self.deliver(weight_grad, rows_grad)
+            rows_grad = rescale_grad(rows_grad, self.scale, False, self.scale.rows)
+        return self.route(weight_grad, rows_grad)
 
-    def send(
+    def finish(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `out`, without a graph, from the plain sum and rows that are scaled already: writing them did
-        it.
+        """As `finish_differentiable`, without a graph, from the plain sum and rows that are scaled already:
+        writing them did it.
         """
         if weight_grad is not None and self.scale.weight != 1:
             weight_grad = weight_grad * self.scale.weight
-        return self.deliver(weight_grad, rows_grad, written)
+        return self.route(weight_grad, rows_grad, written)
 
-    def deliver(
+    def route(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of (weight, rows), scaled, for autograd to pass on; all rows but those `written` (of
@@ -201,11 +201,13 @@ class _Join(Op):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), shape = grads, ctx.rows_shape
-        need_weight, need_rows, *_ = wanted(ctx, ctx.expansion)
+        need_weight, need_rows, *_ = needed_grads(ctx, ctx.expansion)
         if len(grad) != shape[0]:  # k rows a sample
             grad = grad.reshape(shape[0], -1, *shape[1:]).sum(1)
         return (
-            *ctx.expansion.out(grad.sum(0) if need_weight else None, grad if need_rows else None),
+            *ctx.expansion.finish_differentiable(
+                grad.sum(0) if need_weight else None, grad if need_rows else None
+            ),
             None,
             None,
         )
@@ -216,7 +218,7 @@ def of_one(weight: Tensor) -> Tensor:
     return weight[0] if len(weight) else weight.new_zeros(weight.shape[1:]) + weight.sum(0)
 
 
-def shared(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
+def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
     """The one weight behind `weight`, or None where the samples truly have different weights.
 
     `ndim` is the weight's own number of dims: a tensor of that many is shared as it is; one more, and it is
@@ -245,7 +247,7 @@ def per_sample(weight: "Tensor | Expansion", ndim: int, size: int) -> Tensor:
     return weight.expand(size, *weight.shape) if weight.ndim == ndim else weight
 
 
-def wanted(ctx: Any, *expansions: Expansion | None) -> Sequence[bool]:
+def needed_grads(ctx: Any, *expansions: Expansion | None) -> Sequence[bool]:
     """Which gradients this backward, of an op with these expansions, is really asked for.
 
     `ctx.needs_input_grad` only says which inputs require grad; ``torch.autograd.grad(loss, x)`` would then

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..core.expansion import Expansion, Op, composite_backward, per_sample, shared, wanted
+from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
 from .common import check_rows, of_dtype, owned
 
 Weight = Tensor | Expansion | None
@@ -40,7 +40,7 @@ class Kernel(Protocol):
 
 def affine(kernel: Kernel, op: str, x: Tensor, weight: Weight, bias: Weight, ndim: int) -> Tensor:
     """Run a kernel with weights of `ndim` dims, one for all samples or one for each."""
-    w, b = (None if t is None else shared(t, ndim) for t in (weight, bias))
+    w, b = (None if t is None else as_expansion(t, ndim) for t in (weight, bias))
     if (w is None and weight is not None) or (b is None and bias is not None):
         size = next(len(t) for t in (weight, bias) if isinstance(t, Tensor) and t.ndim > ndim)
         each = [None if t is None else per_sample(t, ndim, size) for t in (weight, bias)]
@@ -112,7 +112,7 @@ class _Affine(Op):
         (gy,), (x, weight, *_), w, b, kernel = grads, (saved := ctx.saved_tensors), ctx.w, ctx.b, ctx.kernel
         if torch.is_grad_enabled():
             return *composite_backward(_again(w, b, kernel), saved, (gy,)), None, None, None
-        need_x, need_w, need_w_rows, need_b, need_b_rows, *_ = wanted(ctx, w, b)
+        need_x, need_w, need_w_rows, need_b, need_b_rows, *_ = needed_grads(ctx, w, b)
         statistics, dtype = ctx.statistics, x.dtype
         g_w = g_w_rows = g_b = g_b_rows = None
         inside = statistics[0].dtype if statistics else torch.promote_types(dtype, w.weight.dtype)
@@ -143,7 +143,7 @@ def _sums(
             torch.mul(each, e.scale.rows, out=rows)
         else:
             torch.sum(each.reshape(size, n // max(size, 1), *each.shape[1:]), 1, out=rows).mul_(e.scale.rows)
-    return e.send(total, rows)
+    return e.finish(total, rows)
 
 
 def _again(w: Expansion | None, b: Expansion | None, kernel: Kernel) -> Callable[..., Tensor]:

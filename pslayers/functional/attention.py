@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from .. import torch_api
 from ..core.context import transforming
-from ..core.expansion import Expansion, Op, composite_backward, per_sample, shared, wanted
+from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
 from .common import SUM_FROM_ROWS, by_sample, check_rows, of_dtype, owned
 from .linear import linear, product
 from .products import affine, outer, outer_each
@@ -163,7 +163,7 @@ def of_rows(t: Weight, ndim: int, n: int) -> Tensor:
 
 def _parts(xs: Sequence[Tensor], weight: Weight, thirds: Sequence[int]) -> tuple[Tensor, ...]:
     """Each input times its part of the packed weight, of so many thirds of it."""
-    w = shared(weight, 2)
+    w = as_expansion(weight, 2)
     if w is None or xs[0].is_complex():
         assert isinstance(weight, Tensor)
         sizes = [weight.shape[-2] // 3 * t for t in thirds]
@@ -202,7 +202,7 @@ class _Parts(Op):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, rows, *xs = ctx.saved_tensors
-        need_weight, need_rows, _, _, _, *need_xs = wanted(ctx, ctx.w)
+        need_weight, need_rows, _, _, _, *need_xs = needed_grads(ctx, ctx.w)
         w, sizes, turned = ctx.w, ctx.sizes, ctx.turned
         gxs: Sequence[Tensor | None] = [None] * len(grads)
         gys = [of_dtype(gy, weight.dtype) for gy in grads]
@@ -255,4 +255,4 @@ def _weight_grads(
             g_weight = g_rows.sum(0) * (1 / w.scale.rows)
         else:
             g_weight = torch.cat([(product if graph else outer)(gy, x) for gy, x in pairs])
-    return (w.out if graph else w.send)(g_weight, g_rows)
+    return (w.finish_differentiable if graph else w.finish)(g_weight, g_rows)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.expansion import Expansion, Op, composite_backward, shared, wanted
+from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from .common import check_rows, owned
 
 MODES = "sum", "mean", "max"  # by torch's numbers
@@ -35,7 +35,7 @@ def embedding_bag(
         ValueError: the shapes or options do not fit.
         IndexError: an id is out of range (on CPU).
     """
-    w = shared(weight, 2)
+    w = as_expansion(weight, 2)
     entries = (weight if isinstance(weight, Tensor) else weight.weight).shape[-2]
     _check(ids, offsets, mode, per_sample_weights)
     if padding_idx is not None and not -entries <= padding_idx < entries:
@@ -168,7 +168,7 @@ class _EmbeddingBag(Op):
                 return bags.reduced(table, factors, chosen)
 
             return *composite_backward(composite, (weight, w.rows, factors), (gy,)), None, None
-        need_weight, need_rows, need_factors, *_ = wanted(ctx, w)
+        need_weight, need_rows, need_factors, *_ = needed_grads(ctx, w)
         gy = gy.to(weight.dtype)
         g_weight = g_rows = g_factors = index = None
         if need_rows:
@@ -178,4 +178,4 @@ class _EmbeddingBag(Op):
             g_weight = bags.collect(gy, factors, chosen, weight.new_zeros(1, *weight.shape)).squeeze(0)
         if need_factors:
             g_factors = (gy[bags.bag] * weight[bags.ids]).sum(1).to(factors.dtype)
-        return *w.send(g_weight, g_rows, index), g_factors, None, None
+        return *w.finish(g_weight, g_rows, index), g_factors, None, None

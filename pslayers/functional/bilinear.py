@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.expansion import Expansion, Op, composite_backward, per_sample, shared, wanted
+from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
 from .common import bias_grads, by_sample, check_rows, owned
 from .linear import linear
 
@@ -25,7 +25,7 @@ def bilinear(
     Raises:
         ValueError: the shapes do not fit.
     """
-    w, b = shared(weight, 3), None if bias is None else shared(bias, 1)
+    w, b = as_expansion(weight, 3), None if bias is None else as_expansion(bias, 1)
     weights = weight if isinstance(weight, Tensor) else weight.weight
     if x1.shape[:-1] != x2.shape[:-1] or (x1.shape[-1], x2.shape[-1]) != weights.shape[-2:]:
         raise ValueError(
@@ -78,7 +78,7 @@ class _Bilinear(Op):
                 return linear(_products(x1, x2), weights, b.rebind(*handles[2:]) if b is not None else None)
 
             return *composite_backward(composite, saved, (gy,)), None, None
-        need_x1, need_x2, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx, w, b)
+        need_x1, need_x2, need_weight, need_rows, need_bias, need_bias_rows, *_ = needed_grads(ctx, w, b)
         gy, outs = gy.to(weight.dtype), gy.shape[-1]
         gx1 = gx2 = g_weight = g_rows = g_bias = g_bias_rows = None
         if need_x1 or need_x2:
@@ -95,7 +95,7 @@ class _Bilinear(Op):
             if need_weight:
                 total = gy.reshape(-1, outs).t() @ products.reshape(-1, products.shape[-1])
                 g_weight = total.view(weight.shape)
-            g_weight, g_rows = w.send(g_weight, g_rows)
+            g_weight, g_rows = w.finish(g_weight, g_rows)
         if b is not None:
             g_bias, g_bias_rows = bias_grads(gy, b, need_bias, need_bias_rows)
         return gx1, gx2, g_weight, g_rows, g_bias, g_bias_rows, None, None

@@ -53,7 +53,7 @@ def bias_grads(
     flat = gy if gy.ndim == 2 else gy.reshape(-1, gy.shape[-1])
     g_bias = flat.sum(0) if need_bias else None
     if torch.is_grad_enabled():
-        return b.out(
+        return b.finish_differentiable(
             g_bias,
             by_sample(gy, b.rows.shape[0], gy.shape[-1]).sum(1) if need_rows and b.rows is not None else None,
         )
@@ -64,4 +64,4 @@ def bias_grads(
             torch.mul(flat, b.scale.rows, out=g_rows)
         else:
             torch.sum(by_sample(gy, size, gy.shape[-1]), 1, out=g_rows).mul_(b.scale.rows)
-    return b.send(g_bias, g_rows)
+    return b.finish(g_bias, g_rows)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.expansion import Expansion, Op, per_sample, shared, wanted
+from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
 from .common import bias_grads, check_rows, of_dtype, owned
 from .conv_rows import Geometry, as_groups, convolution, convolution_backward, differentiable_rows, write_rows
 
@@ -101,7 +101,7 @@ def apply(
 ) -> Tensor:
     """The convolution, or its transpose, with one weight for all samples or a weight for each."""
     n = len(geometry.stride)
-    w, b = shared(weight, n + 2), None if bias is None else shared(bias, 1)
+    w, b = as_expansion(weight, n + 2), None if bias is None else as_expansion(bias, 1)
     check_rows(op, x, w.rows if w is not None else per_sample(weight, n + 2, len(x)))
     check_rows(op, x, b.rows if b is not None else bias if isinstance(bias, Tensor) else None)
     options = geometry, transposed, output_padding or (0,) * n
@@ -231,7 +231,7 @@ class _Conv(Op):
         (gy,) = grads
         x, weight, rows = ctx.saved_tensors
         w, b, (geometry, transposed, output_padding) = ctx.w, ctx.b, ctx.options
-        need_x, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx, w, b)
+        need_x, need_weight, need_rows, need_bias, need_bias_rows, *_ = needed_grads(ctx, w, b)
         gx = g_weight = g_rows = g_bias = g_bias_rows = None
         if need_rows or need_weight:  # before the input's, so that what this takes on the side is free again
             moved, fixed = (gy, x) if transposed else (x, gy)
@@ -275,7 +275,7 @@ def _weight_grads(
         g_rows = (
             differentiable_rows(x, gy, w.rows.shape, geometry) if need_rows and w.rows is not None else None
         )
-        return w.out(_summed(x, gy, w.weight, geometry) if need_weight else None, g_rows)
+        return w.finish_differentiable(_summed(x, gy, w.weight, geometry) if need_weight else None, g_rows)
     g_weight = g_rows = None
     if need_rows:
         g_rows = w.buffer()
@@ -288,7 +288,7 @@ def _weight_grads(
             g_weight = g_rows.sum(0) * (1 / w.scale.rows)
         else:
             g_weight = _summed(x, gy, w.weight, geometry)
-    return w.send(g_weight, g_rows)
+    return w.finish(g_weight, g_rows)
 
 
 def _summed(x: Tensor, gy: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.expansion import Expansion, Op, shared, wanted
+from ..core.expansion import Expansion, Op, as_expansion, needed_grads
 from .common import check_rows, of_dtype, owned
 
 
@@ -23,7 +23,7 @@ def embedding(ids: Tensor, weight: Tensor | Expansion, padding_idx: int | None =
         ValueError: the shapes do not fit, or ``padding_idx`` is no entry.
         IndexError: an id is out of range (on CPU).
     """
-    w = shared(weight, 2)
+    w = as_expansion(weight, 2)
     entries = (w.weight if w is not None else weight).shape[-2]  # type: ignore[union-attr]
     if padding_idx is not None:
         if not -entries <= padding_idx < entries:
@@ -100,9 +100,13 @@ class _Embedding(Op):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gy,), (ids,), w = grads, ctx.saved_tensors, ctx.w
-        _, need_weight, need_rows, *_ = wanted(ctx, w)
+        _, need_weight, need_rows, *_ = needed_grads(ctx, w)
         g_weight, g_rows, index = table_grads(
             of_dtype(gy, w.weight.dtype), ids, w, ctx.padding_idx, need_weight, need_rows
         )
-        sent = w.out(g_weight, g_rows) if torch.is_grad_enabled() else w.send(g_weight, g_rows, index)
+        sent = (
+            w.finish_differentiable(g_weight, g_rows)
+            if torch.is_grad_enabled()
+            else w.finish(g_weight, g_rows, index)
+        )
         return None, *sent, None, None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.expansion import Expansion, Op, composite_backward, shared, wanted
+from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from .common import of_dtype, owned
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -25,7 +25,7 @@ def grouped_mm(
     `product` is torch's own (``torch._grouped_mm``), by which the result is computed where the weights are
     only an expansion. Memory of the weight's gradient: B x E x I x O values.
     """
-    w = shared(weight, 3)
+    w = as_expansion(weight, 3)
     if w is None:
         assert isinstance(weight, Tensor)
         return _composite(x, weight, offsets, samples)
@@ -70,7 +70,7 @@ class _Grouped(Op):
                 return _composite(x, w.rebind(*handles).tensor(size), offsets, samples)
 
             return *composite_backward(composite, (x, weight, rows), grads), None, None, None, None
-        need_x, need_weight, need_rows, *_ = wanted(ctx, w)
+        need_x, need_weight, need_rows, *_ = needed_grads(ctx, w)
         gx = g_weight = g_rows = None
         gy = of_dtype(gy, weight.dtype)
         group = _groups(offsets, len(x))
@@ -84,7 +84,7 @@ class _Grouped(Op):
                 g_rows = each(samples, w.buffer(), w.scale.rows)
             if need_weight:
                 g_weight = each(torch.zeros_like(samples), weight.new_empty(1, *weight.shape), 1.0)[0]
-        return *(gx, *w.send(g_weight, g_rows)), None, None, None, None
+        return *(gx, *w.finish(g_weight, g_rows)), None, None, None, None
 
 
 def _each_group(

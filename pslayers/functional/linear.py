@@ -6,7 +6,7 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from ..core.expansion import Expansion, Op, per_sample, shared, wanted
+from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
 from .common import SUM_FROM_ROWS, bias_grads, by_sample, check_rows, of_dtype, owned
 from .products import affine, outer, outer_each
 
@@ -24,7 +24,7 @@ def linear(
     Raises:
         ValueError: the shapes do not fit.
     """
-    w, b = shared(weight, 2), None if bias is None else shared(bias, 1)
+    w, b = as_expansion(weight, 2), None if bias is None else as_expansion(bias, 1)
     if w is None or x.is_complex():  # the op's gradients take no conjugates
         return _per_sample_linear(x, weight, bias, transposed)
     check_rows("linear", x, w.rows if b is None or w.rows is not None else b.rows)
@@ -85,7 +85,7 @@ class _Linear(Op):
         (gy,) = grads
         x, weight, rows = ctx.saved_tensors
         w, b, turned = ctx.w, ctx.b, ctx.turned
-        need_x, need_weight, need_rows, need_bias, need_bias_rows, *_ = wanted(ctx, w, b)
+        need_x, need_weight, need_rows, need_bias, need_bias_rows, *_ = needed_grads(ctx, w, b)
         gx = g_weight = g_rows = g_bias = g_bias_rows = None
         if need_x:
             if torch.is_grad_enabled():
@@ -111,8 +111,8 @@ def _weight_grads(
     if torch.is_grad_enabled():
         if need_rows and rows is not None:
             left, right = _factors(gy, x, len(rows))
-            return w.out(product(gy, x) if need_weight else None, left @ right)
-        return w.out(product(gy, x), None)
+            return w.finish_differentiable(product(gy, x) if need_weight else None, left @ right)
+        return w.finish_differentiable(product(gy, x), None)
     g_weight = g_rows = None
     if need_rows:
         assert rows is not None
@@ -125,7 +125,7 @@ def _weight_grads(
             g_weight = g_rows.sum(0) * (1 / w.scale.rows)
         else:
             g_weight = outer(gy, x)
-    return w.send(g_weight, g_rows)
+    return w.finish(g_weight, g_rows)
 
 
 def product(gy: Tensor, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.expansion import Expansion, per_sample, shared
+from ..core.expansion import Expansion, as_expansion, per_sample
 from .cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell
 from .linear import linear
 from .rnn_layer import Layer, Plan, composite
@@ -202,7 +202,7 @@ def _run(
         states = [h[directions * layer : directions * (layer + 1)] for h in hx]  # (D, N, ...)
         given = weights[count * layer : count * (layer + 1)]
         ndims = [1 if name.startswith("b") else 2 for name in names] * directions
-        common = [shared(w, ndim) for w, ndim in zip(given, ndims, strict=True)]
+        common = [as_expansion(w, ndim) for w, ndim in zip(given, ndims, strict=True)]
         size = _samples(cell.name, given, common, steps.rows)
         whole = [w for w in common if w is not None]
         plan = Plan(cell, steps, directions, names, whole)

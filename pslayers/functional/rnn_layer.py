@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.expansion import Expansion, Op, composite_backward, wanted
+from ..core.expansion import Expansion, Op, composite_backward, needed_grads
 from .cells import Cell, Pass
 from .common import SUM_FROM_ROWS
 from .products import affine, outer, outer_each
@@ -60,7 +60,7 @@ class Layer(Op):
         x, y, *tensors = ctx.saved_tensors
         if torch.is_grad_enabled():
             return None, *_graph_backward(ctx.plan, x, tensors, grads)
-        return None, *_backward(ctx.plan, wanted(ctx, *ctx.plan.expansions)[1:], x, y, tensors, grads)
+        return None, *_backward(ctx.plan, needed_grads(ctx, *ctx.plan.expansions)[1:], x, y, tensors, grads)
 
 
 def _split(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -233,7 +233,7 @@ def _weight_grads(
             g_weight = g_rows.sum(0) * (1 / w.scale.rows)
         else:
             g_weight = outer(g, x)
-    return w.send(g_weight, g_rows)
+    return w.finish(g_weight, g_rows)
 
 
 def _bias_grads(
@@ -248,4 +248,4 @@ def _bias_grads(
         g_rows = torch.mul(own, b.scale.rows, out=b.buffer())
     if need_weight:
         g_weight = g.sum(0).to(b.weight.dtype)
-    return b.send(g_weight, g_rows)
+    return b.finish(g_weight, g_rows)

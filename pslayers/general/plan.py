@@ -109,7 +109,7 @@ def memory_order(t: Tensor) -> tuple[int, ...] | None:
 def sample_ids(t: Tensor) -> Tensor:
     """Whose the rows of a tensor are that is known to hold picked ones."""
     owners = None if local.gathered_rows is None else local.gathered_rows.owners(t)
-    if owners is None or owners.ids is None:
+    if owners is None or owners.sample_ids is None:
         raise NoRuleError("it does not return rows that a mask has picked")
-    ids: Tensor = owners.ids
+    ids: Tensor = owners.sample_ids
     return ids

@@ -21,7 +21,7 @@ from ..attribution.tracking import (
     fits_layout,
 )
 from ..core.context import Batch, Scale, Settings, clear, in_place_of, local, places_of, transforming
-from ..core.expansion import Expansion, cross
+from ..core.expansion import Expansion, rescale_grad
 from ..core.recorder import recorder_of
 from ..core.trees import map_tensors, tensors_in
 from ..parameters.per_sample import NoRuleError, PerSample, Standing, followed
@@ -204,7 +204,7 @@ class PSLayer(Converted):
         call = Call(self, rows, batch.scale)
         if not self._ps_fused and batch.scale.total != 1:
             call.scale = scale = Scale(batch.scale.total, batch.scale.total)
-            args, kwargs = map_tensors(lambda t: cross(t, scale, True), (args, kwargs))
+            args, kwargs = map_tensors(lambda t: rescale_grad(t, scale, True), (args, kwargs))
         with call:
             output = ps_forward(self, *args, **kwargs)
         if not self._ps_fused:
@@ -212,7 +212,7 @@ class PSLayer(Converted):
                 # gradients of other things flow through here: scale the rows themselves
                 call.scale.inside = 1.0
             if call.scale.total != 1:
-                output = map_tensors(lambda t: cross(t, call.scale, False), output)
+                output = map_tensors(lambda t: rescale_grad(t, call.scale, False), output)
         if batch.outputs is not None:
             batch.outputs.add(self._ps_owned(output, rows))
         return output if undo is None else map_tensors(undo, output)
@@ -264,7 +264,7 @@ class PSLayer(Converted):
             shared = x.each
         elif own and isinstance(x, Tensor):
             owners = None if (picks := followed()) is None else picks.owners(x)
-            if picks is None or (owners is not None and owners.ids is None):
+            if picks is None or (owners is not None and owners.sample_ids is None):
                 raise NoRuleError(
                     f"`{self._ps_state().path}` is given rows of which it is not known whose they are"
                 )

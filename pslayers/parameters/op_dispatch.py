@@ -74,7 +74,7 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
         return op(x, *each)  # made like the batch, a row for each of its
     if owners is None and not same:  # what all samples share
         return PerSample.of(op(x.expand(own[0].each.shape[0], *x.shape), *each), False, names)
-    if owners is None or owners.ids is None:
+    if owners is None or owners.sample_ids is None:
         return NotImplemented
     return picks.by_batch(lambda rows: op(rows, *each), x, owners) if owners.picked else op(x, *each)
 
@@ -282,12 +282,18 @@ def _grouped_mm(func: Any) -> Callable[..., Any]:
         ):
             return NotImplemented
         owners = picks.owners(mat_a)
-        if owners is None or owners.ids is None or offs is None or bias is not None or out_dtype is not None:
+        if (
+            owners is None
+            or owners.sample_ids is None
+            or offs is None
+            or bias is not None
+            or out_dtype is not None
+        ):
             return NotImplemented
         if local.stand_ins is not None and not mat_b.same:
             local.stand_ins.slow |= mat_b.names
         return PF.grouped_mm(
-            mat_a, mat_b.each, offs, owners.ids, lambda x, w, offsets: func(x, w, offs=offsets)
+            mat_a, mat_b.each, offs, owners.sample_ids, lambda x, w, offsets: func(x, w, offs=offsets)
         )
 
     return rule

@@ -217,7 +217,7 @@ class PerSample(Tensor):
             )
         each = self.each.reshape(size, *shape[1:])
         if owners is not None and owners.picked:
-            return each.index_select(0, owners.ids)
+            return each.index_select(0, owners.sample_ids)
         return each if rows == size else each.repeat_interleave(rows // size, 0)
 
 
@@ -374,7 +374,9 @@ class _Rows:
         owners = followed().owners(t)
         if owners is None:
             return None
-        if owners.ids is None or (self.owners is not None and owners.picked and not owners.same(self.owners)):
+        if owners.sample_ids is None or (
+            self.owners is not None and owners.picked and not owners.same(self.owners)
+        ):
             raise NoRuleError(f"`{self.name}` takes rows of which it is not known whose they are")
         if self.owners is not None and owners.picked != self.owners.picked:
             raise NoRuleError(f"`{self.name}` takes rows that were picked beside others")
@@ -383,7 +385,7 @@ class _Rows:
             return t
         self.batch = owners.batch(self.size)
         with torch_api.without_torch_function():
-            return self.batch.into(t)  # type: ignore[no-any-return]
+            return self.batch.pack(t)  # type: ignore[no-any-return]
 
     def back(self, rows: Tensor) -> Tensor:
         """The result's rows."""
@@ -391,7 +393,7 @@ class _Rows:
             followed().tag_batch(rows)
             return rows
         with torch_api.without_torch_function():
-            rows = self.batch.back(rows)
+            rows = self.batch.unpack(rows)
         followed().tag(rows, self.owners)
         return rows
 
@@ -496,7 +498,9 @@ def _owners(batch: Sequence[Tensor]) -> Any:
         return None
     first, *others = (followed().owners(t) for t in batch)
     known = (
-        first is not None and first.ids is not None and all(o is not None and o.same(first) for o in others)
+        first is not None
+        and first.sample_ids is not None
+        and all(o is not None and o.same(first) for o in others)
     )
     return first if known else NotImplemented
 
@@ -537,7 +541,7 @@ def _set(func: Any, t: Any, index: Any, value: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     with torch_api.without_torch_function():
         # whose each of the values is that are written
-        ids = owners.ids.view(-1, *(1,) * (t.ndim - 1)).expand_as(t)[parts]
+        ids = owners.sample_ids.view(-1, *(1,) * (t.ndim - 1)).expand_as(t)[parts]
         if ids.ndim < value.ndim:
             raise NoRuleError("a parameter of each sample's own is written to values of less dims")
         each = value.each.reshape(len(value.each), *(1,) * (ids.ndim - value.ndim), *value.shape).expand(

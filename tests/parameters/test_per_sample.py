@@ -15,7 +15,7 @@ import pslayers as ps
 from pslayers.parameters.per_sample import NoRuleError, PerSample
 
 from ..oracle import assert_rows_right, squares
-from ..test_redirect import Leaf
+from .test_op_dispatch import Leaf
 
 SEQUENCE, IMAGE = (5, 4), (4, 5, 6)
 
