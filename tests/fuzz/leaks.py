@@ -87,18 +87,18 @@ class Across(Block):
 
 
 def gradients_cross(net: nn.Module, inputs: tuple[Any, ...], config: Config) -> bool:
-    """Whether a sample's loss has a gradient at another's part of what the leak is given: behind a saturated
-    softmax none has.
+    """Whether a sample's loss has a gradient at what another's first layer returns: behind a dead unit or a
+    saturated softmax none has.
     """
     given: list[Tensor] = []
-    (leak,) = (m for m in net.modules() if isinstance(m, Leak | Across))
-    handle = leak.register_forward_pre_hook(lambda _, args: given.append(args[0].requires_grad_()))
+    handle = net.get_submodule("embed").register_forward_hook(lambda m, args, output: given.append(output))
     torch.manual_seed(0)
     losses = config.losses(net(*inputs))
     handle.remove()
     own, cross = 0.0, 0.0
     for i, loss in enumerate(losses):
         (grad,) = torch.autograd.grad(loss, given[:1], retain_graph=True, materialize_grads=True)
+        grad = grad if config.options.get("batch_first", True) else grad.movedim(1, 0)
         sizes = grad.abs().unflatten(0, (len(losses), -1)).flatten(1).amax(1).tolist()
         own, cross = max(own, sizes.pop(i)), max(cross, *sizes)
     return cross > 1e-9 * own
