@@ -1,5 +1,7 @@
-"""Proof that rows are the samples': from the graph of a first call, and by comparing with what the plain
-model returns.
+"""Proof that samples do not interact: `rows_agree` goes through the graph of a first call, and looks whether
+each sample's outputs depend on that sample's rows alone, in what every layer returned.
+
+`disagreement` compares outputs with those of the plain model. `modules/converted.py` calls both.
 """
 
 import functools

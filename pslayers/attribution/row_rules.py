@@ -1,8 +1,7 @@
-"""What torch's functions do to rows that `picks` follows: rule(picks, result, name, args, kwargs) tags what a
-function returned.
+"""What torch's functions do to rows that are followed: rule(picks, result, name, args, kwargs), `picks` being
+the `GatheredRows` mode, notes of which sample each row of the result is.
 
-A rule says whose the rows of the result are, by those of the arguments: a function that has none may do
-anything to rows.
+It follows from what is known of the arguments; a function without a rule may do anything to rows.
 """
 
 from collections.abc import Callable

@@ -23,8 +23,8 @@ from ..core.trees import map_tensors, own_parameters, tensors_in, written_to
 from .snapshot import trial
 
 # how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's
-# together or each time step's together; as rows that masks have picked, see `picks`; not at all, being the
-# same for all, in one row or without a batch dim (a table); or in no such way
+# together or each time step's together; as rows that masks have picked, see `gathered.py`; not at all, being
+# the same for all, in one row or without a batch dim (a table); or in no such way
 Layout = tuple[str, int]
 # a tensor that a call takes or returns: the module's id, the number of the call, its place ("in", 0), its
 # dims

@@ -1,8 +1,8 @@
-"""What a call is run as: the settings of its model, its batch, and what stands in the place of parameters
-meanwhile.
+"""The state of the call that is running, one per thread (`local`): the model's settings, the batch, and the
+tensors that stand in the place of parameters. (The batch size itself is decided in `modules/converted.py`.)
 
-All of it is known to one thread (`local`). A checkpoint computes a part of a call again, in the backward
-pass: `situation` is what it was run as at first, and the second run is given that again.
+A checkpoint computes a part of the forward again in the backward pass: `situation` restores the state that
+the part had in the forward, and `inputs_noted` what was known of its inputs.
 """
 
 import threading
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_api
+from .thread_turns import Turns
 from .trees import tensors_of
-from .turns import Turns
 
 
 class NoRuleError(NotImplementedError):
@@ -306,8 +306,8 @@ def current_batch() -> Batch | None:
 
 
 def picked_by(t: Any) -> Any:
-    """Whose the rows of a tensor are (`owners.RowProvenance`), if they were picked; None where that is not
-    followed.
+    """Whose the rows of a tensor are (`provenance.RowProvenance`), if they were picked; None where that is
+    not followed.
     """
     return None if local.gathered_rows is None else local.gathered_rows.picked(t)
 

@@ -6,8 +6,8 @@ values in S.
 
 A recorded parameter has two edges in the autograd graph: the parameter itself, whose gradient is the plain,
 summed one, and a *rows* leaf, a stride-0 expansion ``(B, *S)`` on the same memory, whose gradient is the
-per-sample one. An op with per-sample weights fills both. Keeping them apart means that no pass over the B x P
-memory is owed to summing or to the factor of a mean, and that whatever asks for one of the two
+per-sample one. An op with per-sample weights fills both. Kept apart, neither the sum nor the
+factor of a mean needs a further pass over the B x P memory, and whoever asks for one of the two
 (``torch.autograd.grad``) neither pays for nor disturbs the other.
 """
 

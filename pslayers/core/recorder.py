@@ -1,5 +1,8 @@
-"""Recording: the gradient of a parameter's expansion becomes its `grad_sample`, without a copy, into memory
-that is reused.
+"""The recorder of a parameter: the gradient of its expansion becomes `grad_sample`, without a copy, in memory
+that is used again.
+
+All per-sample gradients end in `Recorder.store`: they are kept in `grad_sample`, or handed on at once
+(`Settings.stream`, what `ps.streaming` sets). Another destination for them begins there.
 """
 
 import weakref

@@ -1,4 +1,5 @@
-"""Modules without a replacement: how their forward is run so that each sample has parameters of its own.
+"""Modules without a replacement (with a class token, say): how their forward is run so that each sample has
+parameters of its own. `PSContainer._ps_run` calls in here.
 
 Three ways, the fastest first; a way is taken only after it has been proved on the very inputs of the module's
 call:
@@ -15,7 +16,7 @@ gradient of each sample's outputs is multiplied by a number of its own, so is th
 """
 
 from .calls import run, run_single
+from .choice import choose
 from .plan import Layouts, NoWayError, fits, parameters_of, places
-from .proof import choose
 
 __all__ = ["Layouts", "NoWayError", "choose", "fits", "parameters_of", "places", "run", "run_single"]

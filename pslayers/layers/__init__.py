@@ -1,4 +1,6 @@
-"""Replacement layers: torch's own, with per-sample weights."""
+"""Replacement layers: torch's own, with per-sample weights. Each file's `__all__` says which; they are only
+collected here.
+"""
 
 from ..modules.base import PSLayer
 from . import (

@@ -1,5 +1,5 @@
-"""Calls by the original layers: of a batch of one, where each gradient is its one row too; of none; where
-nothing is recorded.
+"""Calls that are run by the original layers: batches of one, where the ordinary gradient is the only row,
+empty batches, and calls that are not recorded.
 """
 
 import functools

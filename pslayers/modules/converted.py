@@ -1,5 +1,8 @@
-"""What every module of a converted model shares: settings, the batch of the outermost call, what tracking has
-taught.
+"""The base of every module of a converted model, and what happens when the outermost one is called.
+
+The batch size is decided (`_ps_in_turn`, `_ps_batch_size`). The first call of each kind (training or not,
+which inputs, of how many dims) is proved (`_ps_holds`); where that fails, how the layers' inputs hold the
+samples is tracked and learned, and the call proved again (`_ps_learn`, `_ps_prove`).
 """
 
 import functools

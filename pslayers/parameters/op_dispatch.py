@@ -1,12 +1,10 @@
-"""Where parameters are the samples' own, the ops that torch.nn's layers are made of, on the fast forms of
-`functional`.
+"""Sends torch's ops (F.linear, ...) to their fast forms in `functional` where a parameter is per sample.
 
-A forward that runs as it is has a `PerSample` for each parameter: its op is called on the batch.
+In a forward that runs as it is, with a `PerSample` for each parameter, the op is called on the whole batch.
 
-A module that runs under `torch.func.vmap` with expanded parameters would have its products with real
-per-sample weights. Here an op whose weight is but an expansion goes to its counterpart in `functional`
-instead: by the vmap rule of an autograd.Function, which is handed the real tensors, every sample's part in
-dim 0.
+Under `torch.func.vmap` an op with expanded parameters would be a product with real per-sample weights. Here
+an op whose weight is only an expansion goes to its form in `functional` instead: by the vmap rule of an
+autograd.Function, which is handed the real tensors, every sample's part in dim 0.
 """
 
 from collections.abc import Callable

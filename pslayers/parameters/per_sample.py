@@ -1,13 +1,15 @@
-"""Parameters of which each sample has its own, in a forward that runs once, for the whole batch, as it is
-written.
+"""`PerSample`: one tensor in the place of a parameter, which holds values of its own for each sample, so that
+a forward runs once, for the whole batch, as it is written.
 
-A `PerSample` takes a parameter's place. It has the parameter's shape S, and knows the B values (B, *S) that
-it stands for. A torch function that meets one has a rule here, or in `redirect` (the ops of torch.nn, in
-their fast form); any other is run for each sample by itself. Of parameters, and of what all samples share, it
-makes another `PerSample`; where it meets the batch each sample's rows meet its own. Whose the rows of a
-tensor are is never guessed from a multiple of B. Either they are followed (`picks`), or an op takes the
-parameter only to the module's own inputs and views of them, whose rows lie where these lie, and what goes
-value by value also to tensors of as many rows. What is not certain is refused.
+It has the parameter's shape S, and knows the B values (B, *S) that it stands for. A torch function that is
+given one has a rule here, or in `op_dispatch` (the ops of torch.nn, in their fast form); any other is run for
+each sample by itself. Of such tensors, and of what all samples share, an op makes another `PerSample`. With a
+tensor of the batch it makes an ordinary tensor, in which each sample's rows have met that sample's own
+values.
+
+Which rows of a batch's tensor are whose is never guessed from a multiple of B. Where rows are followed
+(`attribution/gathered.py`), that tells. Else a `PerSample` meets only the module's own inputs and views of
+them, and, in ops that go value by value, tensors of as many rows. All else is a `NoRuleError`.
 """
 
 import math
@@ -28,7 +30,7 @@ from ..functional.each import for_each
 Rule = Callable[..., Any]
 
 
-# ops whose weight may be a PerSample; `redirect` enters them
+# ops whose weight may be a PerSample; `op_dispatch` enters them
 OPS: dict[Any, Rule] = {}
 
 
@@ -207,7 +209,7 @@ class PerSample(Tensor):
         """`each` as it broadcasts with a tensor of `x_ndim` dims; NoRuleError.
 
         That holds as many rows as the module's input, or rows of which it is known whose they are
-        (`owners.RowProvenance`).
+        (`provenance.RowProvenance`).
         """
         size, shape = self.each.shape[0], (*(1,) * (x_ndim - self.ndim), *self.shape)
         inputs = () if local.stand_ins is None else local.stand_ins.inputs
@@ -227,7 +229,7 @@ def names_of(own: Iterable[PerSample]) -> frozenset[str]:
 
 
 def followed() -> Any:
-    """What knows whose the rows of tensors are (`picks.GatheredRows`), where that is followed."""
+    """What knows whose the rows of tensors are (`gathered.GatheredRows`), where that is followed."""
     return local.gathered_rows if local.stand_ins is None or local.stand_ins.follows else None
 
 

@@ -1,4 +1,6 @@
-"""The choice of a way: the fastest that is proved right on the very inputs of a call."""
+"""Chooses how a module without a replacement is run: the fastest way whose outputs and per-sample gradients
+are proved right on the very inputs of the call.
+"""
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,5 +1,5 @@
-"""Threads that call one model: side by side where calls read its parameters, alone where one puts something
-in their place.
+"""A lock for threads that call one model: calls that only read its parameters run side by side, one that puts
+something in their place runs alone.
 """
 
 from threading import Condition, Lock, get_ident
