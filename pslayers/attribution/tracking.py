@@ -8,6 +8,7 @@ learned about a call of a layer is kept for later batches.
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -208,8 +209,12 @@ def track(
                     continue
                 inputs[place] = dim
                 mixed |= others
+                # where a weak change (in a coarse precision) tells little: as in most others of such a shape
+                sure = Counter((plain[key].shape, *fits) for key, fits in found.items() if len(fits) == 1)
                 for key, fits in found.items():
-                    layouts.setdefault(key, min(fits, key=_PREFERENCE.index) if fits else MIXED)
+                    ranked = sorted(fits, key=_PREFERENCE.index)
+                    ranked.sort(key=lambda lay: -sure[plain[key].shape, lay])
+                    layouts.setdefault(key, ranked[0] if ranked else MIXED)
                 break
         for samples in _groups(batch.size) if len(inputs) > 1 else ():
             together = _rerun(run, model, args, kwargs, inputs, samples, batch, plain) or {}

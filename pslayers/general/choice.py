@@ -124,7 +124,10 @@ class _Proof:
         }
         self.names = sorted(names)
         self.factors = 0.5 + noise(torch.empty(size, dtype=torch.float64))  # one for each sample
-        self.rounding = _rounding(call, self.values.values())
+        eps = _rounding(call, self.values.values())
+        # of numbers, and of the largest one: a leak must not hide in what double precision does not round
+        self.relative = max(min(max(1e-7, 1e4 * eps), 1e-3), 16 * eps)
+        self.absolute = max(min(max(1e-8, 1e3 * eps), 1e-4), 4 * eps)
         before, plain = Snapshot(module), {n: self.values[n].clone().requires_grad_() for n in self.names}
         with self._run_by_itself(plain):
             args, kwargs = copied(call)
@@ -290,7 +293,7 @@ class _Proof:
             if t.is_floating_point() and t.numel():
                 same = (t == plain) | (t.isnan() & plain.isnan())  # infinities, as in masks
                 error = torch.where(same, 0, (t - plain).abs()).max()
-                if not error <= max(1e-3, 16 * self.rounding) * plain.abs().nan_to_num(0, 0, 0).max():
+                if not error <= self.relative * plain.abs().nan_to_num(0, 0, 0).max():
                     return "its outputs are others"
         return None
 
@@ -306,7 +309,7 @@ class _Proof:
                 (g.nan_to_num(0, 0, 0).abs().max().item() for g in expected.values() if g.numel()),
                 default=0.0,
             )
-            close = max(1e-3, 16 * self.rounding), max(1e-4, 4 * self.rounding) * largest
+            close = self.relative, self.absolute * largest
             return all(
                 n in found and torch.allclose(found[n], g, *close, equal_nan=True)
                 for n, g in expected.items()

@@ -187,15 +187,7 @@ class Converted(_Mixin):
         elif local.explicit is not None:
             size = local.explicit
         else:
-            if len(sizes) > 1 and trackable and recorded and not (local.again or sharding.apart(self)):
-                self._ps_look_for_batch(run, args, kwargs, sizes)
-            size = (
-                self._ps_batch_size(args, kwargs)
-                if self._ps_layer
-                else self._ps_told(sizes)
-                if sizes
-                else None
-            )
+            size = self._ps_size(run, args, kwargs, sizes, look=trackable and recorded)
         if size is None:
             if not self._ps_layer and recorded and not transforming():
                 raise self._ps_no_batch(args, kwargs)
@@ -255,6 +247,25 @@ class Converted(_Mixin):
             before.restore()
         assert kind is not None
         return self._ps_learn(run, args, kwargs, size, kind)
+
+    def _ps_size(
+        self,
+        run: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        sizes: list[tuple[int, int]],
+        look: bool,
+    ) -> int | None:
+        """How many samples an outermost call holds; None where it has no tensor."""
+        if self._ps_layer or not sizes:
+            return self._ps_batch_size(args, kwargs) if self._ps_layer else None
+        if len(sizes) > 1:
+            lengths = {len(slot.held[slot.name]) for slot in self._ps_inventory().given_slots()}
+            if lengths & {n for _, n in sizes}:  # weights that were given tell
+                return lengths.pop()
+            if look and not (local.again or sharding.apart(self)):
+                self._ps_look_for_batch(run, args, kwargs, sizes)
+        return self._ps_told(sizes)
 
     def _ps_kind(self, sizes: list[tuple[int, int]], size: int) -> Kind:
         """The kind of a call with inputs of these sizes."""

@@ -213,6 +213,19 @@ def test_the_functional_form_after_a_layer_was_added() -> None:
         torch.testing.assert_close(g, rows)
 
 
+@pytest.mark.parametrize("n", [3, 0, 1])
+def test_weights_that_were_given_tell_the_batch_size(n: int) -> None:
+    model, ours = both(Sized())
+    other, x, weights = torch.ones(7), batch(n, 3), ps.expand_params(ours, n)
+    losses = torch.func.functional_call(ours, weights, (other, x)).square().sum(1)
+    found = torch.autograd.grad(losses.sum(), list(weights.values()))
+    for i in range(n):
+        loss = model(other, x[i : i + 1]).square().sum()
+        for g, row in zip(found, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            torch.testing.assert_close(g[i], row)
+    assert all(len(g) == n for g in found)
+
+
 class Rooted(nn.Module):
     """Uses a layer's weight past the layer, so that all of it is run with per-sample parameters."""
 

@@ -129,18 +129,18 @@ class Live:
                     what = f"samples interact, as the gradient of `{k}`"
                     assert_near(what, total[k], getattr(r, self.config.reduction)(0))
             self.rounding = {}
-            if self.dtype != torch.float64:
-                rough, _ = self.loop(inputs, n, self.dtype)
-                errors = {k: (r.double() - rows[k]).abs() for k, r in rough.items()}
-                self.rounding = {
-                    k: e.nan_to_num(0, 0, 0).max().item() for k, e in errors.items() if e.numel()
-                }
+            for beside in (False, True) if self.dtype != torch.float64 else ():
+                for k, r in self.loop(inputs, n, self.dtype, beside)[0].items():
+                    error = (r.double() - rows[k]).abs().nan_to_num(0, 0, 0)
+                    self.rounding[k] = max(self.rounding.get(k, 0), error.max().item() if n else 0)
             return rows
 
     def loop(
-        self, inputs: tuple[Any, ...], n: int, dtype: torch.dtype
+        self, inputs: tuple[Any, ...], n: int, dtype: torch.dtype, beside: bool = False
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Rows by the plain model in this dtype, and the gradients of the batch's loss."""
+        """Rows by the plain model in this dtype, of samples alone or `beside` each other, and the gradients
+        of the batch's loss.
+        """
         net, inputs = without_checkpoints(self.plain).to(dtype), floating(inputs, dtype)
         named = {k: p for k, p in net.named_parameters() if p.requires_grad}
         together = self.config.losses(self.seeded(net, inputs))
@@ -152,7 +152,7 @@ class Live:
             return torch.autograd.grad(loss, list(named.values()), retain_graph=True, materialize_grads=True)
 
         for i in range(n):
-            if is_random(net):
+            if (beside and together.ndim) or is_random(net):
                 own = together[i]
             else:
                 own = self.config.losses(self.seeded(net, self.config.alone(inputs, i)))
