@@ -40,7 +40,7 @@ def finds(verdict: str, *kinds: str) -> bool:
 )
 def test_wrong_rows_are_found(change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     take = Recorder.store
-    monkeypatch.setattr(Recorder, "take", lambda self, rows: take(self, change(rows)))
+    monkeypatch.setattr(Recorder, "store", lambda self, rows: take(self, change(rows)))
     assert finds("wrong", "layer") and finds("wrong", "calls")
 
 
