@@ -78,7 +78,7 @@ def test_missing_dependency_is_named(missing: str, monkeypatch: pytest.MonkeyPat
     for name in [name for name in sys.modules if name.split(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit, match=r"pslayers\[examples\]"):
+    with pytest.raises(SystemExit, match=r"'\.\[examples\]'"):
         load_example()
 
 
