@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
 from ..attribution.proof import quiet_hooks, quiet_pass, separating_groups
@@ -124,14 +125,13 @@ class _Proof:
         }
         self.names = sorted(names)
         self.factors = 0.5 + noise(torch.empty(size, dtype=torch.float64))  # one for each sample
-        eps = _rounding(call, self.values.values())
-        # of numbers, and of the largest one: parts of a model in double precision may compute in single
-        self.relative, self.absolute = max(1e-3, 16 * eps), max(1e-4, 4 * eps)
+        coarsest = _Coarsest(call, self.values.values())
         before, plain = Snapshot(module), {n: self.values[n].clone().requires_grad_() for n in self.names}
         with self._run_by_itself(plain):
             args, kwargs = copied(call)
             given = {id(t) for t in tensors_in((args, kwargs))}
-            output = forward(module, *args, **kwargs)
+            with coarsest:
+                output = forward(module, *args, **kwargs)
             self.plain, self.orders = (
                 self._outputs(output, (args, kwargs), given),
                 tuple(map(memory_order, tensors_of(output))),
@@ -139,6 +139,9 @@ class _Proof:
             self.counts = before.differs()
             self.sums = [self._gradients(self.plain, plain, mixed) for mixed in (False, True)]
         self.plain = [t.detach() for t in self.plain]
+        self.relative, self.absolute = 1e-7, 1e-8  # of numbers, and of the largest one
+        if (eps := coarsest.eps) > 1e-12:  # not all in double precision
+            self.relative, self.absolute = max(1e-3, 16 * eps), max(1e-4, 4 * eps)
 
     def _run_by_itself(self, own: dict[str, Tensor]) -> Any:
         """Around a run of the module: nothing is left behind, and nothing recorded."""
@@ -315,14 +318,29 @@ class _Proof:
             )
 
 
-def _rounding(call: Call, params: Iterable[Tensor]) -> float:
-    """The relative error of one number in the coarsest precision that a call computes in."""
-    tensors = [t for t in (*tensors_in(call), *params) if isinstance(t, Tensor) and t.is_floating_point()]
-    cast = {t.device.type for t in tensors if torch.is_autocast_enabled(t.device.type)}
-    return max(
-        (torch.finfo(d).eps for d in (*(t.dtype for t in tensors), *map(torch.get_autocast_dtype, cast))),
-        default=0.0,
-    )
+class _Coarsest(TorchFunctionMode):
+    """Watches a call for the coarsest precision that it computes in: parts of a model in double precision may
+    compute in single.
+    """
+
+    def __init__(self, call: Call, params: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.eps = 0.0  # the relative error of one number
+        given = [t for t in (*tensors_in(call), *params) if isinstance(t, Tensor)]
+        self._look(given)
+        for device in {t.device.type for t in given}:
+            if torch.is_autocast_enabled(device):
+                self.eps = max(self.eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
+
+    def _look(self, values: Any) -> None:
+        for t in tensors_of(values):
+            if t.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(t.dtype).eps)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._look(result)
+        return result
 
 
 def _factors(each: Tensor, like: Tensor, layout: Layout) -> Tensor:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import pslayers as ps
+
 from .common import batch, both
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -105,3 +107,34 @@ def test_losses_over_parameters_of_their_own(kind: Any, reduction: str) -> None:
     model, ours = both(WithLoss(kind(reduction)), loss_reduction=reduction)
     for n in (4, 3, 6, 1):
         reduced_right(model, ours, reduction, batch(n, 4), torch.randint(7, (n,)))
+
+
+class Faint(nn.Module):
+    """A weight used past its layer, so that the whole is run with per-sample parameters; samples meet by
+    `leak`, and a part computes in `dtype`.
+    """
+
+    def __init__(self, leak: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.fc, self.leak, self.dtype = nn.Linear(4, 4), leak, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(self.fc(x).to(self.dtype).to(x), self.fc.weight).tanh()
+        return (h + self.leak * h.mean(0)).square().sum()
+
+
+@pytest.mark.parametrize("leak", [1e-6, 1e-4, 1e-3])
+def test_faint_interactions_are_seen_in_double_precision(leak: float) -> None:
+    ours = ps.convert_model(Faint(leak, torch.float64).double(), loss_reduction="sum")
+    with pytest.raises(ValueError, match=r"`Faint` \(Faint\) cannot be run with parameters for each sample"):
+        ours(torch.randn(3, 4, dtype=torch.float64))
+
+
+def test_parts_of_a_model_in_double_precision_may_compute_in_single() -> None:
+    model, ours = both(Faint(0.0, torch.float32), loss_reduction="sum")
+    x = batch(3, 4)
+    ours(x).backward()
+    for i in range(len(x)):
+        grads = torch.autograd.grad(model(x[i : i + 1]), list(model.parameters()))
+        for p, g in zip(ours.parameters(), grads, strict=True):
+            torch.testing.assert_close(p.grad_sample[i], g, rtol=1e-5, atol=1e-6)
