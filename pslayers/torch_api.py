@@ -339,7 +339,8 @@ _Noted = Callable[[Any], Callable[[Any], None]]
 
 
 class _Reentrant(threading.local):
-    straight = otherwise = forward = False
+    how = ""  # "straight", "otherwise", or as torch has it
+    forward = False
 
 
 _reentrant = _Reentrant()
@@ -351,27 +352,15 @@ def in_reentrant_forward() -> bool:
 
 
 @contextmanager
-def reentrant_checkpoints_straight() -> Iterator[None]:
-    """Inside the block a reentrant checkpoint keeps what it computes, so that torch.autograd.grad may go
-    through it.
+def reentrant_checkpoints(how: str) -> Iterator[None]:
+    """Inside the block torch.autograd.grad may go through what reentrant checkpoints have run: they keep what
+    they compute ("straight"), or are of the other kind ("otherwise").
     """
-    before, _reentrant.straight = _reentrant.straight, True
+    before, _reentrant.how = _reentrant.how, how
     try:
         yield
     finally:
-        _reentrant.straight = before
-
-
-@contextmanager
-def reentrant_checkpoints_otherwise() -> Iterator[None]:
-    """Inside the block a reentrant checkpoint is one of the other kind, whose graph torch.autograd.grad may
-    go through.
-    """
-    before, _reentrant.otherwise = _reentrant.otherwise, True
-    try:
-        yield
-    finally:
-        _reentrant.otherwise = before
+        _reentrant.how = before
 
 
 def _note_saved_inputs(noted: _Noted) -> None:
@@ -408,10 +397,7 @@ def _note_inputs_of_node(noted: _Noted) -> None:
     node.setup_context = staticmethod(setup_noted)
 
 
-def on_checkpoint(
-    situation: Callable[[], Callable[[], AbstractContextManager[None]]],
-    noted: Callable[[Any], Callable[[Any], None]],
-) -> None:
+def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[None]]], noted: _Noted) -> None:
     """Have every part of a forward that `torch.utils.checkpoint` computes again run in the context that it
     ran in at first.
 
@@ -441,13 +427,13 @@ def on_checkpoint(
 
     @functools.wraps(forward)
     def forward_noted(ctx: Any, *args: Any) -> Any:
-        ctx._ps_context = situation()
+        ctx._ps_context, tell = situation(), noted(args[2:])
         before, _reentrant.forward = _reentrant.forward, True
         try:
             output = forward(ctx, *args)
         finally:
             _reentrant.forward = before
-        function, tell = ctx.run_function, noted(args[2:])
+        function = ctx.run_function
 
         def again(*inputs: Any) -> Any:
             tell(inputs)
@@ -469,9 +455,9 @@ def on_checkpoint(
     apply = reentrant.apply
 
     def apply_or_not(cls: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        if _reentrant.straight:
+        if _reentrant.how == "straight":
             return function(*args)
-        if _reentrant.otherwise:
+        if _reentrant.how == "otherwise":
             return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
         return apply(function, preserve, *args)
 

@@ -266,9 +266,8 @@ class GatheredRows(TorchFunctionMode):
             except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
                 if not tracked and not trackable:
                     raise
-                problem = f"it does not take them as a batch ({type(error).__name__}: {error})".splitlines()[
-                    0
-                ]
+                reason = str(error).partition("\n")[0]
+                problem = f"it does not take them as a batch ({type(error).__name__}: {reason})"
         if tracked:
             self.refused.add(id(module))
             self.entering = module
@@ -279,13 +278,8 @@ class GatheredRows(TorchFunctionMode):
 
     def _into(self, batch: PaddedRows, t: Tensor, states: bool) -> Tensor:
         """A tensor that a call takes: rows beside those that are picked go with them."""
-        dim = (
-            0
-            if t.ndim and len(t) == batch.k
-            else 1
-            if states and t.ndim > 2 and t.shape[1] == batch.k
-            else None
-        )
+        dims = (0, 1) if states and t.ndim > 2 else (0,)
+        dim = next((d for d in dims if t.ndim and t.shape[d] == batch.k), None)
         if dim is None or (self.picked(t) is None and not states and (t.ndim < 2 or of_parameter(t))):
             return t
         with torch_api.without_torch_function():

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
+from ..core.trees import in_order, memory_order
 
 
 class RowProvenance:
@@ -190,10 +191,5 @@ class PaddedRows:
         """
         if self.alike:
             return t.view_as(t)
-        strides = t.stride()
-        order = sorted(range(t.ndim), key=lambda d: -strides[d])
-        return (
-            t.permute(order)
-            .index_select(order.index(dim), self.places)
-            .permute([order.index(d) for d in range(t.ndim)])
-        )
+        order = memory_order(t)
+        return in_order(t, order, lambda t: t.index_select(order.index(dim), self.places))

@@ -171,32 +171,20 @@ def track(
         for place, dims in _batched(args, kwargs, batch).items():
             # the first input that reaches a call decides: a mask may be as large as the batch by chance
             for dim in dims:
-                found: dict[Key, set[Layout]] = {}
-                others = set[Key]()
+                found: dict[Key, set[Layout]] = {}  # those that explain what has changed
+                others = set[Key]()  # of picked rows, some of other samples' have changed
                 for samples in _groups(batch.size):
                     changed = _rerun(run, model, args, kwargs, {place: dim}, samples, batch, plain)
                     blind = blind or changed is None
-                    for key, x in plain.items():
-                        where = (changed or {}).get(key)
-                        if (
-                            where is not None
-                            and (owners := picked_by(x)) is not None
-                            and owners.sample_ids is not None
-                        ):
-                            if bool(
-                                where[
-                                    ~torch.isin(owners.sample_ids, torch.tensor(samples, device=x.device))
-                                ].any()
-                            ):
-                                others.add(key)
+                    for key, where in (changed or {}).items():
+                        if where is None or not where.any() or (x := plain.get(key)) is None:
                             continue
-                        if where is not None and where.any():
-                            fits = {
-                                lay
-                                for lay in _candidates(x, batch.size)
-                                if _explains(lay, where, samples, batch.size)
-                            }
-                            found[key] = found[key] & fits if key in found else fits
+                        if (owners := picked_by(x)) is not None and owners.sample_ids is not None:
+                            mine = torch.isin(owners.sample_ids, torch.tensor(samples, device=x.device))
+                            others |= {key} if where[~mine].any() else set()
+                            continue
+                        fits = found.get(key, _candidates(x, batch.size))
+                        found[key] = {lay for lay in fits if _explains(lay, where, samples, batch.size)}
                 # another input that changes but other samples' outputs has its samples elsewhere, or is what
                 # all share
                 returned = [
@@ -209,12 +197,7 @@ def track(
                     continue
                 inputs[place] = dim
                 mixed |= others
-                # where a weak change (in a coarse precision) tells little: as in most others of such a shape
-                sure = Counter((plain[key].shape, *fits) for key, fits in found.items() if len(fits) == 1)
-                for key, fits in found.items():
-                    ranked = sorted(fits, key=_PREFERENCE.index)
-                    ranked.sort(key=lambda lay: -sure[plain[key].shape, lay])
-                    layouts.setdefault(key, ranked[0] if ranked else MIXED)
+                layouts = {**_decided(found, plain), **layouts}
                 break
         for samples in _groups(batch.size) if len(inputs) > 1 else ():
             together = _rerun(run, model, args, kwargs, inputs, samples, batch, plain) or {}
@@ -236,6 +219,18 @@ def track(
             ):
                 layouts[key] = _of_constant(x, batch.size)
     return layouts, tracker
+
+
+def _decided(found: dict[Key, set[Layout]], plain: dict[Key, Tensor]) -> dict[Key, Layout]:
+    """The layout of each of those that explain a change: where a weak change (in a coarse precision) tells
+    little, the one that most tensors of its shape have for sure.
+    """
+    sure = Counter((plain[key].shape, *fits) for key, fits in found.items() if len(fits) == 1)
+
+    def rank(key: Key, layout: Layout) -> tuple[int, int]:
+        return -sure[plain[key].shape, layout], _PREFERENCE.index(layout)
+
+    return {key: min(fits, key=functools.partial(rank, key), default=MIXED) for key, fits in found.items()}
 
 
 def _note_interactions(
@@ -372,7 +367,7 @@ def run_tracked(
     args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a model may change its inputs in place
     local.tracker = tracker = tracker or Tracker()
     try:
-        with trial(model), torch_api.reentrant_checkpoints_straight():
+        with trial(model), torch_api.reentrant_checkpoints("straight"):
             return tracker, run(*args, **kwargs)
     finally:
         local.tracker = None

@@ -1,4 +1,4 @@
-"""Tensors inside what a module is called with, or returns; parameters inside a module."""
+"""Tensors inside what a module is called with, or returns; parameters inside a module; dims in memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -162,3 +162,15 @@ def callable_module(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+# ------------------------------------------------------------------------------------------- dims in memory
+def memory_order(t: Tensor) -> tuple[int, ...]:
+    """Its dims, the one with the widest steps first."""
+    strides = t.stride()
+    return tuple(sorted(range(t.ndim), key=lambda d: -strides[d]))
+
+
+def in_order(t: Tensor, order: tuple[int, ...], change: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `change` gives of `t` with its dims in this order, put back: in memory they lie so."""
+    return change(t.permute(order)).permute([order.index(d) for d in range(t.ndim)])

@@ -23,9 +23,9 @@ from ..attribution.tracking import (
 from ..core.context import Scale, by_original_layers, in_place_of, local, places_of
 from ..core.expansion import Expansion, of_one
 from ..core.recorder import recorder_of
-from ..core.trees import map_tensors, own_parameters, tensors_in, tensors_of, written_to
+from ..core.trees import in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
 from ..parameters.per_sample import NoRuleError
-from .plan import Call, Forward, Plan, copied, memory_order, sample_ids
+from .plan import Call, Forward, Plan, copied, filled_order, sample_ids
 from .ways import run_by
 
 
@@ -85,13 +85,11 @@ def _laid_out(output: Any, plan: Plan, taken: set[int]) -> Any:
     orders = {
         id(t): order
         for t, order in pairs
-        if order is not None and id(t) not in taken and order != memory_order(t)
+        if order is not None and id(t) not in taken and order != filled_order(t)
     }
 
     def lay(t: Tensor) -> Tensor:
-        if (order := orders.get(id(t))) is None:
-            return t
-        return t.permute(order).contiguous().permute([order.index(d) for d in range(t.ndim)])
+        return t if (order := orders.get(id(t))) is None else in_order(t, order, Tensor.contiguous)
 
     return map_tensors(lay, output) if orders else output
 

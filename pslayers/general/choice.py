@@ -27,7 +27,7 @@ from ..attribution.tracking import (
 from ..core.context import by_original_layers, in_place_of, places_of
 from ..core.trees import map_tensors, own_parameters, tensors_in, tensors_of, written_to
 from ..parameters.per_sample import Standing
-from .plan import Call, Forward, Layouts, NoWayError, Plan, copied, memory_order, parameters_of, sample_ids
+from .plan import Call, Forward, Layouts, NoWayError, Plan, copied, filled_order, parameters_of, sample_ids
 from .ways import run_by
 
 
@@ -134,7 +134,7 @@ class _Proof:
                 output = forward(module, *args, **kwargs)
             self.plain, self.orders = (
                 self._outputs(output, (args, kwargs), given),
-                tuple(map(memory_order, tensors_of(output))),
+                tuple(map(filled_order, tensors_of(output))),
             )
             self.counts = before.differs()
             self.sums = [self._gradients(self.plain, plain, mixed) for mixed in (False, True)]
@@ -146,12 +146,11 @@ class _Proof:
     def _run_by_itself(self, own: dict[str, Tensor]) -> Any:
         """Around a run of the module: nothing is left behind, and nothing recorded."""
         stack = ExitStack()
-        straight = torch_api.reentrant_checkpoints_straight()
         for context in (
             torch.enable_grad(),
             trial(self.module),
             by_original_layers(),
-            straight,
+            torch_api.reentrant_checkpoints("straight"),
             quiet_hooks(self.module),
         ):
             stack.enter_context(context)

@@ -14,7 +14,7 @@ from ..attribution.tracking import (
     fits_layout,
 )
 from ..core.context import local
-from ..core.trees import map_tensors, own_parameters, tensors_in
+from ..core.trees import map_tensors, memory_order, own_parameters, tensors_in
 from ..parameters.per_sample import NoRuleError, PerSample
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -97,13 +97,10 @@ def copied(call: Call) -> Call:
     return copies
 
 
-def memory_order(t: Tensor) -> tuple[int, ...] | None:
+def filled_order(t: Tensor) -> tuple[int, ...] | None:
     """In which order its dims lie in memory; None where it does not fill what it lies in."""
-    if isinstance(t, PerSample):
-        return None
-    strides = t.stride()
-    order = tuple(sorted(range(t.ndim), key=lambda d: -strides[d]))
-    return order if t.permute(order).is_contiguous() else None
+    order = None if isinstance(t, PerSample) else memory_order(t)
+    return order if order is not None and t.permute(order).is_contiguous() else None
 
 
 def sample_ids(t: Tensor) -> Tensor:

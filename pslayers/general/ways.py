@@ -79,7 +79,7 @@ def run_by(
     both = (*plan.layouts.outputs, *plan.layouts.written)
     if plan.way == "vmap":
         # which transforms do not go into
-        with torch_api.quiet_vmap(), torch_api.reentrant_checkpoints_straight():
+        with torch_api.quiet_vmap(), torch_api.reentrant_checkpoints("straight"):
             outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
     else:
         own = [

@@ -175,10 +175,8 @@ class Converted(_Mixin):
     ) -> Any:
         state, settings = self._ps_state(), self._ps_state().settings
         recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
-        trackable, sizes = (
-            not self._ps_layer and not recomputed,
-            self._ps_sizes(args, kwargs) if not self._ps_layer else [],
-        )
+        trackable = not self._ps_layer and not recomputed
+        sizes = [] if self._ps_layer else self._ps_sizes(args, kwargs)
         inventory = self._ps_inventory() if recorded else None
         if inventory is not None and inventory.strangers and trackable and not settings.partial:
             inventory = self._ps_adopt()
@@ -257,15 +255,15 @@ class Converted(_Mixin):
         look: bool,
     ) -> int | None:
         """How many samples an outermost call holds; None where it has no tensor."""
-        if self._ps_layer or not sizes:
-            return self._ps_batch_size(args, kwargs) if self._ps_layer else None
-        if len(sizes) > 1:
+        if self._ps_layer:
+            return self._ps_batch_size(args, kwargs)
+        if len({n for _, n in sizes}) > 1:
             lengths = {len(slot.held[slot.name]) for slot in self._ps_inventory().given_slots()}
             if lengths & {n for _, n in sizes}:  # weights that were given tell
                 return lengths.pop()
             if look and not (local.again or sharding.apart(self)):
                 self._ps_look_for_batch(run, args, kwargs, sizes)
-        return self._ps_told(sizes)
+        return self._ps_told(sizes) if sizes else None
 
     def _ps_kind(self, sizes: list[tuple[int, int]], size: int) -> Kind:
         """The kind of a call with inputs of these sizes."""
@@ -285,7 +283,7 @@ class Converted(_Mixin):
         tensors of such dims.
         """
         state, dims = self._ps_state(), tuple([ndim for ndim, _ in sizes])
-        if dims in state.places or len({n for _, n in sizes}) == 1:
+        if dims in state.places:
             return
         with torch.no_grad(), without_gathered_rows():
             outputs = list(tensors_in([run_tracked(functools.partial(run, self), self, args, kwargs)[1]]))
@@ -502,7 +500,7 @@ class Converted(_Mixin):
             with gradients_unchanged(self):
                 agree = rows_agree(batch.outputs, own, batch)
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
-            with trial(self), torch_api.reentrant_checkpoints_otherwise():
+            with trial(self), torch_api.reentrant_checkpoints("otherwise"):
                 again, batch = self._ps_watched(run, args, kwargs, size)
                 agree = rows_agree(batch.outputs, batched_outputs(again, batch, layouts), batch)
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
