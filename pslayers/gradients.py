@@ -20,6 +20,7 @@ from .convert import (
 )
 from .core.context import Settings, clear, recorded_or_not
 from .core.sharding import is_shard
+from .core.sinks import Streaming
 from .core.trees import map_tensors, tensors_in
 from .modules.converted import Converted
 
@@ -113,12 +114,8 @@ def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterat
     """
     if not callable(take):
         raise TypeError(f"`take` must be a function of a name and a tensor; got {type(take).__name__}.")
-    with _changed(model, "stream", take):
-        try:
-            yield
-        finally:
-            for settings in settings_of(model):
-                settings.workspace = None
+    with _changed(model, "stream", Streaming(take)):
+        yield
 
 
 def clear_grad_samples(model: nn.Module) -> None:
@@ -127,7 +124,7 @@ def clear_grad_samples(model: nn.Module) -> None:
         if "grad_sample" in param.__dict__:
             clear(param)
         if (recorder := param.__dict__.get("_ps_recorder")) is not None:
-            recorder.memory = recorder.buffer_leaf = recorder.written = None
+            recorder.dense.release()
             recorder.release()
 
 
@@ -294,7 +291,7 @@ def _one_pass(
             getattr(p, "grad_sample", None) is not None
             and (recorder := p.__dict__.get("_ps_recorder")) is not None
         ):
-            recorder.memory = None
+            recorder.dense.memory = None
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *(p for _, p in params)]
     settings.collecting_grads = True

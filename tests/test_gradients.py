@@ -357,7 +357,7 @@ def test_memory_for_rows_is_there_before_activations_are() -> None:
     model[0].register_forward_pre_hook(
         lambda *_: there.append(
             [
-                p._ps_recorder.memory is not None and len(p._ps_recorder.memory) == size
+                p._ps_recorder.dense.memory is not None and len(p._ps_recorder.dense.memory) == size
                 for p in model.parameters()
             ]
         )
@@ -376,7 +376,7 @@ def test_runs_on_trial_have_the_memory_of_rows() -> None:
     def look(*_: Any) -> None:
         recorders = [p.__dict__.get("_ps_recorder") for p in model.parameters()]
         seen.append(
-            (local.tracker is not None, any(r is not None and r.memory is not None for r in recorders))
+            (local.tracker is not None, any(r is not None and r.dense.memory is not None for r in recorders))
         )
 
     model[0].register_forward_pre_hook(look)

@@ -11,12 +11,12 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from .. import torch_api
 from ..core.context import local
 from ..core.expansion import Expansion
-from ..functional.common import bias_grads
-from ..functional.conv import _padded, each
-from ..functional.conv import _weight_grads as _conv_grads
+from ..core.factors import Factor
+from ..functional.common import bias_factor
+from ..functional.conv import Patches, each, padded
 from ..functional.conv_rows import Geometry, convolution
-from ..functional.embedding import table_grads
-from ..functional.linear import _weight_grads as _linear_grads
+from ..functional.embedding import Gather
+from ..functional.linear import weight_factor
 from .registry import use_number
 from .weights import expansion_of, is_recorded
 
@@ -80,9 +80,11 @@ def _weight_grads(
 ) -> tuple[Tensor, Tensor]:
     sums = [weight.new_empty(0), weight.new_empty(0)]
     with torch.no_grad():
-        for i, (letter, name, rule) in enumerate((("w", "weight", _KINDS[kind]), ("b", "bias", _bias_grads))):
+        made = ("w", "weight", _FACTORS[kind]), ("b", "bias", _bias_factor)
+        for i, (letter, name, factor) in enumerate(made):
             if letter in wants:
-                total, _ = rule(gy, x, expansion_of(token, name, size), how)
+                e = expansion_of(token, name, size)
+                total, _ = e.take(factor(gy, x, e, how), True, True)
                 assert total is not None
                 sums[i] = total
     return sums[0], sums[1]
@@ -107,40 +109,37 @@ def _(
     )
 
 
-Grads = tuple[Tensor | None, Tensor | None]  # of (weight, rows), as an expansion sends them
-
-
-def _bias_grads(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
+def _bias_factor(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Factor:
     if how:  # a convolution's: positions after channels
         gy = gy.sum(tuple(range(2, gy.ndim)))
-    return bias_grads(gy, e, True, True)
+    return bias_factor(gy, e)
 
 
-def _linear_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
-    return _linear_grads(x, gy, e.rows, e, True, True)
+def _linear_factor(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Factor:
+    return weight_factor(x, gy, e)
 
 
-def _conv_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
+def _conv_factor(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Factor:
     n = len(how) // 3
     geometry = Geometry(tuple(how[:n]), tuple(how[n : 2 * n]), tuple(how[2 * n : 3 * n]), how[-1])
-    return _conv_grads(x, gy, e, geometry, True, True)
+    return Patches(x, gy, e, geometry)
 
 
-def _embedding_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
-    return e.finish(*table_grads(gy.to(e.weight.dtype), x, e, how[0] if how else None, True, True)[:2])
+def _embedding_factor(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Factor:
+    return Gather(x, gy.to(e.weight.dtype), e.shape, how[0] if how else None)
 
 
-def _bags_rule(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Grads:
+def _bags_factor(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Factor:
     ids, samples = x
-    assert e.rows is not None
-    size, entries, width = e.rows.shape
-    gy, index = gy.to(e.weight.dtype), samples * entries + ids
-    rows = e.zeros()
-    rows.view(size * entries, width).index_add_(0, index, gy * e.scale.rows)
-    return e.finish(e.weight.new_zeros(entries, width).index_add_(0, ids, gy), rows)
+    return Gather(ids, gy.to(e.weight.dtype), e.shape, samples=samples)
 
 
-_KINDS = {"linear": _linear_rule, "conv": _conv_rule, "embedding": _embedding_rule, "bags": _bags_rule}
+_FACTORS = {
+    "linear": _linear_factor,
+    "conv": _conv_factor,
+    "embedding": _embedding_factor,
+    "bags": _bags_factor,
+}
 
 
 def _linear(layer: Any, input: Tensor) -> Tensor:
@@ -155,7 +154,7 @@ def _conv(layer: Any, input: Tensor) -> Tensor:
         len(layer.kernel_size),
     )
     stride, dilation, kernel = each(layer.stride, n), each(layer.dilation, n), tuple(layer.kernel_size)
-    x, geometry = _padded(
+    x, geometry = padded(
         f"conv{n}d", input, kernel, stride, layer.padding, dilation, layer.groups, layer.padding_mode
     )
     how = [*geometry.stride, *geometry.padding, *geometry.dilation, geometry.groups]

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..core.context import Scale, Settings, local
 from ..core.expansion import Expansion
+from ..core.factors import Dense
 from ..core.recorder import recorder_of
 from .registry import modules, use_number
 
@@ -70,7 +71,7 @@ class _Weights(torch.autograd.Function):
 def _deliver(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
     e = expansion_of(token, name, len(rows))
     # `rows` is the compiler's to use again
-    total, _ = e.finish(rows.sum(0), torch.mul(rows, e.scale.rows, out=e.buffer()))
+    total, _ = e.take(Dense(rows, e.shape), True, True)
     assert total is not None
     return total
 
@@ -84,7 +85,7 @@ class _Delivered(Expansion):
     """An expansion in compiled code."""
 
     def route(
-        self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
+        self, weight_grad: Tensor | None, rows_grad: Tensor | None, entries: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
         assert self.recorder is not None and weight_grad is not None and rows_grad is not None
         self.recorder.note(weight_grad, compiled=True)

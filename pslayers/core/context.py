@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from .. import torch_api
 from .thread_turns import Turns
 from .trees import tensors_of
+
+if TYPE_CHECKING:
+    from .sinks import Streaming
 
 
 class NoRuleError(NotImplementedError):
@@ -60,10 +63,8 @@ class Settings:
     batch_first: bool = True
     accumulation: str = "replace"
     partial: bool = False  # some trainable parameters are left without rows, as was asked for
-    # takes rows, instead of keeping
-    stream: Callable[[str, Tensor], object] | None = field(default=None, repr=False)
-    # memory of streamed rows, in turn
-    workspace: torch.UntypedStorage | None = field(default=None, repr=False)
+    # takes rows, in the place of each parameter's own sink
+    stream: "Streaming | None" = field(default=None, repr=False)
     collecting_grads: bool = field(default=False, repr=False)  # rows go to the call that asks for them
     # modules are called with rows that masks have picked
     has_gathered_rows: bool = field(default=False, repr=False)

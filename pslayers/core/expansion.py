@@ -20,6 +20,8 @@ from torch import Tensor
 
 from .. import torch_api
 from .context import UNSCALED, Scale, transforming
+from .factors import Factor
+from .sinks import UNRECORDED
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -124,21 +126,27 @@ class Expansion:
         joined._ps_expansion = self  # type: ignore[attr-defined]
         return joined
 
-    def buffer(self) -> Tensor:
-        """Memory for the per-sample gradient (B, *S), uninitialised: the last one's again where nobody else
-        holds it.
-        """
-        assert self.rows is not None
-        if self.recorder is not None:
-            return self.recorder.buffer(self.rows)
-        return torch.empty(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
+    @property
+    def shape(self) -> torch.Size:
+        """(B, *S); B is 1 where nobody asks for rows."""
+        return torch.Size((1, *self.weight.shape)) if self.rows is None else self.rows.shape
 
-    def zeros(self) -> Tensor:
-        """The same, of zeros."""
-        assert self.rows is not None
-        if self.recorder is not None:
-            return self.recorder.zeros(self.rows)
-        return torch.zeros(self.rows.shape, dtype=self.rows.dtype, device=self.rows.device)
+    def take(self, factor: Factor, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of (weight, rows) of a use of the weight, for autograd to pass on."""
+        total = rows = None
+        if torch.is_grad_enabled():
+            total = factor.total() if need_weight else None
+            return self.finish_differentiable(total, factor.rows() if need_rows else None)
+        if need_rows:
+            assert self.rows is not None
+            scale = self.scale.rows
+            sink = UNRECORDED if self.recorder is None else self.recorder.sink
+            rows = sink.make(self.recorder, factor, self.rows, scale)
+        if need_weight:
+            total = factor.total() if rows is None or not factor.sums_rows() else rows.sum(0) * (1 / scale)
+            total = total if total.dtype == self.weight.dtype else total.to(self.weight.dtype)
+            total = total if self.scale.weight == 1 else total * self.scale.weight
+        return self.route(total, rows, factor.entries)
 
     def finish_differentiable(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None
@@ -150,21 +158,11 @@ class Expansion:
             rows_grad = rescale_grad(rows_grad, self.scale, False, self.scale.rows)
         return self.route(weight_grad, rows_grad)
 
-    def finish(
-        self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """As `finish_differentiable`, without a graph, from the plain sum and rows that are scaled already:
-        writing them did it.
-        """
-        if weight_grad is not None and self.scale.weight != 1:
-            weight_grad = weight_grad * self.scale.weight
-        return self.route(weight_grad, rows_grad, written)
-
     def route(
-        self, weight_grad: Tensor | None, rows_grad: Tensor | None, written: Tensor | None = None
+        self, weight_grad: Tensor | None, rows_grad: Tensor | None, entries: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of (weight, rows), scaled, for autograd to pass on; all rows but those `written` (of
-        D values) are zero.
+        """The gradients of (weight, rows), scaled, for autograd to pass on; all rows but `entries` of the
+        tables are zero.
 
         The summed one is noted, for the check that nothing else reaches the parameter. The rows of a
         parameter's only use go to it at once, as do those that ``loss.backward(inputs=...)`` lets not go
@@ -180,9 +178,7 @@ class Expansion:
             if not torch.is_grad_enabled() and (
                 (recorder.uses <= 1 and not parts) or not recorder.whole_pass()
             ):
-                recorder.store(rows_grad)
-                if written is not None and recorder.uses <= 1 and recorder.memory is not None:
-                    recorder.written = written, recorder.memory._version
+                recorder.store(rows_grad, entries if recorder.uses <= 1 else None)
                 return weight_grad, None
             recorder.listen()
         return weight_grad, rows_grad

@@ -1,8 +1,7 @@
-"""The recorder of a parameter: the gradient of its expansion becomes `grad_sample`, without a copy, in memory
-that is used again.
+"""The recorder of a parameter: what flows back to its expansions becomes rows, by a sink, and what arrives at
+the parameter itself is checked to be their sum.
 
-All per-sample gradients end in `Recorder.store`: they are kept in `grad_sample`, or handed on at once
-(`Settings.stream`, what `ps.streaming` sets). Another destination for them begins there.
+All per-sample gradients end in `Recorder.store`.
 """
 
 import weakref
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 from .. import torch_api
 from . import sharding
 from .context import Settings
+from .sinks import DenseRows, SingleSample, Sink
 
 
 class Recorder:
-    """Per parameter: its rows leaf, where the rows go, and the memory they are written to. Lives on the
-    parameter.
+    """Of one parameter, on which it lives: its rows leaf, its sinks, and what has been passed on to it.
 
     It holds its parameter weakly, so that a model is freed as soon as its user lets it go.
     """
@@ -27,24 +26,14 @@ class Recorder:
     def __init__(self, param: Tensor, name: str, settings: Settings) -> None:
         self.param = weakref.ref(param)
         self.name, self.settings = name, settings
-        # the module that holds the parameter, and its name there
-        self.slot: tuple[weakref.ref[nn.Module], str] | None = None
-        # the tensor whose `grad_sample` is written: the shard, where the parameter is a gathered one
-        self.home = self.param
+        self.holder, self.dense, self.single = sharding.Holder(param), DenseRows(), SingleSample()
         self.leaf: Tensor | None = None
         self.form: tuple[Any, ...] | None = None  # of the leaf
         self.node: Any = None  # of the graph, that takes what the leaf receives
-        self.memory: Tensor | None = None  # of the last rows
-        self.buffer_leaf: Tensor | None = None  # the leaf that they were the gradient of
-        # what in that memory is not zero, and its version at that time
-        self.written: tuple[Tensor, int] | None = None
         self.pass_id = self.outer_pass = self.notes_pass = -1
-        self.offset = 0  # rows that earlier passes have appended
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
         self.notes: list[tuple[int, int] | Tensor] = []
         self.compiled = False  # the notes come from compiled code
-        self.single_pass = -1  # in which all that arrives is one sample's, and is yet to be taken
-        self.single_grad: Tensor | None = None  # on its way, and taken already
         self.unexpanded = False  # a layer's last call did not expand this parameter
         with torch_api.without_torch_function():  # nobody wraps it
             self.hook = param.register_hook(_Arrival(self))
@@ -71,7 +60,8 @@ class Recorder:
             leaf = param.detach().expand(size, *param.shape).requires_grad_()
             leaf._ps_rows = True  # type: ignore[attr-defined]
             self.leaf, self.form = leaf, form
-            self._fit(leaf)
+            keeps = self.settings.stream is None and self.settings.accumulation == "replace"
+            self.dense.fit(leaf, allocated=keeps)
         return leaf
 
     def ready(self, param: Tensor, size: int) -> bool:
@@ -87,26 +77,6 @@ class Recorder:
             and form[4] is param.dtype
         )
 
-    def _fit(self, leaf: Tensor) -> None:
-        """Have memory for the rows of a new leaf: the old one's where it fits.
-
-        On CPUs it is allocated now: in the backward pass it would lie where the next forward pass wants its
-        activations again.
-        """
-        memory, settings = self.memory, self.settings
-        if memory is not None and (memory.shape, memory.dtype, memory.device) == (
-            leaf.shape,
-            leaf.dtype,
-            leaf.device,
-        ):
-            self.buffer_leaf = leaf
-        elif leaf.device.type == "cpu" and settings.stream is None and settings.accumulation == "replace":
-            self.memory, self.buffer_leaf, self.written = (
-                torch.empty(leaf.shape, dtype=leaf.dtype),
-                leaf,
-                None,
-            )
-
     def use(self) -> None:
         """Count an expansion of the parameter."""
         self.uses, self.checked = 1 if self.checked else self.uses + 1, False
@@ -114,67 +84,19 @@ class Recorder:
         # count the outer one
         self.outer_pass = torch_api.outer_pass()
 
-    def holder(self) -> Tensor | None:
-        """The tensor whose `grad_sample` is written."""
-        home = self.home()
-        return self.param() if home is None else home
-
-    def deliver(self) -> None:
-        """After a backward pass: rows go to what the module holds now, the shard of a parameter that was
-        gathered for the pass.
-        """
-        module, holder = self.slot[0]() if self.slot else None, self.holder()
-        now = module._parameters.get(self.slot[1]) if module is not None and self.slot else None
-        if now is None or holder is None or now is holder:
-            return
-        now.grad_sample, now._ps_recorder = holder.grad_sample, self  # type: ignore[attr-defined]
-        holder.__dict__.pop("grad_sample", None)
-        self.settings.recorded.pop(id(holder), None)
-        self.home = self.settings.recorded[id(now)] = weakref.ref(now)
-
     def current_pass(self) -> int:
         """The id of the backward pass that is running."""
         return torch_api.running_pass(self.outer_pass)
 
-    def buffer(self, rows: Tensor) -> Tensor:
-        """Memory for a gradient like `rows`: the last one's again, unless somebody holds it."""
-        settings, holder, memory = self.settings, self.holder(), self.memory
-        if settings.stream is not None:
-            return self._workspace(rows)
-        if (
-            memory is not None
-            and holder is not None
-            and rows is self.buffer_leaf
-            and settings.accumulation == "replace"
-            and self.pass_id != self.current_pass()
-        ):
-            holder.grad_sample = None  # type: ignore[attr-defined]  # about to be replaced: let it go, then see who else holds it
-            if not torch_api.held_elsewhere(memory):
-                return memory.detach()
-        return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    @property
+    def sink(self) -> Sink:
+        """Where the rows go now."""
+        stream = self.settings.stream
+        return self.dense if stream is None else stream
 
-    def zeros(self, rows: Tensor) -> Tensor:
-        """`buffer`, of zeros: cleared only where the last rows were written, if nobody has changed them
-        since.
-        """
-        written, version = self.written or (None, -1)
-        fresh = self.memory is None or self.memory._version != version
-        out = self.buffer(rows)
-        if written is None or fresh or self.memory is None or out.data_ptr() != self.memory.data_ptr():
-            return out.zero_()
-        out.view(-1, out.shape[-1]).index_fill_(0, written, 0)
-        return out
-
-    def _workspace(self, rows: Tensor) -> Tensor:
-        """Memory that all parameters of the model share, one after the other."""
-        size, held = rows.numel() * rows.element_size(), self.settings.workspace
-        if held is None or held.nbytes() < size or held.device != rows.device:
-            held = self.settings.workspace = torch.empty(
-                size, dtype=torch.uint8, device=rows.device
-            ).untyped_storage()
-        elif torch_api.storage_used(held):  # by another parameter of the layer, or kept
-            return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-        return rows.new_empty(0).set_(held, 0, rows.shape)  # type: ignore[call-overload]
+    def replaces(self) -> bool:
+        """Whether rows that come now take the place of those that are there."""
+        return self.settings.accumulation == "replace" and self.pass_id != self.current_pass()
 
     def note(self, grad: Tensor, compiled: bool = False) -> None:
         """Remember a gradient on its way to the parameter: by identity, or by value where several will be
@@ -196,20 +118,7 @@ class Recorder:
         """
         notes, self.notes, self.checked, pass_id = self.notes, [], True, torch_api.current_pass()
         noted = bool(notes) and self.notes_pass == pass_id
-        if self.single_grad is not None and self.pass_id == pass_id:  # that part was taken on its way
-            taken, self.single_grad, self.single_pass = self.single_grad, None, -1
-            if noted:
-                raise RuntimeError(
-                    f"`{self.name}` was reached by a batch of one and by another one in the same backward"
-                    " pass: use one batch size in a backward pass, or a pass for each batch, under"
-                    " ps.accumulating(model, 'append')."
-                )
-            self.store((grad - taken).unsqueeze(0))
-            return
-        if self.single_pass == pass_id and not (noted and self.settings.rows == 1):
-            row, self.single_pass = grad.unsqueeze(0), -1
-            kept = self.buffer(self.leaf if self.leaf is not None and self.leaf.shape == row.shape else row)
-            self.store(row if torch.is_grad_enabled() else kept.copy_(row))
+        if self.single.arrived(self, grad, noted):
             return
         if not noted:
             if not self.unexpanded:
@@ -264,81 +173,18 @@ class Recorder:
         if rows is not None:
             self.store(rows)
 
-    def store(self, rows: Tensor) -> None:
-        """Put the gradient of the expansion on the parameter, by the rules of accumulation."""
-        param, settings = self.holder(), self.settings
-        if param is None:
+    def store(self, rows: Tensor, entries: Tensor | None = None) -> None:
+        """Hand the gradient of the expansion to the sink; all rows but `entries` of the tables are zero."""
+        if self.holder.tensor() is None:
             return
-        pass_id, size = self.current_pass(), rows.shape[0]
+        pass_id, settings = self.current_pass(), self.settings
         if pass_id != settings.pass_id:
             settings.begin_pass(pass_id)
-        first = self.pass_id != pass_id
-        if settings.stream is not None:
-            self._stream(rows, pass_id, first, settings.stream)
-            return
-        if size != settings.rows != -1:
-            raise self._of_two_sizes(settings.rows, size)
-        if settings.rows == -1 and settings.accumulation == "append":
-            settings.line_up(size)
-        settings.rows = size
-        self._remember(rows)
-        if first:
-            self.pass_id, self.offset = pass_id, 0 if id(param) in settings.recorded else settings.appended
-            settings.recorded[id(param)] = weakref.ref(param)
-            if self.slot is not None and sharding.in_use():
-                torch_api.after_pass(self.deliver)
-        if not first or settings.accumulation != "replace":
-            rows = self._accumulated(param, rows, first)
-        param.grad_sample = rows  # type: ignore[attr-defined]
+        first, self.pass_id = self.pass_id != pass_id, pass_id
+        self.sink.store(self, rows, first, entries)
 
-    def _stream(
-        self, rows: Tensor, pass_id: int, first: bool, stream: Callable[[str, Tensor], object]
-    ) -> None:
-        """Hand the rows on, and keep none."""
-        if not first:
-            raise RuntimeError(
-                f"`{self.name}` got its per-sample gradient in parts (a reentrant checkpoint), which cannot"
-                " be streamed: use torch.utils.checkpoint with use_reentrant=False."
-            )
-        self.pass_id, self.memory, self.buffer_leaf, self.written = pass_id, None, None, None
-        stream(self.name, rows)
-
-    def _remember(self, rows: Tensor) -> None:
-        """Keep the memory of these rows for the next ones."""
-        memory, self.written = self.memory, None
-        if (
-            memory is not None
-            and rows.data_ptr() == memory.data_ptr()
-            and rows.shape == memory.shape
-            and not rows.requires_grad
-        ):
-            return
-        self.memory = self.buffer_leaf = None
-        if (
-            not rows.requires_grad
-            and self.leaf is not None
-            and rows.shape == self.leaf.shape
-            and rows.is_contiguous()
-        ):
-            self.memory, self.buffer_leaf = rows.detach(), self.leaf
-
-    def _accumulated(self, param: Tensor, rows: Tensor, first: bool) -> Tensor:
-        """These rows with those that are there: of earlier passes, or of this one."""
-        now: Tensor | None = getattr(param, "grad_sample", None)
-        appending = self.settings.accumulation == "append"
-        if now is None:  # no earlier pass has reached the parameter
-            before = self.offset if first and appending else 0
-            return torch.cat([rows.new_zeros(before, *rows.shape[1:]), rows]) if before else rows
-        if first and appending:  # in the place of zeros
-            self.offset = len(now) - len(rows)
-            return torch.cat([now[: self.offset], rows])
-        if len(now) - self.offset != len(rows):
-            raise self._of_two_sizes(len(now) - self.offset, len(rows))
-        if self.offset:
-            return torch.cat([now[: self.offset], now[self.offset :] + rows])
-        return now + rows
-
-    def _of_two_sizes(self, one: int, other: int) -> RuntimeError:
+    def of_two_sizes(self, one: int, other: int) -> RuntimeError:
+        """What is raised where rows of `other` samples meet rows of `one`."""
         return RuntimeError(
             f"`{self.name}` was reached by {other} samples where rows of {one} are: two calls of the model,"
             " of batches of different sizes, or layers that were called outside of the model's own forward."
@@ -372,19 +218,20 @@ def store_single(recorders: Sequence[Recorder], grads: Sequence[Tensor | None]) 
     for recorder, grad in zip(recorders, grads, strict=True):
         if grad is None:
             continue
-        memory, param, recorder.outer_pass = recorder.memory, recorder.param(), -1
+        dense, param, recorder.outer_pass = recorder.dense, recorder.param(), -1
+        memory = dense.memory
         if (
             not early
             or recorder.pass_id == pass_id  # not the only one of this pass
             or memory is None
             or param is None
-            or recorder.buffer_leaf is not recorder.leaf
+            or dense.leaf is not recorder.leaf
             or len(memory) != 1
             or held_elsewhere(memory)
         ):
-            recorder.single_pass = pass_id
+            recorder.single.pass_id = pass_id
             continue
-        recorder.pass_id, recorder.offset, recorder.written, recorder.single_grad = pass_id, 0, None, grad
+        recorder.pass_id, dense.offset, dense.written, recorder.single.taken = pass_id, 0, None, grad
         recorded[id(param)] = recorder.param
         param.grad_sample = memory.detach()  # type: ignore[attr-defined]
         rows.append(memory)
@@ -419,8 +266,8 @@ class _Arrival(_WeakHook):
         owner = self.owner()
         if owner is None:
             return
-        if tensor is owner.single_grad:
-            owner.single_grad = None
+        if tensor is owner.single.taken:
+            owner.single.taken = None
         else:
             owner.check(tensor)
 
@@ -434,8 +281,8 @@ def recorder_of(param: Tensor, name: str, settings: Settings, module: nn.Module 
         recorder = param._ps_recorder = Recorder(param, name, settings)  # type: ignore[attr-defined]
     elif recorder.settings is not settings:
         recorder.name, recorder.settings = name, settings
-    if recorder.slot is None and module is not None:
-        recorder.slot = (weakref.ref(module), name.rpartition(".")[2])
+    if recorder.holder.slot is None and module is not None:
+        recorder.holder.slot = (weakref.ref(module), name.rpartition(".")[2])
     return recorder
 
 

@@ -6,9 +6,16 @@ module then holds.
 """
 
 import sys
-from typing import Any
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, distributed, nn
+
+from .. import torch_api
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
 
 
 def in_use() -> bool:
@@ -31,3 +38,44 @@ def apart(module: nn.Module) -> bool:
 def is_sharded(cls: type[Any]) -> bool:
     """Whether this is a class that fully_shard has made of another."""
     return len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule"
+
+
+class Holder:
+    """Finds the tensor that carries `grad_sample`: the parameter, or the shard, where that is a gathered one.
+
+    It holds both weakly.
+    """
+
+    def __init__(self, param: Tensor) -> None:
+        self.param = self.home = weakref.ref(param)
+        # the module that holds the parameter, and its name there
+        self.slot: tuple[weakref.ref[nn.Module], str] | None = None
+
+    def tensor(self) -> Tensor | None:
+        """It, while it is there."""
+        home = self.home()
+        return self.param() if home is None else home
+
+    def enter(self, recorder: "Recorder") -> int:
+        """Note that it gets rows in the pass that is running, and how many of earlier passes are kept before
+        them.
+        """
+        settings, holder = recorder.settings, self.tensor()
+        offset = 0 if id(holder) in settings.recorded else settings.appended
+        settings.recorded[id(holder)] = self.home if self.home() is holder else self.param
+        if self.slot is not None and in_use():
+            torch_api.after_pass(partial(self.hand_over, recorder))
+        return offset
+
+    def hand_over(self, recorder: "Recorder") -> None:
+        """After a backward pass: rows go to what the module holds now, the shard of a parameter that was
+        gathered for the pass.
+        """
+        module, holder = self.slot[0]() if self.slot else None, self.tensor()
+        now = module._parameters.get(self.slot[1]) if module is not None and self.slot else None
+        if now is None or holder is None or now is holder:
+            return
+        now.grad_sample, now._ps_recorder = holder.grad_sample, recorder  # type: ignore[attr-defined]
+        holder.__dict__.pop("grad_sample", None)
+        recorder.settings.recorded.pop(id(holder), None)
+        self.home = recorder.settings.recorded[id(now)] = weakref.ref(now)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
+from ..core.factors import Dense
 from .common import check_rows, of_dtype, owned
 
 Weight = Tensor | Expansion | None
@@ -122,28 +123,11 @@ class _Affine(Op):
             gy, x, None if weight is None else of_dtype(weight, inside), statistics, need
         )
         if each_w is not None:
-            g_w, g_w_rows = _sums(each_w, w, need_w, need_w_rows)
+            g_w, g_w_rows = w.take(Dense(each_w, w.shape), need_w, need_w_rows)
         if each_b is not None:
-            g_b, g_b_rows = _sums(each_b, b, need_b, need_b_rows)
+            g_b, g_b_rows = b.take(Dense(each_b, b.shape), need_b, need_b_rows)
         gx = None if gx is None else of_dtype(gx, dtype)
         return gx, g_w, g_w_rows, g_b, g_b_rows, None, None, None
-
-
-def _sums(
-    each: Tensor, e: Expansion, need_weight: bool, need_rows: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of (weight, rows) from the gradient of each of the N rows, (N, *S)."""
-    total = rows = None
-    if need_weight:
-        total = of_dtype(each.sum(0), e.weight.dtype)
-    if need_rows:
-        assert e.rows is not None
-        rows, size, n = e.buffer(), e.rows.shape[0], each.shape[0]
-        if n == size:
-            torch.mul(each, e.scale.rows, out=rows)
-        else:
-            torch.sum(each.reshape(size, n // max(size, 1), *each.shape[1:]), 1, out=rows).mul_(e.scale.rows)
-    return e.finish(total, rows)
 
 
 def _again(w: Expansion | None, b: Expansion | None, kernel: Kernel) -> Callable[..., Tensor]:

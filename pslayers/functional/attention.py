@@ -12,9 +12,10 @@ from torch.nn.attention import SDPBackend
 from .. import torch_api
 from ..core.context import transforming
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
-from .common import SUM_FROM_ROWS, by_sample, check_rows, of_dtype, owned
-from .linear import linear, product
-from .products import affine, outer, outer_each
+from .common import check_rows, of_dtype, owned
+from .factors import Blocks, Outer
+from .linear import linear
+from .products import affine
 
 Weight = Tensor | Expansion
 
@@ -219,40 +220,8 @@ class _Parts(Op):
         if need_weight or need_rows:
             xs = [of_dtype(x, weight.dtype) for x in xs]
             # outputs' side, inputs' side
-            pairs = list(zip(xs, gys, strict=True) if turned else zip(gys, xs, strict=True))
-            g_weight, g_rows = _weight_grads(pairs, rows, w, sizes, need_weight, need_rows)
+            pairs = zip(xs, gys, strict=True) if turned else zip(gys, xs, strict=True)
+            shapes = [torch.Size((w.shape[0], n, w.shape[2])) for n in sizes]
+            blocks = [Outer(*pair, shape) for pair, shape in zip(pairs, shapes, strict=True)]
+            g_weight, g_rows = w.take(Blocks(blocks, w.shape), need_weight, need_rows)
         return g_weight, g_rows, None, None, None, *gxs
-
-
-def _weight_grads(
-    pairs: list[tuple[Tensor, Tensor]],
-    rows: Tensor | None,
-    w: Expansion,
-    sizes: list[int],
-    need_weight: bool,
-    need_rows: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of (weight, rows): ``gy.T @ x`` part by part, over all rows, and over each sample's t
-    rows.
-    """
-    g_weight = g_rows = None
-    graph = torch.is_grad_enabled()
-    if need_rows:
-        assert rows is not None
-        factors = [[by_sample(t, rows.shape[0], t.shape[-1]) for t in pair] for pair in pairs]
-        if graph:
-            g_rows = torch.cat([gy.transpose(1, 2) @ x for gy, x in factors], 1)
-        else:
-            g_rows = w.buffer()
-            for (gy, x), out in zip(factors, g_rows.split(sizes, 1), strict=True):
-                outer_each(gy, x, w.scale.rows, out)
-    if need_weight:
-        if (
-            g_rows is not None
-            and not graph
-            and 0 < g_rows.shape[0] * SUM_FROM_ROWS < min(x.shape[:-1].numel() for _, x in pairs)
-        ):
-            g_weight = g_rows.sum(0) * (1 / w.scale.rows)
-        else:
-            g_weight = torch.cat([(product if graph else outer)(gy, x) for gy, x in pairs])
-    return (w.finish_differentiable if graph else w.finish)(g_weight, g_rows)

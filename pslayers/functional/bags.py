@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
+from ..core.factors import Factor
 from .common import check_rows, owned
 
 MODES = "sum", "mean", "max"  # by torch's numbers
@@ -108,24 +109,6 @@ class _Bags:
         each = gy[self.bag]
         return each if factors is None else each * factors.unsqueeze(1).to(gy.dtype)
 
-    def index(self, size: int, entries: int) -> Tensor:
-        """The ids into the samples' tables laid end to end, (M,)."""
-        return self.bag // max(self.count // max(size, 1), 1) * entries + self.ids
-
-    def collect(self, gy: Tensor, factors: Tensor | None, chosen: Tensor, out: Tensor) -> Tensor:
-        """Add the gradients to those of the samples' tables, `out` (B, V, D) of zeros."""
-        size, entries, width = out.shape
-        k = self.count // max(size, 1)
-        if self.mode != "max":
-            index = self.index(size, entries)
-            out.view(size * entries, width).index_add_(0, index, self.by_entry(gy, factors))
-        elif self.count:
-            # where the sample's table begins
-            own = torch.arange(self.count, device=gy.device).unsqueeze(1) // k * entries
-            gy = gy.masked_fill((self.sizes == 0).unsqueeze(1), 0)
-            out.view(size * entries, width).scatter_add_(0, own + chosen, gy)
-        return out
-
     def reduced(self, table: Tensor, factors: Tensor | None, chosen: Tensor | None) -> Tensor:
         """The result by differentiable ops, with a table (B, V, D) for each sample."""
         k, width = max(self.count // max(len(table), 1), 1), table.shape[2]
@@ -143,6 +126,44 @@ class _Bags:
             found = found * factors.unsqueeze(1)
         y = found.new_zeros(self.count, width).index_add(0, self.bag, found)
         return y / self.sizes.clamp(min=1).to(y.dtype).unsqueeze(1) if self.mode == "mean" else y
+
+
+class Bagged(Factor):
+    """Of a table: gradients (N, D) of bags of its entries.
+
+    Args:
+        bags: what was looked up.
+        gy: gradient of the result.
+        factors: of what is summed (M,), or None.
+        chosen: of the maximum, which entry it is (N, D).
+        shape: (B, V, D).
+    """
+
+    def __init__(
+        self, bags: _Bags, gy: Tensor, factors: Tensor | None, chosen: Tensor, shape: torch.Size
+    ) -> None:
+        self.bags, self.gy, self.factors, self.chosen, self.shape = bags, gy, factors, chosen, shape
+        self.entries: Tensor = bags.bag // max(bags.count // max(shape[0], 1), 1) * shape[1] + bags.ids
+
+    def total(self) -> Tensor:
+        """As if all bags were one sample's."""
+        out = self.gy.new_zeros(1, *self.shape[1:])
+        self._add(self.bags.ids, self.gy, out)
+        return out[0]
+
+    def write(self, out: Tensor, scale: float) -> None:
+        """Added entry by entry to the samples' tables, laid end to end."""
+        self._add(self.entries, self.gy if scale == 1 else self.gy * scale, out)
+
+    def _add(self, index: Tensor, gy: Tensor, out: Tensor) -> None:
+        bags, (size, entries, width) = self.bags, out.shape
+        tables = out.view(size * entries, width)
+        if bags.mode != "max":
+            tables.index_add_(0, index, bags.by_entry(gy, self.factors))
+        elif bags.count:
+            first = torch.arange(bags.count, device=gy.device) // max(bags.count // max(size, 1), 1) * entries
+            gy = gy.masked_fill((bags.sizes == 0).unsqueeze(1), 0)
+            tables.scatter_add_(0, first.unsqueeze(1) + self.chosen, gy)
 
 
 class _EmbeddingBag(Op):
@@ -170,12 +191,8 @@ class _EmbeddingBag(Op):
             return *composite_backward(composite, (weight, w.rows, factors), (gy,)), None, None
         need_weight, need_rows, need_factors, *_ = needed_grads(ctx, w)
         gy = gy.to(weight.dtype)
-        g_weight = g_rows = g_factors = index = None
-        if need_rows:
-            g_rows, index = w.zeros(), bags.index(*w.rows.shape[:2])
-            bags.collect(gy if w.scale.rows == 1 else gy * w.scale.rows, factors, chosen, g_rows)
-        if need_weight:
-            g_weight = bags.collect(gy, factors, chosen, weight.new_zeros(1, *weight.shape)).squeeze(0)
+        g_factors = None
+        g_weight, g_rows = w.take(Bagged(bags, gy, factors, chosen, w.shape), need_weight, need_rows)
         if need_factors:
             g_factors = (gy[bags.bag] * weight[bags.ids]).sum(1).to(factors.dtype)
-        return *w.finish(g_weight, g_rows, index), g_factors, None, None
+        return g_weight, g_rows, g_factors, None, None

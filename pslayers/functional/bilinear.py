@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
-from .common import bias_grads, by_sample, check_rows, owned
+from .common import bias_factor, check_rows, owned
+from .factors import Outer
 from .linear import linear
 
 
@@ -79,7 +80,7 @@ class _Bilinear(Op):
 
             return *composite_backward(composite, saved, (gy,)), None, None
         need_x1, need_x2, need_weight, need_rows, need_bias, need_bias_rows, *_ = needed_grads(ctx, w, b)
-        gy, outs = gy.to(weight.dtype), gy.shape[-1]
+        gy = gy.to(weight.dtype)
         gx1 = gx2 = g_weight = g_rows = g_bias = g_bias_rows = None
         if need_x1 or need_x2:
             both = (gy @ weight.flatten(1)).unflatten(-1, weight.shape[1:])  # (N, ..., I, J)
@@ -87,15 +88,7 @@ class _Bilinear(Op):
             gx2 = (x1.to(weight.dtype).unsqueeze(-2) @ both).squeeze(-2).to(x2.dtype) if need_x2 else None
         if need_weight or need_rows:
             products = _products(x1.to(weight.dtype), x2.to(weight.dtype))
-            if need_rows:
-                size, width, g_rows = len(rows), products.shape[-1], w.buffer()
-                # (B, O, t)
-                left = by_sample(gy if w.scale.rows == 1 else gy * w.scale.rows, size, outs).transpose(1, 2)
-                torch.bmm(left, by_sample(products, size, width), out=g_rows.view(size, outs, width))
-            if need_weight:
-                total = gy.reshape(-1, outs).t() @ products.reshape(-1, products.shape[-1])
-                g_weight = total.view(weight.shape)
-            g_weight, g_rows = w.finish(g_weight, g_rows)
+            g_weight, g_rows = w.take(Outer(gy, products, w.shape), need_weight, need_rows)
         if b is not None:
-            g_bias, g_bias_rows = bias_grads(gy, b, need_bias, need_bias_rows)
+            g_bias, g_bias_rows = b.take(bias_factor(gy, b), need_bias, need_bias_rows)
         return gx1, gx2, g_weight, g_rows, g_bias, g_bias_rows, None, None

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 from ..core.expansion import Expansion
-
-# above this many rows a sample, summing the rows is cheaper than a second product over all rows
-SUM_FROM_ROWS = 16
+from ..core.factors import Dense
 
 
 def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
@@ -43,25 +41,6 @@ def owned(t: Tensor) -> Tensor:
     return t.data if t._is_view() else t
 
 
-def bias_grads(
-    gy: Tensor, b: Expansion, need_bias: bool, need_rows: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of (bias, rows), from that of the output (..., O): summed over all rows, and over each
-    sample's t rows.
-    """
-    g_rows, gy = None, of_dtype(gy, b.weight.dtype)
-    flat = gy if gy.ndim == 2 else gy.reshape(-1, gy.shape[-1])
-    g_bias = flat.sum(0) if need_bias else None
-    if torch.is_grad_enabled():
-        return b.finish_differentiable(
-            g_bias,
-            by_sample(gy, b.rows.shape[0], gy.shape[-1]).sum(1) if need_rows and b.rows is not None else None,
-        )
-    if need_rows:
-        assert b.rows is not None
-        size, g_rows = b.rows.shape[0], b.buffer()
-        if flat.shape[0] == size:  # nothing to sum
-            torch.mul(flat, b.scale.rows, out=g_rows)
-        else:
-            torch.sum(by_sample(gy, size, gy.shape[-1]), 1, out=g_rows).mul_(b.scale.rows)
-    return b.finish(g_bias, g_rows)
+def bias_factor(gy: Tensor, b: Expansion) -> Dense:
+    """A bias's, from the gradient of the output (..., O)."""
+    return Dense(of_dtype(gy, b.weight.dtype), b.shape)

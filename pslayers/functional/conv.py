@@ -11,13 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
-from .common import bias_grads, check_rows, of_dtype, owned
+from ..core.factors import Factor
+from .common import bias_factor, check_rows, of_dtype, owned
 from .conv_rows import Geometry, as_groups, convolution, convolution_backward, differentiable_rows, write_rows
 
 Size = int | tuple[int, ...]
-
-# above this many positions a sample, summing the rows is cheaper than a second convolution over the batch
-SUM_FROM_POSITIONS = 32
 
 
 def conv1d(
@@ -86,7 +84,7 @@ def _conv(
 ) -> Tensor:
     stride, dilation = each(stride, n), each(dilation, n)
     weights = check_shapes(op, n, x, weight, groups)
-    x, geometry = _padded(op, x, weights.shape[-n:], stride, padding, dilation, groups, padding_mode)
+    x, geometry = padded(op, x, weights.shape[-n:], stride, padding, dilation, groups, padding_mode)
     return apply(op, x, weight, bias, geometry)
 
 
@@ -146,7 +144,7 @@ def each(size: Size, n: int) -> tuple[int, ...]:
     return (size,) * n if isinstance(size, int) else tuple(size)
 
 
-def _padded(
+def padded(
     op: str,
     x: Tensor,
     kernel: tuple[int, ...],
@@ -235,10 +233,10 @@ class _Conv(Op):
         gx = g_weight = g_rows = g_bias = g_bias_rows = None
         if need_rows or need_weight:  # before the input's, so that what this takes on the side is free again
             moved, fixed = (gy, x) if transposed else (x, gy)
-            g_weight, g_rows = _weight_grads(moved, fixed, w, geometry, need_weight, need_rows)
+            g_weight, g_rows = w.take(Patches(moved, fixed, w, geometry), need_weight, need_rows)
         if b is not None and (need_bias or need_bias_rows):
             sums = gy.sum(tuple(range(2, gy.ndim)), dtype=b.weight.dtype)  # (N, O)
-            g_bias, g_bias_rows = bias_grads(sums, b, need_bias, need_bias_rows)
+            g_bias, g_bias_rows = b.take(bias_factor(sums, b), need_bias, need_bias_rows)
         if need_x:
             if torch.is_grad_enabled():
                 left = (0,) * len(geometry.stride) if transposed else _left_over(x, gy, weight, geometry)
@@ -262,35 +260,33 @@ def _left_over(x: Tensor, gy: Tensor, weight: Tensor, geometry: Geometry) -> tup
     )
 
 
-def _weight_grads(
-    x: Tensor, gy: Tensor, w: Expansion, geometry: Geometry, need_weight: bool, need_rows: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of (weight, rows): `x` correlated with `gy` over all positions, and over those of each
-    sample.
+class Patches(Factor):
+    """Of a convolution: `x` correlated with `gy` over the positions of each sample.
 
-    `x` is the side that the kernel moves over: the input, or a transposed convolution's output gradient.
+    Args:
+        x: the side that the kernel moves over, (N, C, *S): the input, or a transposed one's output gradient.
+        gy: the other side, (N, O, *L).
+        w: the weight's expansion, whose dtype it gets.
     """
-    x, gy = of_dtype(x, w.weight.dtype), of_dtype(gy, w.weight.dtype)
-    if torch.is_grad_enabled():
-        g_rows = (
-            differentiable_rows(x, gy, w.rows.shape, geometry) if need_rows and w.rows is not None else None
-        )
-        return w.finish_differentiable(_summed(x, gy, w.weight, geometry) if need_weight else None, g_rows)
-    g_weight = g_rows = None
-    if need_rows:
-        g_rows = w.buffer()
-        write_rows(x, gy, w.scale.rows, g_rows, geometry)
-    if need_weight:
-        if (
-            g_rows is not None
-            and 0 < SUM_FROM_POSITIONS * g_rows.shape[0] < gy.shape[0] * gy.shape[2:].numel()
-        ):
-            g_weight = g_rows.sum(0) * (1 / w.scale.rows)
-        else:
-            g_weight = _summed(x, gy, w.weight, geometry)
-    return w.finish(g_weight, g_rows)
 
+    # above this many positions a sample, summing the rows is cheaper than a second convolution over the batch
+    worth_summing = 32
 
-def _summed(x: Tensor, gy: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    mask, none = (False, True, False), (0,) * len(geometry.stride)
-    return convolution_backward(gy, x, weight.detach(), geometry, False, none, mask)[1]
+    def __init__(self, x: Tensor, gy: Tensor, w: Expansion, geometry: Geometry) -> None:
+        self.weight, self.shape, self.geometry = w.weight, w.shape, geometry
+        self.x, self.gy = of_dtype(x, w.weight.dtype), of_dtype(gy, w.weight.dtype)
+        self.positions = gy.shape[0] * gy.shape[2:].numel()
+
+    def total(self) -> Tensor:
+        """By the convolution's own weight gradient."""
+        mask, none = (False, True, False), (0,) * len(self.geometry.stride)
+        like = self.x, self.weight.detach(), self.geometry
+        return convolution_backward(self.gy, *like, False, none, mask)[1]
+
+    def write(self, out: Tensor, scale: float) -> None:
+        """By the method that is fastest for these shapes."""
+        write_rows(self.x, self.gy, scale, out, self.geometry)
+
+    def rows(self) -> Tensor:
+        """By a product with patches."""
+        return differentiable_rows(self.x, self.gy, self.shape, self.geometry)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
+from ..core.factors import Factor
 from .common import check_rows, of_dtype, owned
 
 
@@ -65,27 +66,47 @@ def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     return torch.where((ids == padding_idx).contiguous().unsqueeze(-1), found.detach(), found)
 
 
-def table_grads(
-    gy: Tensor, ids: Tensor, w: Expansion, padding_idx: int | None, need_weight: bool, need_rows: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of (weight, rows), and which entries of the samples' tables, laid end to end, were looked
-    up.
+class Gather(Factor):
+    """Of a table: gradients of entries that were looked up.
+
+    Args:
+        ids: of the entries, any shape; k rows a sample.
+        gy: their gradients, (*ids.shape, D).
+        shape: (B, V, D).
+        padding_idx: an entry that gets none.
+        samples: of each entry, where these are not k rows a sample.
     """
-    g_weight = g_rows = index = None
-    graph = torch.is_grad_enabled()
-    if need_rows:
-        assert w.rows is not None
-        size, entries, width = w.rows.shape
-        index = _flat(ids, size, entries).reshape(-1)
-        values = gy if graph or w.scale.rows == 1 else gy * w.scale.rows
-        if padding_idx is not None:
-            values = values.masked_fill((ids == padding_idx).unsqueeze(-1), 0)
-        table = (gy.new_zeros(w.rows.shape) if graph else w.zeros()).view(size * entries, width)
-        g_rows = table.index_add_(0, index, values.reshape(ids.numel(), width)).view(w.rows.shape)
-    if need_weight:
-        padding = -1 if padding_idx is None else padding_idx
-        g_weight = torch.ops.aten.embedding_dense_backward(gy, ids, w.weight.shape[0], padding, False)
-    return g_weight, g_rows, index
+
+    def __init__(
+        self,
+        ids: Tensor,
+        gy: Tensor,
+        shape: torch.Size,
+        padding_idx: int | None = None,
+        samples: Tensor | None = None,
+    ) -> None:
+        self.ids, self.gy, self.shape, self.padding_idx = ids, gy, shape, padding_idx
+        flat = _flat(ids, *shape[:2]) if samples is None else samples * shape[1] + ids
+        self.entries: Tensor = flat.reshape(-1)
+
+    def total(self) -> Tensor:
+        """By torch's own."""
+        padding = -1 if self.padding_idx is None else self.padding_idx
+        return torch.ops.aten.embedding_dense_backward(self.gy, self.ids, self.shape[1], padding, False)
+
+    def write(self, out: Tensor, scale: float) -> None:
+        """Added entry by entry to the samples' tables, laid end to end."""
+        values = self.gy if scale == 1 else self.gy * scale
+        if self.padding_idx is not None:
+            values = values.masked_fill((self.ids == self.padding_idx).unsqueeze(-1), 0)
+        size, entries, width = self.shape
+        out.view(size * entries, width).index_add_(0, self.entries, values.reshape(self.ids.numel(), width))
+
+    def rows(self) -> Tensor:
+        """Added to zeros."""
+        out = self.gy.new_zeros(self.shape)
+        self.write(out, 1)
+        return out
 
 
 class _Embedding(Op):
@@ -101,12 +122,5 @@ class _Embedding(Op):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gy,), (ids,), w = grads, ctx.saved_tensors, ctx.w
         _, need_weight, need_rows, *_ = needed_grads(ctx, w)
-        g_weight, g_rows, index = table_grads(
-            of_dtype(gy, w.weight.dtype), ids, w, ctx.padding_idx, need_weight, need_rows
-        )
-        sent = (
-            w.finish_differentiable(g_weight, g_rows)
-            if torch.is_grad_enabled()
-            else w.finish(g_weight, g_rows, index)
-        )
-        return None, *sent, None, None
+        factor = Gather(ids, of_dtype(gy, w.weight.dtype), w.shape, ctx.padding_idx)
+        return None, *w.take(factor, need_weight, need_rows), None, None

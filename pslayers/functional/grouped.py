@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
+from ..core.factors import Factor
 from .common import of_dtype, owned
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -79,23 +80,38 @@ class _Grouped(Op):
             gx = ctx.product(gy, weight.transpose(1, 2), offsets)
             gx = torch.where(inside.unsqueeze(1), gx, 0).to(x.dtype)
         if need_weight or need_rows:
-            each = _each_group(of_dtype(x, weight.dtype), gy, group, len(weight))
-            if need_rows:
-                g_rows = each(samples, w.buffer(), w.scale.rows)
-            if need_weight:
-                g_weight = each(torch.zeros_like(samples), weight.new_empty(1, *weight.shape), 1.0)[0]
-        return *(gx, *w.finish(g_weight, g_rows)), None, None, None, None
+            factor = Grouped(of_dtype(x, weight.dtype), gy, group, samples, w.shape)
+            g_weight, g_rows = w.take(factor, need_weight, need_rows)
+        return gx, g_weight, g_rows, None, None, None, None
 
 
-def _each_group(
-    x: Tensor, gy: Tensor, group: Tensor, groups: int
-) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """What writes ``x.T @ gy`` over the rows of each (owner, group) to a tensor (owners, E, I, O), times a
-    factor.
+class Grouped(Factor):
+    """Of experts: ``x.T @ gy`` over the rows of each sample in each group.
+
+    Args:
+        x: (S, I).
+        gy: (S, O).
+        group: (S,) of each row; that of rows in none is E.
+        samples: (S,) of each row.
+        shape: (B, E, I, O).
     """
 
-    def write(owners: Tensor, out: Tensor, factor: float) -> Tensor:
-        keys = torch.where(group < groups, owners * groups + group, len(out) * groups)
+    def __init__(self, x: Tensor, gy: Tensor, group: Tensor, samples: Tensor, shape: torch.Size) -> None:
+        self.x, self.gy, self.group, self.samples, self.shape = x, gy, group, samples, shape
+
+    def total(self) -> Tensor:
+        """As if all rows were one sample's."""
+        out = self.x.new_empty(1, *self.shape[1:])
+        self._write(torch.zeros_like(self.samples), out, 1.0)
+        return out[0]
+
+    def write(self, out: Tensor, scale: float) -> None:
+        """By one batched product, groups padded to the largest."""
+        self._write(self.samples, out, scale)
+
+    def _write(self, samples: Tensor, out: Tensor, scale: float) -> None:
+        x, gy, group, groups = self.x, self.gy, self.group, self.shape[1]
+        keys = torch.where(group < groups, samples * groups + group, len(out) * groups)
         order = keys.argsort(stable=True)
         counts = keys.bincount(minlength=len(out) * groups + 1)[: len(out) * groups]
         n, rows = max(int(counts.max()), 1), int(counts.sum())
@@ -107,11 +123,8 @@ def _each_group(
         left, right = (
             t.new_zeros(len(counts) * n, t.shape[1]).index_copy_(0, places, t[order]) for t in (x, gy)
         )
-        if factor != 1:
-            right *= factor
+        if scale != 1:
+            right *= scale
         torch.bmm(
             left.view(-1, n, x.shape[1]).mT, right.view(-1, n, gy.shape[1]), out=out.view(-1, *out.shape[2:])
         )
-        return out
-
-    return write

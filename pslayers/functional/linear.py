@@ -7,8 +7,9 @@ from einops import einsum
 from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
-from .common import SUM_FROM_ROWS, bias_grads, by_sample, check_rows, of_dtype, owned
-from .products import affine, outer, outer_each
+from .common import bias_factor, by_sample, check_rows, of_dtype, owned
+from .factors import Outer
+from .products import affine
 
 
 def linear(
@@ -97,42 +98,12 @@ class _Linear(Op):
             gx = of_dtype(gx, ctx.dtype)
         if need_rows or need_weight:
             into, outof = (gy, x) if turned else (x, gy)
-            g_weight, g_rows = _weight_grads(into, outof, rows, w, need_weight, need_rows)
+            g_weight, g_rows = w.take(weight_factor(into, outof, w), need_weight, need_rows)
         if b is not None and (need_bias or need_bias_rows):
-            g_bias, g_bias_rows = bias_grads(gy, b, need_bias, need_bias_rows)
+            g_bias, g_bias_rows = b.take(bias_factor(gy, b), need_bias, need_bias_rows)
         return gx, g_weight, g_rows, g_bias, g_bias_rows, None, None, None
 
 
-def _weight_grads(
-    x: Tensor, gy: Tensor, rows: Tensor | None, w: Expansion, need_weight: bool, need_rows: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of (weight, rows): ``gy.T @ x`` over all rows, and over each sample's t rows."""
-    x, gy = of_dtype(x, w.weight.dtype), of_dtype(gy, w.weight.dtype)
-    if torch.is_grad_enabled():
-        if need_rows and rows is not None:
-            left, right = _factors(gy, x, len(rows))
-            return w.finish_differentiable(product(gy, x) if need_weight else None, left @ right)
-        return w.finish_differentiable(product(gy, x), None)
-    g_weight = g_rows = None
-    if need_rows:
-        assert rows is not None
-        size = rows.shape[0]
-        g_rows = outer_each(
-            by_sample(gy, size, gy.shape[-1]), by_sample(x, size, x.shape[-1]), w.scale.rows, w.buffer()
-        )
-    if need_weight:
-        if g_rows is not None and 0 < g_rows.shape[0] * SUM_FROM_ROWS < x.shape[:-1].numel():
-            g_weight = g_rows.sum(0) * (1 / w.scale.rows)
-        else:
-            g_weight = outer(gy, x)
-    return w.finish(g_weight, g_rows)
-
-
-def product(gy: Tensor, x: Tensor) -> Tensor:
-    """``gy.T @ x`` over all rows, in ops that can be differentiated."""
-    return gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])  # (O, I)
-
-
-def _factors(gy: Tensor, x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    # (B, O, t), (B, t, I)
-    return by_sample(gy, size, gy.shape[-1]).transpose(1, 2), by_sample(x, size, x.shape[-1])
+def weight_factor(x: Tensor, gy: Tensor, w: Expansion) -> Outer:
+    """A weight's, from the input (..., I) and the gradient of the output (..., O)."""
+    return Outer(of_dtype(gy, w.weight.dtype), of_dtype(x, w.weight.dtype), w.shape)

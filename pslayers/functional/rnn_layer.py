@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..core.expansion import Expansion, Op, composite_backward, needed_grads
+from ..core.factors import Dense
 from .cells import Cell, Pass
-from .common import SUM_FROM_ROWS
-from .products import affine, outer, outer_each
+from .factors import Outer
+from .products import affine
 from .sequences import Steps
 
 
@@ -114,15 +115,15 @@ def _product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """``w[m] @ x[t, n] + bias[m]`` where row n belongs to weight m: (T, N, O)."""
     (time, n, _), size = x.shape, w.shape[0]
     k = n // max(size, 1)
-    y = _by_weight(x, size) @ w.transpose(1, 2)  # (M, T * k, O)
+    y = _by_weight(x, size, x.shape[2]) @ w.transpose(1, 2)  # (M, T * k, O)
     if bias is not None:
         y = y + bias.unsqueeze(1)
     return y.reshape(size, time, k, w.shape[1]).transpose(0, 1).reshape(time, n, w.shape[1])
 
 
-def _by_weight(t: Tensor, size: int) -> Tensor:
-    """(T, N, ...) as (M, T * k, ...): all that weight m meets. A view where k is 1."""
-    time, n, width = t.shape
+def _by_weight(t: Tensor, size: int, width: int) -> Tensor:
+    """(T, N, width) as (M, T * k, width): all that weight m meets. A view where k is 1."""
+    time, n, _ = t.shape
     k = n // max(size, 1)
     return t.reshape(time, size, k, width).transpose(0, 1).reshape(size, time * k, width)
 
@@ -167,11 +168,12 @@ def _backward(
             if name in ("ih", "hh", "hr"):
                 factor = {"ih": p.x, "hh": p.before}.get(name, gates.unprojected)
                 assert factor is not None
-                g_flat += _weight_grads(g, factor, e, *needs)
+                g, factor = g.to(e.weight.dtype), factor.to(e.weight.dtype)
+                g_flat += e.take(Outer(g, factor, e.shape, _by_weight), *needs)
             else:
                 if id(g) not in sums:
                     sums[id(g)] = g.sum(0)  # (N, G)
-                g_flat += _bias_grads(sums[id(g)], e, *needs)
+                g_flat += e.take(Dense(sums[id(g)], e.shape), *needs)
     g_first = [torch.stack(g).to(s.dtype) for g, s in zip(zip(*g_states, strict=True), states, strict=True)]
     return [
         None if gx is None else steps.pack(gx).to(x.dtype),
@@ -207,45 +209,3 @@ def _pass(
         gh,
         tuple(g[d].clone() for g in g_rest),
     )
-
-
-def _weight_grads(
-    g: Tensor, x: Tensor, w: Expansion, need_weight: bool, need_rows: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Of (weight, rows): the sum of ``g[t, n] @ x[t, n].T`` over everything, and over what is each sample's
-    own.
-    """
-    if not need_weight and not need_rows:
-        return None, None
-    g, x = g.to(w.weight.dtype), x.to(w.weight.dtype)
-    g_weight = g_rows = None
-    if need_rows:
-        assert w.rows is not None
-        g_rows = outer_each(
-            _by_weight(g, w.rows.shape[0]), _by_weight(x, w.rows.shape[0]), w.scale.rows, w.buffer()
-        )
-    if need_weight:
-        if (
-            g_rows is not None
-            and g_rows.shape[0]
-            and g.shape[0] * g.shape[1] > SUM_FROM_ROWS * g_rows.shape[0]
-        ):
-            g_weight = g_rows.sum(0) * (1 / w.scale.rows)
-        else:
-            g_weight = outer(g, x)
-    return w.finish(g_weight, g_rows)
-
-
-def _bias_grads(
-    g: Tensor, b: Expansion, need_weight: bool, need_rows: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Of (bias, rows), from the gradient of each row's gates summed over time, (N, G)."""
-    g_weight = g_rows = None
-    if need_rows:
-        assert b.rows is not None
-        # (B, G)
-        own = g if g.shape[0] == b.rows.shape[0] else g.view(b.rows.shape[0], -1, g.shape[-1]).sum(1)
-        g_rows = torch.mul(own, b.scale.rows, out=b.buffer())
-    if need_weight:
-        g_weight = g.sum(0).to(b.weight.dtype)
-    return b.finish(g_weight, g_rows)

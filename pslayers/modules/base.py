@@ -473,7 +473,7 @@ class PSLayer(Converted):
         if (
             recorder is None
             or recorder.settings is not settings
-            or recorder.slot is None
+            or recorder.holder.slot is None
             or recorder.param() is not weight
         ):
             recorder = recorder_of(weight, f"{state.prefix}{name}", settings, self)

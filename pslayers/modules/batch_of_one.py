@@ -39,7 +39,7 @@ class _Alone(Op):
             for grad, recorder, (node, _) in zip(grads, recorders, ctx.next_functions[1:], strict=True):
                 # torch.autograd.grad has no side effects
                 if grad is not None and will_execute(node, asked=False):
-                    recorder.single_pass, recorder.outer_pass = pass_id, ctx.outer_pass
+                    recorder.single.pass_id, recorder.outer_pass = pass_id, ctx.outer_pass
         return None, None, None, *grads
 
 

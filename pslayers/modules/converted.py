@@ -358,7 +358,7 @@ class Converted(_Mixin):
         for held, name, *_ in self._ps_inventory().slots:
             if (recorder := getattr(held[name], "_ps_recorder", None)) is not None:
                 recorder.release()
-                recorder.memory = recorder.buffer_leaf = None
+                recorder.dense.release()
         self._ps_state().preallocated_size = -1
 
     def _ps_apart(self) -> ValueError:

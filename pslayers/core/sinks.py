@@ -1,0 +1,212 @@
+"""Sinks: where the rows of a parameter go.
+
+A recorder hands every use's factor to one (`Recorder.sink`), which forms the rows in memory of its own
+(`make`), and what autograd or a loop has formed already is stored by it, too (`store`). `DenseRows` keeps
+them in `grad_sample`; `Streaming` hands them on at once (`ps.streaming`). Beside these stand `SingleSample`,
+for batches of one, whose row is what arrives at the parameter, and `sharding.Holder`, which finds the tensor
+that carries `grad_sample`. A new destination is a further class here, and a line in `Recorder.sink`.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import torch_api
+from .factors import Factor
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+
+class Sink:
+    """Rows in new memory, which nobody stores: of weights that are no recorded parameter's."""
+
+    def buffer(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
+        """Memory for rows like `like`, uninitialised."""
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+    def zeros(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
+        """The same, of zeros."""
+        return self.buffer(recorder, like).zero_()
+
+    def make(self, recorder: "Recorder | None", factor: Factor, like: Tensor, scale: float) -> Tensor:
+        """The dense rows of a factor, times `scale`."""
+        out = self.buffer(recorder, like) if factor.entries is None else self.zeros(recorder, like)
+        factor.write(out, scale)
+        return out
+
+    def store(self, recorder: "Recorder", rows: Tensor, first: bool, entries: Tensor | None = None) -> None:
+        """Take the rows (B, *S) of a parameter; `first` of this backward pass.
+
+        `entries`: those of the samples' tables in which rows may not be zero.
+        """
+        raise NotImplementedError
+
+
+UNRECORDED = Sink()
+
+
+class DenseRows(Sink):
+    """Rows kept as `grad_sample`, in memory that is used again as soon as nobody else holds it."""
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None  # of the last rows
+        self.leaf: Tensor | None = None  # that they were the gradient of
+        # the entries in that memory that are not zero, and its version at that time
+        self.written: tuple[Tensor, int] | None = None
+        self.offset = 0  # rows that earlier passes have appended
+
+    def fit(self, leaf: Tensor, allocated: bool) -> None:
+        """Have memory for the rows of a new leaf: the old one's where it fits.
+
+        On CPUs it is `allocated` now: in the backward pass it would lie where the next forward pass wants its
+        activations again.
+        """
+        memory = self.memory
+        if memory is not None and (memory.shape, memory.dtype, memory.device) == (
+            leaf.shape,
+            leaf.dtype,
+            leaf.device,
+        ):
+            self.leaf = leaf
+        elif allocated and leaf.device.type == "cpu":
+            self.memory, self.leaf, self.written = torch.empty(leaf.shape, dtype=leaf.dtype), leaf, None
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self.memory = self.leaf = self.written = None
+
+    def buffer(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
+        """The last rows' memory, unless somebody holds it, or rows are to be kept beside them."""
+        memory = self.memory
+        if memory is not None and like is self.leaf and recorder is not None and recorder.replaces():
+            holder = recorder.holder.tensor()
+            if holder is not None:
+                holder.grad_sample = None  # type: ignore[attr-defined]  # about to be replaced: let it go, then see who else holds it
+                if not torch_api.held_elsewhere(memory):
+                    return memory.detach()
+        return super().buffer(recorder, like)
+
+    def zeros(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
+        """Cleared only where the last rows were written, if nobody has changed them since."""
+        (written, version), memory = self.written or (None, -1), self.memory
+        unchanged = memory is not None and memory._version == version
+        out = self.buffer(recorder, like)
+        if written is None or not unchanged or memory is None or out.data_ptr() != memory.data_ptr():
+            return out.zero_()
+        out.view(-1, out.shape[-1]).index_fill_(0, written, 0)
+        return out
+
+    def store(self, recorder: "Recorder", rows: Tensor, first: bool, entries: Tensor | None = None) -> None:
+        """Put them on the parameter, by the rules of accumulation."""
+        settings, size, holder = recorder.settings, len(rows), recorder.holder.tensor()
+        assert holder is not None
+        if size != settings.rows != -1:
+            raise recorder.of_two_sizes(settings.rows, size)
+        if settings.rows == -1 and settings.accumulation == "append":
+            settings.line_up(size)
+        settings.rows = size
+        self._remember(rows, recorder.leaf)
+        if first:
+            self.offset = recorder.holder.enter(recorder)
+        if not first or settings.accumulation != "replace":
+            rows = self._accumulated(recorder, holder, rows, first)
+        holder.grad_sample = rows  # type: ignore[attr-defined]
+        if entries is not None and self.memory is not None:
+            self.written = entries, self.memory._version
+
+    def _remember(self, rows: Tensor, leaf: Tensor | None) -> None:
+        """Keep the memory of these rows for the next ones."""
+        memory, self.written = self.memory, None
+        if rows.requires_grad:
+            self.release()
+        elif memory is None or rows.data_ptr() != memory.data_ptr() or rows.shape != memory.shape:
+            self.release()
+            if leaf is not None and rows.shape == leaf.shape and rows.is_contiguous():
+                self.memory, self.leaf = rows.detach(), leaf
+
+    def _accumulated(self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool) -> Tensor:
+        """These rows with those that are there: of earlier passes, or of this one."""
+        now: Tensor | None = getattr(holder, "grad_sample", None)
+        appending = recorder.settings.accumulation == "append"
+        if now is None:  # no earlier pass has reached the parameter
+            before = self.offset if first and appending else 0
+            return torch.cat([rows.new_zeros(before, *rows.shape[1:]), rows]) if before else rows
+        if first and appending:  # in the place of zeros
+            self.offset = len(now) - len(rows)
+            return torch.cat([now[: self.offset], rows])
+        if len(now) - self.offset != len(rows):
+            raise recorder.of_two_sizes(len(now) - self.offset, len(rows))
+        if self.offset:
+            return torch.cat([now[: self.offset], now[self.offset :] + rows])
+        return now + rows
+
+
+class Streaming(Sink):
+    """Rows handed to a function, one parameter after the other, in memory that all of them share.
+
+    Args:
+        take: ``take(name, rows)``.
+    """
+
+    def __init__(self, take: Callable[[str, Tensor], object]) -> None:
+        self.take = take
+        self.workspace: torch.UntypedStorage | None = None
+
+    def buffer(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
+        """The shared memory, made larger where it is too small; memory of its own while it is in use."""
+        size, held = like.numel() * like.element_size(), self.workspace
+        if held is None or held.nbytes() < size or held.device != like.device:
+            held = torch.empty(size, dtype=torch.uint8, device=like.device).untyped_storage()
+            self.workspace = held
+        elif torch_api.storage_used(held):  # by another parameter of the layer, or kept
+            return super().buffer(recorder, like)
+        return like.new_empty(0).set_(held, 0, like.shape)  # type: ignore[call-overload]
+
+    def store(self, recorder: "Recorder", rows: Tensor, first: bool, entries: Tensor | None = None) -> None:
+        """Hand the rows on, and keep none."""
+        if not first:
+            raise RuntimeError(
+                f"`{recorder.name}` got its per-sample gradient in parts (a reentrant checkpoint), which"
+                " cannot be streamed: use torch.utils.checkpoint with use_reentrant=False."
+            )
+        recorder.dense.release()
+        self.take(recorder.name, rows)
+
+
+class SingleSample:
+    """A batch of one: what arrives at the parameter in a backward pass is the row.
+
+    It is taken on its way where that can be (`store_single`), else when it arrives.
+    """
+
+    def __init__(self) -> None:
+        self.pass_id = -1  # in which all that arrives is one sample's, and is yet to be taken
+        self.taken: Tensor | None = None  # on its way
+
+    def arrived(self, recorder: "Recorder", grad: Tensor, noted: bool) -> bool:
+        """Whether a gradient that arrives is that of one sample, and is stored.
+
+        `noted`: expansions have passed on some of it.
+        """
+        pass_id, settings = torch_api.current_pass(), recorder.settings
+        if self.taken is not None and recorder.pass_id == pass_id:  # that part was taken on its way
+            taken, self.taken, self.pass_id = self.taken, None, -1
+            if noted:
+                raise RuntimeError(
+                    f"`{recorder.name}` was reached by a batch of one and by another one in the same backward"
+                    " pass: use one batch size in a backward pass, or a pass for each batch, under"
+                    " ps.accumulating(model, 'append')."
+                )
+            recorder.store((grad - taken).unsqueeze(0))
+            return True
+        if self.pass_id != pass_id or (noted and settings.rows == 1):
+            return False
+        row, leaf, self.pass_id = grad.unsqueeze(0), recorder.leaf, -1
+        if not torch.is_grad_enabled():
+            like = leaf if leaf is not None and leaf.shape == row.shape else row
+            row = recorder.sink.buffer(recorder, like).copy_(row)
+        recorder.store(row)
+        return True

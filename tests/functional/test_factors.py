@@ -1,0 +1,191 @@
+"""Factors of every family of ops: what they write, and what they sum to, against a loop over samples."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pslayers.core.expansion import Expansion
+from pslayers.core.factors import Dense, Factor
+from pslayers.functional.bags import Bagged, _Bags
+from pslayers.functional.conv import Patches
+from pslayers.functional.conv_rows import Geometry
+from pslayers.functional.embedding import Gather
+from pslayers.functional.factors import Blocks, Outer
+from pslayers.functional.grouped import Grouped
+
+Op = Callable[..., Tensor]  # op(weight, *inputs): a sum that is linear in the gradients among the inputs
+Case = tuple[Factor, Op, tuple[int, ...], list[Tensor]]  # the last: inputs, k * B rows each
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def linear(w: Tensor, x: Tensor, gy: Tensor) -> Tensor:
+    return (F.linear(x, w) * gy).sum()
+
+
+def dense(size: int, k: int) -> Case:
+    gy = draw(k * size, 3, 5)
+    return Dense(gy, torch.Size((size, 5))), lambda b, gy: (b * gy).sum(), (5,), [gy]
+
+
+def outer(size: int, k: int) -> Case:
+    x, gy = draw(k * size, 3, 4), draw(k * size, 3, 5)
+    return Outer(gy, x, torch.Size((size, 5, 4))), linear, (5, 4), [x, gy]
+
+
+def outer_of_one_position(size: int, k: int) -> Case:
+    x, gy = draw(size, 4), draw(size, 5)
+    return Outer(gy, x, torch.Size((size, 5, 4))), linear, (5, 4), [x, gy]
+
+
+def outer_of_many_dims(size: int, k: int) -> Case:
+    x, gy = draw(k * size, 6), draw(k * size, 5)
+    shape = torch.Size((size, 5, 2, 3))
+    return Outer(gy, x, shape), lambda w, x, gy: linear(w.flatten(1), x, gy), (5, 2, 3), [x, gy]
+
+
+def blocks(size: int, k: int) -> Case:
+    x1, x2, gy1, gy2 = (draw(k * size, 2, n) for n in (4, 4, 2, 3))
+    pairs = (gy1, x1), (gy2, x2)
+    parts = [Outer(gy, x, torch.Size((size, gy.shape[-1], 4))) for gy, x in pairs]
+
+    def both(w: Tensor, x1: Tensor, x2: Tensor, gy1: Tensor, gy2: Tensor) -> Tensor:
+        return linear(w[:2], x1, gy1) + linear(w[2:], x2, gy2)
+
+    return Blocks(parts, torch.Size((size, 5, 4))), both, (5, 4), [x1, x2, gy1, gy2]
+
+
+def patches(size: int, k: int) -> Case:
+    x, gy = draw(k * size, 4, 6, 5), draw(k * size, 6, 3, 5)
+    geometry = Geometry((2, 1), (1, 1), (1, 1), 2)
+    w = draw(6, 2, 3, 3)
+    e = Expansion(w, w.expand(size, *w.shape))
+
+    def conv(w: Tensor, x: Tensor, gy: Tensor) -> Tensor:
+        return (F.conv2d(x, w, None, *geometry) * gy).sum()
+
+    return Patches(x, gy, e, geometry), conv, (6, 2, 3, 3), [x, gy]
+
+
+def gather(size: int, k: int) -> Case:
+    ids, gy = torch.randint(7, (k * size, 3)), draw(k * size, 3, 2)
+    factor = Gather(ids, gy, torch.Size((size, 7, 2)), padding_idx=1)
+    return factor, lambda w, ids, gy: (F.embedding(ids, w, 1) * gy).sum(), (7, 2), [ids, gy]
+
+
+def gather_of_given_samples(size: int, k: int) -> Case:
+    ids, gy = torch.randint(7, (k * size,)), draw(k * size, 2)
+    samples = torch.arange(size).repeat_interleave(k)
+    order = torch.randperm(k * size)
+    factor = Gather(ids[order], gy[order], torch.Size((size, 7, 2)), samples=samples[order])
+    return factor, lambda w, ids, gy: (F.embedding(ids, w) * gy).sum(), (7, 2), [ids, gy]
+
+
+def bagged(mode: str) -> Callable[[int, int], Case]:
+    def make(size: int, k: int) -> Case:
+        ids, gy, w = torch.randint(7, (k * size, 3)), draw(k * size, 2), torch.zeros(7, 2).double()
+        w = torch.arange(14).view(7, 2).double().sin() if mode == "max" else w
+        bags = _Bags(ids.flatten(), torch.arange(k * size).repeat_interleave(3), k * size, mode)
+        factor = Bagged(bags, gy, None, bags.plain(w, bags.ids, None)[1], torch.Size((size, 7, 2)))
+        return (
+            factor,
+            lambda v, ids, gy: (F.embedding_bag(ids, v + w, mode=mode) * gy).sum(),
+            (7, 2),
+            [ids, gy],
+        )
+
+    return make
+
+
+def grouped(size: int, k: int) -> Case:
+    x, gy, group = draw(k * size, 4), draw(k * size, 2), torch.randint(4, (k * size,))  # of which 3 is none
+    samples = torch.arange(size).repeat_interleave(k)
+    order = torch.randperm(k * size)
+    shape = torch.Size((size, 3, 4, 2))
+    factor = Grouped(x[order], gy[order], group[order], samples[order], shape)
+
+    def experts(w: Tensor, x: Tensor, gy: Tensor, group: Tensor) -> Tensor:
+        padded = torch.cat([w, torch.zeros_like(w[:1])])
+        return ((x.unsqueeze(1) @ padded[group]).squeeze(1) * gy).sum()
+
+    return factor, experts, (3, 4, 2), [x, gy, group]
+
+
+CASES: dict[str, Callable[[int, int], Case]] = {
+    "dense": dense,
+    "outer": outer,
+    "outer of one position": outer_of_one_position,
+    "outer of many dims": outer_of_many_dims,
+    "blocks": blocks,
+    "patches": patches,
+    "gather": gather,
+    "gather of given samples": gather_of_given_samples,
+    "bags, sum": bagged("sum"),
+    "bags, mean": bagged("mean"),
+    "bags, max": bagged("max"),
+    "grouped": grouped,
+}
+
+
+def by_loop(op: Op, shape: tuple[int, ...], inputs: list[Tensor], size: int) -> Tensor:
+    """The gradient of each sample's part of the sum, (B, *S)."""
+    rows = []
+    for i in range(size):
+        k = len(inputs[0]) // size
+        w = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        (g,) = torch.autograd.grad(op(w, *(t[k * i : k * i + k] for t in inputs)), w)
+        rows.append(g)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize(("size", "k"), [(4, 1), (3, 2), (1, 2)])
+@pytest.mark.parametrize("case", CASES)
+def test_rows_and_total(case: str, size: int, k: int, scale: float) -> None:
+    torch.manual_seed(size)
+    factor, op, shape, inputs = CASES[case](size, k)
+    expected = by_loop(op, shape, inputs, size)
+    assert factor.shape == expected.shape
+    out = torch.zeros_like(expected) if factor.entries is not None else torch.full_like(expected, torch.nan)
+    with torch.no_grad():
+        factor.write(out, scale)
+        total = factor.total()
+    torch.testing.assert_close(out, expected * scale)
+    torch.testing.assert_close(total, expected.sum(0))
+    if factor.entries is not None:  # all others are zero
+        tables = expected.flatten(0, 1)
+        others = torch.ones(len(tables), dtype=torch.bool).index_fill(0, factor.entries, False)
+        assert not tables[others].any() and others.any()
+
+
+@pytest.mark.parametrize(
+    "case", [name for name in CASES if name.partition(",")[0] not in ("bags", "grouped")]
+)
+def test_differentiable_rows_and_total(case: str) -> None:
+    torch.manual_seed(0)
+    factor, op, shape, inputs = CASES[case](3, 2)
+    gys = []
+    for part in factor.parts if isinstance(factor, Blocks) else [factor]:
+        name = "each" if isinstance(part, Dense) else "gy"
+        gys.append(getattr(part, name).clone().requires_grad_())
+        setattr(part, name, gys[-1])
+    expected = by_loop(op, shape, inputs, factor.shape[0])
+    for made, found in ((factor.rows(), expected), (factor.total(), expected.sum(0))):
+        torch.testing.assert_close(made, found)
+        # they are linear in these gradients: what comes back, times these, is the value again
+        back = torch.autograd.grad((made * found).sum(), gys)
+        torch.testing.assert_close(
+            sum((g * gy).sum() for g, gy in zip(back, gys, strict=True)), found.square().sum()
+        )
+
+
+def test_sums_of_rows_are_taken_where_they_are_cheaper() -> None:
+    for positions, cheaper in ((1, False), (16, False), (17, True)):
+        factor = Outer(draw(2, positions, 5), draw(2, positions, 4), torch.Size((2, 5, 4)))
+        assert factor.sums_rows() is cheaper
+    assert not Outer(draw(0, 20, 5), draw(0, 20, 4), torch.Size((0, 5, 4))).sums_rows()
