@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.trees import tensors_of
+
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "_hooks" in name)
 # of every module, and not a forward's to change
 _KEPT = frozenset(nn.Module().__dict__) - {"_buffers"} - _HOOKS | {"_ps"}
@@ -31,13 +33,18 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class Snapshot:
-    """Buffers, hooks and attributes of a model's modules, with what is in their dicts, lists and sets.
+    """Buffers, hooks and attributes of a model's modules, with what is in their dicts, lists and sets; and what
+    it is called with.
 
     A forward may keep what it has computed (a cache of masks, of position biases), and must not find there
-    what a run on other inputs, or with other weights, has left.
+    what a run on other inputs, or with other weights, has left. It may change its inputs in place.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, call: Any = ()) -> None:
+        self.path = type(model).__name__
+        self.inputs = [
+            (t, t.detach().clone(), t._version, t.grad_fn) for t in tensors_of(call) if not t.is_inference()
+        ]
         self.modules = {id(m.__dict__) for m in model.modules()}
         self.hooks = {id(m.__dict__[name]) for m in model.modules() for name in _HOOKS & m.__dict__.keys()}
         self.tensors: list[tuple[Tensor, Tensor]] = []
@@ -67,11 +74,15 @@ class Snapshot:
                 )
             if key not in self.hooks and (len(now) != len(values) or not _alike(now, values)):
                 return True
-        return any(not torch.equal(tensor, value) for tensor, value in self.tensors)
+        changed = any(t._version != version for t, _, version, _ in self.inputs)
+        return changed or any(not torch.equal(tensor, value) for tensor, value in self.tensors)
 
     def restore(self, hooks: bool = True) -> None:
         """Put everything back; but for `hooks`, perhaps: a model that installs some in its first forward
         notes that it has.
+
+        Raises:
+            ValueError: an input was changed in place, and the graph that it belongs to with it.
         """
         for key, (held, values) in self.containers.items():
             if key in self.hooks and not hooks:
@@ -95,6 +106,17 @@ class Snapshot:
             for tensor, value in self.tensors:
                 if not torch.equal(tensor, value):  # and only then: writing spoils what a graph has saved
                     tensor.copy_(value)
+            for place, (t, value, version, node) in enumerate(self.inputs):
+                if t._version == version:
+                    continue
+                if t.grad_fn is not node:
+                    raise ValueError(
+                        f"`{self.path}` changes an input in place that requires grad, and has to be run again"
+                        " to find out which rows are whose: give it a clone, as in model(x.clone()), or an"
+                        " example batch before, convert_model(model, example=x)."
+                    )
+                t.copy_(value)
+                self.inputs[place] = t, value, t._version, node
 
 
 @contextmanager

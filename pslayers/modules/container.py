@@ -100,7 +100,7 @@ class PSContainer(Converted):
         """As the base's; where the layers cannot be run each by itself, the whole module is run with
         per-sample parameters.
         """
-        state, random, before = self._ps_state(), random_state(), Snapshot(self)
+        state, random, before = self._ps_state(), random_state(), Snapshot(self, (args, kwargs))
         by_itself, first = (state.per_sample_forward, state.includes_children), None
         for shared, whole in ((set(), False), ({TABLE}, False), ({TABLE, SHARED}, False), (set(), True)):
             set_random_state(random)

@@ -32,7 +32,7 @@ from ..attribution.tracking import MIXED, Ambiguous, Layout, Tracker, run_tracke
 from ..core import sharding
 from ..core.context import Batch, Settings, clear, local, transforming
 from ..core.recorder import recorder_of
-from ..core.trees import own_parameters, tensors_in
+from ..core.trees import map_tensors, own_parameters, tensors_in
 from .batch_of_one import run_alone, run_plain
 from .inventory import Inventory
 
@@ -201,7 +201,7 @@ class Converted(_Mixin):
         if recorded and size != state.preallocated_size:
             self._ps_make_room(size)
         random = random_state() if trackable else None
-        before = Snapshot(self) if unproved or (trackable and state.keeps) else None
+        before = Snapshot(self, (args, kwargs)) if unproved or (trackable and state.keeps) else None
         # a checkpoint around this call, say, counts what is saved: prove on a run beside
         if unproved and before is not None and torch_api.saved_tensors_packed(by=_keep):
             with saved_tensors_hooks(_keep, _keep):
@@ -501,6 +501,7 @@ class Converted(_Mixin):
                 agree = rows_agree(batch.outputs, own, batch)
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(self), torch_api.reentrant_checkpoints("otherwise"):
+                args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))
                 again, batch = self._ps_watched(run, args, kwargs, size)
                 agree = rows_agree(batch.outputs, batched_outputs(again, batch, layouts), batch)
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):

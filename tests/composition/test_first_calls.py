@@ -4,11 +4,13 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
 
 import pslayers as ps
@@ -295,3 +297,45 @@ def test_a_first_call_that_is_given_up_leaves_no_graph(monkeypatch: pytest.Monke
     right(ours, model, batch(3, 5, 4))
     gc.collect()
     assert len(made) == 2 and all(ref() is None for ref in made)
+
+
+class ChangesItsInput(nn.Module):
+    """Doubles what it is given, in place; which dim is the batch's is not told by the shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 4)
+        x.mul_(2)
+        return self.head(torch.tanh(self.fc(x))).sum(1)
+
+
+@pytest.mark.parametrize("general", [False, True])
+@pytest.mark.parametrize("around", ["nothing", "saved tensors on the CPU", "an example before"])
+def test_an_input_that_a_forward_changes_in_place_is_changed_once(around: str, general: bool) -> None:
+    model, ours = both(nn.Sequential(ChangesItsInput(), Rooted() if general else nn.Identity()))
+    if around == "an example before":
+        ps.convert_model(ours, example=batch(4, 4, 4))
+    for n in (4, 4, 3):
+        x = batch(n, 4, 4)
+        expected, given = loop(model, square, (x.clone(),)), x.clone()
+        ours.zero_grad()
+        with save_on_cpu() if around == "saved tensors on the CPU" else nullcontext():
+            output = ours(given)
+        squares(output).mean().backward()
+        torch.testing.assert_close(given, 2 * x)
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad_sample, expected[name])
+
+
+def test_an_input_in_a_graph_that_a_first_call_changes_in_place_is_refused_by_name() -> None:
+    _, ours = both(ChangesItsInput())
+    x = batch(4, 4, 4).requires_grad_()
+    with pytest.raises(
+        ValueError, match=r"`ChangesItsInput` changes an input in place .* model\(x\.clone\(\)\)"
+    ):
+        ours(x * 1)
+    ps.convert_model(ours, example=batch(4, 4, 4))
+    squares(ours(x * 1)).sum().backward()
+    assert x.grad is not None and ours.head.weight.grad_sample.shape == (4, 4, 4)
