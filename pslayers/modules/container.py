@@ -12,7 +12,7 @@ from .. import compiled, general, torch_api
 from ..attribution.gathered import gathering
 from ..attribution.snapshot import Snapshot
 from ..attribution.tracking import PICKED, SHARED, TABLE, Ambiguous, Tracker, parameters_used
-from ..core.context import Batch, in_place_of, local, places_of, transforming
+from ..core.context import Batch, by_original_layers, in_place_of, local, places_of, transforming
 from ..core.trees import ndims, tensors_in
 from ..parameters.per_sample import NoRuleError
 from .base import PSLayer
@@ -83,7 +83,8 @@ class PSContainer(Converted):
                 " the same batch, so its samples cannot be told apart: write a layer for it (ps.PSLayer)."
             )
         if not given and not torch.is_grad_enabled():
-            return original(self, *args, **kwargs)
+            with by_original_layers(local.use_original_forward or state.includes_children):
+                return original(self, *args, **kwargs)
         try:
             return general.run(self, original, plan, args, kwargs, given)
         except NoRuleError as error:  # which it did not need when it was proved

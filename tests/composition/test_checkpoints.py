@@ -371,3 +371,32 @@ def test_each_module_around_a_checkpoint_has_its_own_parameters_again(reentrant:
         for name, rows in by_backward(model, x).items():
             torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
     assert {row.way for row in ps.report(ours).rows} == {"direct"}  # each by itself
+
+
+class AddsPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+
+    def forward(self, h: Tensor) -> Tensor:  # (B, T, 4)
+        return h + self.table(torch.arange(h.shape[1]))
+
+
+class InACheckpoint(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), AddsPositions(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.inner, self.first(x), use_reentrant=True).tanh()).mean(1)
+
+
+def test_a_part_that_is_run_whole_is_so_when_a_reentrant_checkpoint_runs_it_at_first() -> None:
+    """For one position, the table by itself would give each sample a row that broadcasts over the others."""
+    model, ours = both(InACheckpoint())
+    for n in (2, 3, 1):
+        x = batch(n, 1, 4)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        for name, rows in by_backward(model, x).items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
