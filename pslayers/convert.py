@@ -24,6 +24,7 @@ from .modules.base import REGISTRY, PSLayer
 from .modules.container import PSContainer, container_class
 from .modules.converted import Converted, State
 from .modules.inventory import Inventory
+from .modules.model_call import ModelCall
 from .reports import Row, original_class
 
 M = TypeVar("M", bound=nn.Module)
@@ -176,7 +177,7 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     with trial(model):
         try:
             kind = model._ps_kind(model._ps_sizes(args, kwargs), size)
-            model._ps_learn(PSContainer._ps_run, args, kwargs, size, kind)
+            ModelCall(model, PSContainer._ps_run, args, kwargs, size, kind).learn()
         except ValueError as error:
             raise ConversionError(
                 f"{type(model).__name__} cannot be converted, and has not been changed: {error}"

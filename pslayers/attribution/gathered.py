@@ -24,7 +24,7 @@ from ..core.trees import map_tensors, tensors_in, tensors_of
 from ..parameters.per_sample import PerSample
 from .provenance import WEAK, PaddedRows, RowProvenance
 from .row_rules import RULES, default_rule, mark_unknown
-from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Ambiguous, Layout, owners_of_packed
+from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Layout, owners_of_packed
 
 
 class _Notes:
@@ -270,10 +270,9 @@ class GatheredRows(TorchFunctionMode):
                 problem = f"it does not take them as a batch ({type(error).__name__}: {reason})"
         if tracked:
             self.refused.add(id(module))
+        if tracked or (local.batch is not None and local.batch.give_up()):
             self.entering = module
             return forward(*args, **kwargs)
-        if trackable:
-            raise Ambiguous
         raise module._ps_not_told(problem)
 
     def _into(self, batch: PaddedRows, t: Tensor, states: bool) -> Tensor:

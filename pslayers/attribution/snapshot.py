@@ -33,8 +33,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class Snapshot:
-    """Buffers, hooks and attributes of a model's modules, with what is in their dicts, lists and sets; and what
-    it is called with.
+    """Buffers, hooks and attributes of a model's modules, with what is in their dicts, lists and sets; and
+    what it is called with.
 
     A forward may keep what it has computed (a cache of masks, of position biases), and must not find there
     what a run on other inputs, or with other weights, has left. It may change its inputs in place.

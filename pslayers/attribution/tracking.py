@@ -38,8 +38,8 @@ _PREFERENCE = [*(("dim", d) for d in range(16)), BATCH_MAJOR, TIME_MAJOR]
 
 
 class Ambiguous(BaseException):
-    """Raised by a layer whose input cannot be attributed by its shape; the outermost module tracks the batch
-    and calls again.
+    """Raised inside of a layer whose input cannot be attributed by its shape, and caught by the layer: the
+    call is given up, tracked, and run again.
     """
 
 

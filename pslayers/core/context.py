@@ -189,10 +189,12 @@ class Batch:
         "settings",
         "size",
         "trackable",
+        "undecided",
     )
 
     def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
+        self.undecided = False  # some layer could not tell whose the rows of its input are
         self.level = torch_api.level()  # of transforms of torch.func around the call
         self.root: Any = None  # the outermost module
         self.given: Sequence[Place] | None = None  # see `given_places`
@@ -213,6 +215,14 @@ class Batch:
             self.given,
         )
         return batch
+
+    def give_up(self) -> bool:
+        """Whether the call can be run again to find out which rows are whose: what is left of this run then
+        goes by the original layers.
+        """
+        if self.trackable:
+            self.undecided = local.use_original_forward = True
+        return self.trackable
 
     def given_places(self) -> "Sequence[Place]":
         """Per-sample weights that were given in the place of parameters, and their places: looked for once a

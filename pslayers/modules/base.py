@@ -57,10 +57,16 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             batch.count(self)
             if transforming() and torch_api.level() > batch.level:
                 self._ps_transformed(batch)
+            if batch.undecided:
+                return self._ps_plain(ps_forward, args, kwargs)
         if self.replaces is not None and not self._ps_needed():
             return self.replaces.forward(self, *args, **kwargs)
         if batch is not None:
-            return self._ps_run(ps_forward, args, kwargs)
+            try:
+                return self._ps_run(ps_forward, args, kwargs)
+            except Ambiguous:
+                batch.give_up()
+                return self._ps_plain(ps_forward, args, kwargs)
         return self._ps_outermost(functools.partial(_run, ps_forward), args, kwargs)
 
     return forward

@@ -6,17 +6,13 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import compiled, general, torch_api
-from ..attribution.gathered import gathering
-from ..attribution.snapshot import Snapshot
-from ..attribution.tracking import PICKED, SHARED, TABLE, Ambiguous, Tracker, parameters_used
-from ..core.context import Batch, by_original_layers, in_place_of, local, places_of, transforming
-from ..core.trees import ndims, tensors_in
+from ..core.context import by_original_layers, local, transforming
+from ..core.trees import ndims
 from ..parameters.per_sample import NoRuleError
-from .base import PSLayer
-from .converted import Converted, Kind, random_state, set_random_state
+from .converted import Converted
 
 
 class PSContainer(Converted):
@@ -57,11 +53,13 @@ class PSContainer(Converted):
             return local.gathered_rows.call(self, self._ps_run, args, kwargs)
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
-        if batch is None or not state.per_sample_forward:
+        if batch is None or batch.undecided or not state.per_sample_forward:
             return original(self, *args, **kwargs)
         call = batch.count(self)
         if torch_api.level() > batch.level and not self._ps_given():
             self._ps_transformed(batch)
+            if batch.undecided:
+                return original(self, *args, **kwargs)
         # what a reentrant checkpoint runs without gradients at first is to come again, when nothing can be
         # learned any more
         recording = torch.is_grad_enabled() or torch_api.in_reentrant_forward()
@@ -76,8 +74,8 @@ class PSContainer(Converted):
         if plan is None and given and transforming():  # where nothing can be proved
             plan = state.plans.get((call, self.training, False, how))
         if plan is None or not general.fits(plan, (args, kwargs), batch.size):
-            if batch.trackable:
-                raise Ambiguous
+            if batch.give_up():
+                return original(self, *args, **kwargs)
             raise ValueError(
                 f"`{state.path}` ({type(self).__name__}) was called in a way that differs from run to run of"
                 " the same batch, so its samples cannot be told apart: write a layer for it (ps.PSLayer)."
@@ -88,135 +86,12 @@ class PSContainer(Converted):
         try:
             return general.run(self, original, plan, args, kwargs, given)
         except NoRuleError as error:  # which it did not need when it was proved
-            if batch.trackable:
-                raise Ambiguous from None
+            if batch.give_up():
+                return original(self, *args, **kwargs)
             raise ValueError(
                 f"`{state.path}` ({type(self).__name__}) does what it did not when this kind of call was"
                 f" proved ({error}): convert the model anew, or write a layer for it (ps.PSLayer)."
             ) from error
-
-    def _ps_learn(
-        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind
-    ) -> Any:
-        """As the base's; where the layers cannot be run each by itself, the whole module is run with
-        per-sample parameters.
-        """
-        state, random, before = self._ps_state(), random_state(), Snapshot(self, (args, kwargs))
-        by_itself, first = (state.per_sample_forward, state.includes_children), None
-        for shared, whole in ((set(), False), ({TABLE}, False), ({TABLE, SHARED}, False), (set(), True)):
-            set_random_state(random)
-            state.shared, state.includes_children = shared, whole or state.includes_children
-            state.per_sample_forward = state.per_sample_forward or whole
-            try:
-                with gathering(size, state.settings, args, kwargs):
-                    return super()._ps_learn(run, args, kwargs, size, kind)
-            # a shape that no longer broadcasts, rows that are no one's, outputs that differ
-            except Exception as error:
-                first = first or error
-                before.restore()
-        state.per_sample_forward, state.includes_children = by_itself
-        assert first is not None
-        raise first
-
-    def _ps_settle(
-        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch
-    ) -> None:
-        """Choose how each module below is run: modules that cannot be by themselves go with the module that
-        calls them.
-        """
-        modules: dict[int, Any] = {id(m): m for m in self.modules()}
-        names = self._ps_given()
-        first = {name: nn.Parameter(p.detach()[0]) for name, p in self.named_parameters() if name in names}
-        with in_place_of(places_of(self, first, tied=True)):
-            used, recorded = parameters_used(run, self, args, kwargs)
-            for user, params in used.items():  # past their layers
-                _escalate(modules, tracker, user, params)
-        if not names:
-            _take_gradients(tracker, recorded)
-        for transformer in tracker.transformers:
-            _whole(modules, transformer, modules[transformer])
-        why: ValueError | None = None
-        for (key, call, _, _), x in tracker.seen.items():
-            module: Any = modules[key]
-            if isinstance(module, PSLayer) and module._ps_unattributable(x, call):
-                _whole(modules, tracker.callers.get((key, call)), module)
-                why = why or module._ps_not_attributable(x, batch.size)
-        made: list[Any] = list(tracker.made)
-        if shared := self._ps_state().shared:
-            for (key, call, (slot, _), ndim), _ in tracker.seen.items():
-                module, caller = modules[key], tracker.callers.get((key, call))
-                taken_up = (
-                    slot == "in"
-                    if isinstance(module, PSLayer)
-                    else slot == "out" and module._ps_state().per_sample_forward
-                )
-                if (
-                    taken_up
-                    and caller
-                    and (shared if slot == "in" else {TABLE})
-                    & {*module._ps_state().layouts_of(call, slot, ndim)}
-                ):
-                    _whole(modules, caller, module)
-        for module, call, taken, named, returned, written in made:  # a caller comes after what it has called
-            state = module._ps_state()
-            if not state.per_sample_forward:
-                continue
-            slots = {"in": (taken, named), "out": returned, "written": written}
-            layouts = general.Layouts(
-                *(general.places(state, call, slot, value) for slot, value in slots.items())
-            )
-            given = bool(module._ps_given(own=not state.includes_children))
-            how = (call, module.training, given, ndims((taken, named)))
-            try:
-                forward, picks = (
-                    module._ps_forward(),
-                    id(module) in tracker.pickers or PICKED in layouts.outputs,
-                )
-                state.settings.has_gathered_rows = state.settings.has_gathered_rows or picks
-                state.plans[how] = general.choose(
-                    module, forward, (taken, named), layouts, batch.size, state.includes_children, picks
-                )
-            except general.NoWayError as error:
-                if why is not None and module is self:
-                    raise why from error
-                _whole(modules, tracker.callers.get((id(module), call)), module, str(error))
-
-
-def _take_gradients(tracker: Tracker, recorded: Tracker) -> None:
-    """Let inputs of calls need gradients where they do in a recorded run: torch's kernels may go by that (and
-    may crash).
-    """
-    like = {(id(module), call): (taken, named) for module, call, taken, named, *_ in recorded.made}
-    for module, call, taken, named, *_ in tracker.made:
-        pairs = zip(tensors_in((taken, named)), tensors_in(like.get((id(module), call), ())), strict=False)
-        for kept, t in pairs:
-            if isinstance(kept, Tensor) and isinstance(t, Tensor) and t.requires_grad:
-                kept.requires_grad_()
-
-
-def _whole(
-    modules: dict[int, Any], caller: int | None, module: Any, why: str = "its rows are picked by data"
-) -> None:
-    if caller is None:
-        raise ValueError(
-            f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run with parameters for each"
-            f" sample: {why}. If samples do not interact in it, write a layer for it (ps.PSLayer)."
-        )
-    state = modules[caller]._ps_state()
-    state.per_sample_forward = state.includes_children = True
-
-
-def _escalate(modules: dict[int, Any], tracker: Tracker, key: int, params: set[int]) -> None:
-    """Let the module that uses parameters of others be run whole, or the first of its callers that holds them
-    all.
-    """
-    while not params <= {id(p) for p in modules[key].parameters()}:
-        caller = next((c for (k, _), c in tracker.callers.items() if k == key and c is not None), None)
-        if caller is None:
-            return
-        key = caller
-    if not isinstance(modules[key], PSLayer):
-        _whole(modules, key, modules[key])
 
 
 def _rebuild(original: type[nn.Module], make: Any, args: tuple[Any, ...]) -> Any:

@@ -1,8 +1,6 @@
 """The base of every module of a converted model, and what happens when the outermost one is called.
 
-The batch size is decided (`_ps_in_turn`, `_ps_batch_size`). The first call of each kind (training or not,
-which inputs, of how many dims) is proved (`_ps_holds`); where that fails, how the layers' inputs hold the
-samples is tracked and learned, and the call proved again (`_ps_learn`, `_ps_prove`).
+The batch size is decided (`_ps_in_turn`, `_ps_size`); all that follows for a whole model, `ModelCall` does.
 """
 
 import functools
@@ -13,31 +11,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import compiled, torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
-from ..attribution.proof import (
-    GradientProbe,
-    Unprovable,
-    batched_outputs,
-    disagreement,
-    past_expansions,
-    quiet_hooks,
-    rows_agree,
-)
-from ..attribution.snapshot import Snapshot, gradients_unchanged, trial
-from ..attribution.tracking import MIXED, Ambiguous, Layout, Tracker, run_tracked, track
+from ..attribution.tracking import Layout, run_tracked
 from ..core import sharding
 from ..core.context import Batch, Settings, clear, local, transforming
 from ..core.recorder import recorder_of
-from ..core.trees import map_tensors, own_parameters, tensors_in
+from ..core.trees import own_parameters, tensors_in
 from .batch_of_one import run_alone, run_plain
 from .inventory import Inventory
-
-# of a call: training, and of every input its dims, and whether it has as many rows as there are samples
-Kind = tuple[bool, tuple[tuple[int, bool], ...]]
+from .model_call import Kind, ModelCall
 
 
 class State:
@@ -194,57 +179,26 @@ class Converted(_Mixin):
         small = size == 1 or (size == 0 and not self._ps_layer)
         if small and not (apart or transforming()):
             return run_alone(self, inventory or self._ps_inventory(), args, kwargs, size, recorded)
-        kind = self._ps_kind(sizes, size) if trackable else None
-        unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
+        kind = self._ps_kind(sizes, size)
+        unproved = trackable and recorded and not local.again and not self._ps_proved(kind)
         if apart and unproved:
             raise self._ps_apart()
         if recorded and size != state.preallocated_size:
             self._ps_make_room(size)
-        random = random_state() if trackable else None
-        before = Snapshot(self, (args, kwargs)) if unproved or (trackable and state.keeps) else None
-        # a checkpoint around this call, say, counts what is saved: prove on a run beside
-        if unproved and before is not None and torch_api.saved_tensors_packed(by=_keep):
-            with saved_tensors_hooks(_keep, _keep):
-                self._ps_in_turn(run, args, kwargs, recorded)
-            set_random_state(random)
-            before.restore()
-            return self._ps_in_turn(run, args, kwargs, recorded)
-        local.batch = batch = Batch(size, settings, trackable)
+        if trackable:
+            call = ModelCall(self, run, args, kwargs, size, kind)
+            return call.first() if unproved else call.again()
+        local.batch = batch = Batch(size, settings)
         batch.root = self
         if recorded and not recomputed:
             settings.note_forward(batch)
-        if unproved:
-            batch.outputs, batch.proving = GradientProbe(size), True
         try:
-            if not (unproved or settings.has_gathered_rows):
+            if not settings.has_gathered_rows:
                 return run(self, *args, **kwargs)
-            with gathering(size, settings, args, kwargs), quiet_hooks(self) if unproved else nullcontext():
-                output = run(self, *args, **kwargs)
-                state.keeps = state.keeps or (unproved and before is not None and before.differs())
-                # where rows were picked, what shapes would not tell is looked at more closely, once
-                holds = self._ps_holds(batch, output) and not settings.has_gathered_rows if unproved else None
-            if holds:
-                assert kind is not None
-                state.proved.add((*kind, bool(self._ps_given())))
-            if holds is not False:
-                return output
-        except Ambiguous:
-            if apart:
-                raise self._ps_apart() from None
-        # a weight that was given for each sample is used past its layer, where that is not known yet
-        except Exception:
-            if not (unproved and self._ps_given()):
-                raise
+            with gathering(size, settings, args, kwargs):
+                return run(self, *args, **kwargs)
         finally:
             local.batch = None
-            if unproved:
-                batch.outputs.close()
-        output = batch = None  # type: ignore[assignment]  # what holds the graph makes room for what follows
-        set_random_state(random)
-        if before is not None:
-            before.restore()
-        assert kind is not None
-        return self._ps_learn(run, args, kwargs, size, kind)
 
     def _ps_size(
         self,
@@ -370,41 +324,12 @@ class Converted(_Mixin):
             " example=x)."
         )
 
-    def _ps_holds(self, batch: Batch, output: Any) -> bool | None:
-        """Whether a first call shows that samples depend on their own rows alone, and that all trainable
-        parameters have rows.
-
-        None where nothing speaks against it, but a NaN leaves it open: then a later call is to show it.
-        """
-        assert batch.outputs is not None
-        try:
-            with gradients_unchanged(self):
-                agree = rows_agree(batch.outputs, batched_outputs(output, batch), batch)
-        except Unprovable:  # then the samples are changed, and what depends on them is seen
-            return False
-        return False if self._ps_past_layers(output) or batch.outputs.missed(output) else agree
-
-    def _ps_past_layers(self, output: Any) -> bool:
-        """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that
-        was not converted.
-        """
-        layers = (m for m in self.modules() if isinstance(m, Converted) and m._ps_layer)
-        of_layers = (p for layer in layers for p in layer._parameters.values() if p is not None)
-        return past_expansions(
-            output, list(of_layers if self._ps_state().settings.partial else self.parameters())
-        )
-
-    def _ps_settle(
-        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker, batch: Batch
-    ) -> None:
-        """Choose, from what was tracked, how each module below is run."""
-
     def _ps_transformed(self, batch: Batch) -> None:
         """A call by a transform of torch.func that the model's own forward makes: its caller is run with
         per-sample parameters.
         """
-        if batch.trackable:
-            raise Ambiguous
+        if batch.give_up():
+            return
         raise ValueError(
             f"`{self._ps_state().path}` ({type(self).__name__}) is called inside a transform of torch.func in"
             " the model's forward, as it was not when this kind of call was proved: convert the model anew,"
@@ -420,35 +345,6 @@ class Converted(_Mixin):
                 " torch.utils.checkpoint."
             )
         return next(iter(sizes))
-
-    def _ps_learn(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind
-    ) -> Any:
-        """Track the batch through the layers below, let each remember how its inputs hold the samples, and
-        run.
-
-        An error leaves them as they were: what was learned is kept only if the outputs are those of the plain
-        model.
-        """
-        batch, bound = Batch(size, self._ps_state().settings), functools.partial(run, self)
-        modules: dict[int, Any] = {id(m): m for m in self.modules()}
-        states = [m._ps_state() for m in modules.values() if isinstance(m, Converted)]
-        before = [(state, state.learned()) for state in states]
-        self._ps_inventory().check_given(size)
-        self._ps_leave_room()
-        try:
-            found, tracker = track(bound, self, args, kwargs, batch)
-            for (key, call, place, ndim), layout in found.items():
-                modules[key]._ps_state().layouts[call, place, ndim] = layout
-            self._ps_settle(bound, args, kwargs, tracker, batch)
-            del found, tracker  # which hold what the layers were given
-            if batch.settings.recording and torch.is_grad_enabled():
-                self._ps_make_room(size)
-            return self._ps_prove(run, args, kwargs, size, kind)
-        except BaseException:
-            for state, learned in before:
-                state.layouts, state.plans, state.per_sample_forward, state.includes_children = learned
-            raise
 
     def _ps_given(self, own: bool = False) -> set[str]:
         """The names of the parameters in whose place per-sample weights were given, here or anywhere
@@ -476,63 +372,6 @@ class Converted(_Mixin):
                 f" ps.expand_params(model, {size})."
             )
 
-    def _ps_prove(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, kind: Kind
-    ) -> Any:
-        """Run, and compare with the original layers; raises where the outputs or the owners of rows
-        differ.
-        """
-        given, plain = self._ps_given(), None
-        if not given:  # per-sample weights have no plain counterpart
-            with torch.no_grad(), without_gathered_rows():
-                plain = run_tracked(functools.partial(run, self), self, args, kwargs)[1]
-        output, batch = self._ps_watched(run, args, kwargs, size)
-        problem = None if given else disagreement(output, plain)
-        tensors = list(tensors_in([output]))
-        layouts = [self._ps_state().layouts.get((0, ("out", i), t.ndim)) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
-        own = batched_outputs(output, batch, layouts)
-        numbers = all(
-            isinstance(t, Tensor) and not t.ndim
-            for t, layout in zip(tensors, layouts, strict=True)
-            if layout == MIXED
-        )
-        try:
-            with gradients_unchanged(self):
-                agree = rows_agree(batch.outputs, own, batch)
-        except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
-            with trial(self), torch_api.reentrant_checkpoints("otherwise"):
-                args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))
-                again, batch = self._ps_watched(run, args, kwargs, size)
-                agree = rows_agree(batch.outputs, batched_outputs(again, batch, layouts), batch)
-        if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
-            problem = "outputs in which samples depend on rows that are not theirs"
-        if problem is not None:
-            raise ValueError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) returned {problem}: samples interact in"
-                f" it, or an input that all {size} samples share was given a batch dim and did not broadcast"
-                " as without one. Give it one in the model, as in ids.unsqueeze(0), or write a layer for the"
-                " module that does it (ps.PSLayer)."
-            )
-        if agree:
-            self._ps_state().proved.add((*kind, bool(given)))
-        return output
-
-    def _ps_watched(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int
-    ) -> tuple[Any, Batch]:
-        """The output of a run that is to be proved, and its batch, which has watched what layers returned."""
-        local.batch = batch = Batch(size, self._ps_state().settings)
-        batch.root = self
-        batch.outputs, batch.proving = GradientProbe(size), True
-        try:
-            with quiet_hooks(self):
-                return run(self, *args, **kwargs), batch
-        except BaseException:
-            batch.outputs.close()
-            raise
-        finally:
-            local.batch = None
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and `grad_sample` of every parameter below becomes None."""
         if not set_to_none:
@@ -542,20 +381,3 @@ class Converted(_Mixin):
                 param.grad = None
             if "grad_sample" in param.__dict__:
                 clear(param)
-
-
-def random_state() -> list[Tensor]:
-    """The state of torch's random generators."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
-
-
-def set_random_state(state: list[Tensor] | None) -> None:
-    """Put torch's random generators back to a state."""
-    if state is not None:
-        torch.set_rng_state(state[0])
-        if len(state) > 1:
-            torch.cuda.set_rng_state_all(state[1:])
-
-
-def _keep(t: Tensor) -> Tensor:
-    return t

@@ -1,0 +1,277 @@
+"""One outermost call of a model, from its first run to rows that are proved.
+
+A call of a kind that was proved before is run (`ModelCall.again`). The first one of a kind is run and
+verified (`first`); where that leaves open which rows are whose, what the layers are given is tracked, how
+each module is to be run is settled (settling.py), and the call is run and proved (`learn`). Each step returns
+the output, or UNDECIDED, and then the next one follows.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .. import torch_api
+from ..attribution.gathered import gathering, without_gathered_rows
+from ..attribution.proof import (
+    GradientProbe,
+    Unprovable,
+    batched_outputs,
+    disagreement,
+    past_expansions,
+    quiet_hooks,
+    rows_agree,
+)
+from ..attribution.snapshot import Snapshot, gradients_unchanged, trial
+from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, run_tracked, track
+from ..core import sharding
+from ..core.context import Batch, local
+from ..core.trees import map_tensors, tensors_in
+from .settling import settle
+
+UNDECIDED: Any = object()
+
+# of a call: training, and of every input its dims, and whether it has as many rows as there are samples
+Kind = tuple[bool, tuple[tuple[int, bool], ...]]
+
+# what is tried in turn: callers of layers that take what all samples share, in these ways, are run whole; and
+# whether the whole model is
+ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
+    (set(), False),
+    ({TABLE}, False),
+    ({TABLE, SHARED}, False),
+    (set(), True),
+)
+
+
+class ModelCall:
+    """A call of a converted model, `run(model, *args, **kwargs)`, for `size` samples, more than one."""
+
+    def __init__(
+        self,
+        model: Any,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        size: int,
+        kind: Kind,
+    ) -> None:
+        self.model, self.run, self.args, self.kwargs = model, functools.partial(run, model), args, kwargs
+        self.size, self.kind = size, kind
+        self.state, self.settings = model._ps_state(), model._ps_state().settings
+        self.random = random_state()
+
+    # ---------------------------------------------------------------------------------------------- the steps
+    def again(self) -> Any:
+        """The output of a call of a kind that was proved, or is not recorded."""
+        before = Snapshot(self.model, (self.args, self.kwargs)) if self.state.keeps else None
+        output = self._attempt(None)
+        return output if output is not UNDECIDED else self._undone(before).learn()
+
+    def first(self) -> Any:
+        """The output of a call that is recorded, and of a kind that was not proved yet."""
+        before = Snapshot(self.model, (self.args, self.kwargs))
+        # a checkpoint around this call, say, counts what is saved: prove on a run beside
+        if torch_api.saved_tensors_packed(by=_keep):
+            with saved_tensors_hooks(_keep, _keep):
+                self.first()
+            return self._undone(before).again()
+        output = self._attempt(before)
+        return output if output is not UNDECIDED else self._undone(before).learn()
+
+    def learn(self) -> Any:
+        """The output, after it was found out how the inputs of layers hold the samples.
+
+        Where the layers cannot be run each by itself, their callers are run with per-sample parameters, at
+        last the whole model. An error leaves all as it was: what was learned is kept only if the outputs are
+        those of the plain model.
+        """
+        if sharding.apart(self.model):
+            raise self.model._ps_apart()
+        state, before, first = self.state, Snapshot(self.model, (self.args, self.kwargs)), None
+        by_itself = state.per_sample_forward, state.includes_children
+        for shared, whole in ATTEMPTS:
+            set_random_state(self.random)
+            state.shared, state.includes_children = shared, whole or state.includes_children
+            state.per_sample_forward = state.per_sample_forward or whole
+            try:
+                with gathering(self.size, self.settings, self.args, self.kwargs):
+                    return self._learned()
+            # a shape that no longer broadcasts, rows that are no one's, outputs that differ
+            except Exception as error:
+                first = first or error
+                before.restore()
+        state.per_sample_forward, state.includes_children = by_itself
+        assert first is not None
+        raise first
+
+    # -------------------------------------------------------------------------------------------------- parts
+    def _undone(self, before: Snapshot | None) -> "ModelCall":
+        """This call, with nothing left of what has been run of it."""
+        set_random_state(self.random)
+        if before is not None:
+            before.restore()
+        return self
+
+    def _batch(self, proving: bool, trackable: bool) -> Batch:
+        """The batch of a further run; layers' outputs are watched where it is to be proved."""
+        batch = Batch(self.size, self.settings, trackable)
+        batch.root = self.model
+        if self.settings.recording and torch.is_grad_enabled():
+            self.settings.note_forward(batch)
+        if proving:
+            batch.outputs, batch.proving = GradientProbe(self.size), True
+        return batch
+
+    def _attempt(self, before: Snapshot | None) -> Any:
+        """The output of a run, which is verified if it is known what was `before`; UNDECIDED where a layer
+        could not tell whose the rows of its input are, or where they are not.
+        """
+        model, proving = self.model, before is not None
+        local.batch = batch = self._batch(proving, trackable=True)
+        try:
+            if not (proving or self.settings.has_gathered_rows):
+                output = self.run(*self.args, **self.kwargs)
+                return UNDECIDED if batch.undecided else output
+            hooks = quiet_hooks(model) if proving else nullcontext()
+            with gathering(self.size, self.settings, self.args, self.kwargs), hooks:
+                output = self.run(*self.args, **self.kwargs)
+                if batch.undecided:
+                    return UNDECIDED
+                return output if before is None or self._verified(batch, output, before) else UNDECIDED
+        except Exception:
+            # what follows a layer that could not tell is run anyhow; a weight that was given for each sample
+            # may be used past its layer, where that is not known yet
+            if not batch.undecided and not (proving and model._ps_given()):
+                raise
+            return UNDECIDED
+        finally:
+            local.batch, local.use_original_forward = None, False
+            if batch.outputs is not None:
+                batch.outputs.close()
+
+    def _verified(self, batch: Batch, output: Any, before: Snapshot) -> bool:
+        """Whether a first run shows that samples depend on their own rows alone, and that all trainable
+        parameters have rows; noted, but where a NaN leaves it open: then a later call is to show it.
+        """
+        model, state = self.model, self.state
+        state.keeps = state.keeps or before.differs()
+        try:
+            with gradients_unchanged(model):
+                agree = rows_agree(batch.outputs, batched_outputs(output, batch), batch)
+        except Unprovable:  # then the samples are changed, and what depends on them is seen
+            return False
+        if self._past_layers(output) or batch.outputs.missed(output) or agree is False:
+            return False
+        # where rows were picked, what shapes would not tell is looked at more closely, once
+        if self.settings.has_gathered_rows:
+            return agree is None
+        if agree:
+            state.proved.add((*self.kind, bool(model._ps_given())))
+        return True
+
+    def _past_layers(self, output: Any) -> bool:
+        """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that
+        was not converted.
+        """
+        layers = (m for m in self.model.modules() if getattr(m, "_ps_layer", False))
+        of_layers = (p for layer in layers for p in layer._parameters.values() if p is not None)
+        return past_expansions(output, list(of_layers if self.settings.partial else self.model.parameters()))
+
+    def _learned(self) -> Any:
+        """Track the batch through the layers below, let each remember how its inputs hold the samples, and
+        run.
+        """
+        model, size = self.model, self.size
+        batch, modules = Batch(size, self.settings), {id(m): m for m in model.modules()}
+        states = [m._ps_state() for m in modules.values() if hasattr(m, "_ps_state")]
+        before = [(state, state.learned()) for state in states]
+        model._ps_inventory().check_given(size)
+        model._ps_leave_room()
+        try:
+            found, tracker = track(self.run, model, self.args, self.kwargs, batch)
+            for (key, call, place, ndim), layout in found.items():
+                modules[key]._ps_state().layouts[call, place, ndim] = layout
+            settle(model, self.run, self.args, self.kwargs, tracker, batch)
+            del found, tracker  # which hold what the layers were given
+            if self.settings.recording and torch.is_grad_enabled():
+                model._ps_make_room(size)
+            return self._proved()
+        except BaseException:
+            for state, learned in before:
+                state.layouts, state.plans, state.per_sample_forward, state.includes_children = learned
+            raise
+
+    def _proved(self) -> Any:
+        """The output of a run that is compared with one by the original layers.
+
+        Raises:
+            ValueError: the outputs or the owners of rows differ.
+        """
+        model, state = self.model, self.state
+        given, plain = model._ps_given(), None
+        if not given:  # per-sample weights have no plain counterpart
+            with torch.no_grad(), without_gathered_rows():
+                plain = run_tracked(self.run, model, self.args, self.kwargs)[1]
+        output, batch = self._watched(self.args, self.kwargs)
+        problem = None if given else disagreement(output, plain)
+        tensors = list(tensors_in([output]))
+        layouts = [state.layouts.get((0, ("out", i), t.ndim)) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
+        own = batched_outputs(output, batch, layouts)
+        numbers = all(
+            isinstance(t, Tensor) and not t.ndim
+            for t, layout in zip(tensors, layouts, strict=True)
+            if layout == MIXED
+        )
+        try:
+            with gradients_unchanged(model):
+                agree = rows_agree(batch.outputs, own, batch)
+        except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
+            with trial(model), torch_api.reentrant_checkpoints("otherwise"):
+                args, kwargs = map_tensors(lambda t: t.clone(), (self.args, self.kwargs))
+                again, batch = self._watched(args, kwargs)
+                agree = rows_agree(batch.outputs, batched_outputs(again, batch, layouts), batch)
+        if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
+            problem = "outputs in which samples depend on rows that are not theirs"
+        if problem is not None:
+            raise ValueError(
+                f"`{state.path}` ({type(model).__name__}) returned {problem}: samples interact in it, or an"
+                f" input that all {self.size} samples share was given a batch dim and did not broadcast as"
+                " without one. Give it one in the model, as in ids.unsqueeze(0), or write a layer for the"
+                " module that does it (ps.PSLayer)."
+            )
+        if agree:
+            state.proved.add((*self.kind, bool(given)))
+        return output
+
+    def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Batch]:
+        """The output of a run that is to be proved, and its batch, which has watched what layers returned."""
+        local.batch = batch = self._batch(proving=True, trackable=False)
+        try:
+            with quiet_hooks(self.model):
+                return self.run(*args, **kwargs), batch
+        except BaseException:
+            batch.outputs.close()
+            raise
+        finally:
+            local.batch = None
+
+
+def random_state() -> list[Tensor]:
+    """The state of torch's random generators."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def set_random_state(state: list[Tensor]) -> None:
+    """Put torch's random generators back to a state."""
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state_all(state[1:])
+
+
+def _keep(t: Tensor) -> Tensor:
+    return t

@@ -1,0 +1,119 @@
+"""How each module below a model is run, from what was tracked: a layer by itself, a module without a
+replacement by a plan of its own, or both as a part of the module that calls them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import general
+from ..attribution.tracking import PICKED, TABLE, Tracker, parameters_used
+from ..core.context import Batch, in_place_of, places_of
+from ..core.trees import ndims, tensors_in
+
+
+def settle(
+    model: Any,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tracker: Tracker,
+    batch: Batch,
+) -> None:
+    """Choose how each module below is run: modules that cannot be by themselves go with the module that
+    calls them.
+
+    Raises:
+        ValueError: one has no caller, or the model itself cannot be run.
+    """
+    modules: dict[int, Any] = {id(m): m for m in model.modules()}
+    names = model._ps_given()
+    first = {name: nn.Parameter(p.detach()[0]) for name, p in model.named_parameters() if name in names}
+    with in_place_of(places_of(model, first, tied=True)):
+        used, recorded = parameters_used(run, model, args, kwargs)
+        for user, params in used.items():  # past their layers
+            _escalate(modules, tracker, user, params)
+    if not names:
+        _take_gradients(tracker, recorded)
+    for transformer in tracker.transformers:
+        _whole(modules, transformer, modules[transformer])
+    why: ValueError | None = None
+    for (key, call, _, _), x in tracker.seen.items():
+        module: Any = modules[key]
+        if module._ps_layer and module._ps_unattributable(x, call):
+            _whole(modules, tracker.callers.get((key, call)), module)
+            why = why or module._ps_not_attributable(x, batch.size)
+    made: list[Any] = list(tracker.made)
+    if shared := model._ps_state().shared:
+        for (key, call, (slot, _), ndim), _ in tracker.seen.items():
+            module, caller = modules[key], tracker.callers.get((key, call))
+            taken_up = (
+                slot == "in" if module._ps_layer else slot == "out" and module._ps_state().per_sample_forward
+            )
+            if (
+                taken_up
+                and caller
+                and (shared if slot == "in" else {TABLE}) & {*module._ps_state().layouts_of(call, slot, ndim)}
+            ):
+                _whole(modules, caller, module)
+    for module, call, taken, named, returned, written in made:  # a caller comes after what it has called
+        state = module._ps_state()
+        if not state.per_sample_forward:
+            continue
+        slots = {"in": (taken, named), "out": returned, "written": written}
+        layouts = general.Layouts(
+            *(general.places(state, call, slot, value) for slot, value in slots.items())
+        )
+        given = bool(module._ps_given(own=not state.includes_children))
+        how = (call, module.training, given, ndims((taken, named)))
+        try:
+            forward, picks = (
+                module._ps_forward(),
+                id(module) in tracker.pickers or PICKED in layouts.outputs,
+            )
+            state.settings.has_gathered_rows = state.settings.has_gathered_rows or picks
+            state.plans[how] = general.choose(
+                module, forward, (taken, named), layouts, batch.size, state.includes_children, picks
+            )
+        except general.NoWayError as error:
+            if why is not None and module is model:
+                raise why from error
+            _whole(modules, tracker.callers.get((id(module), call)), module, str(error))
+
+
+def _take_gradients(tracker: Tracker, recorded: Tracker) -> None:
+    """Let inputs of calls need gradients where they do in a recorded run: torch's kernels may go by that (and
+    may crash).
+    """
+    like = {(id(module), call): (taken, named) for module, call, taken, named, *_ in recorded.made}
+    for module, call, taken, named, *_ in tracker.made:
+        pairs = zip(tensors_in((taken, named)), tensors_in(like.get((id(module), call), ())), strict=False)
+        for kept, t in pairs:
+            if isinstance(kept, Tensor) and isinstance(t, Tensor) and t.requires_grad:
+                kept.requires_grad_()
+
+
+def _whole(
+    modules: dict[int, Any], caller: int | None, module: Any, why: str = "its rows are picked by data"
+) -> None:
+    if caller is None:
+        raise ValueError(
+            f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run with parameters for each"
+            f" sample: {why}. If samples do not interact in it, write a layer for it (ps.PSLayer)."
+        )
+    state = modules[caller]._ps_state()
+    state.per_sample_forward = state.includes_children = True
+
+
+def _escalate(modules: dict[int, Any], tracker: Tracker, key: int, params: set[int]) -> None:
+    """Let the module that uses parameters of others be run whole, or the first of its callers that holds them
+    all.
+    """
+    while not params <= {id(p) for p in modules[key].parameters()}:
+        caller = next((c for (k, _), c in tracker.callers.items() if k == key and c is not None), None)
+        if caller is None:
+            return
+        key = caller
+    if not modules[key]._ps_layer:
+        _whole(modules, key, modules[key])
