@@ -139,13 +139,15 @@ class Expansion:
             return self.finish_differentiable(total, factor.rows() if need_rows else None)
         if need_rows:
             assert self.rows is not None
-            scale = self.scale.rows
             sink = UNRECORDED if self.recorder is None else self.recorder.sink
-            rows = sink.make(self.recorder, factor, self.rows, scale)
+            rows = sink.make(self.recorder, factor, self.rows, self.scale.rows)
         if need_weight:
-            total = factor.total() if rows is None or not factor.sums_rows() else rows.sum(0) * (1 / scale)
+            if rows is not None and 0 < rows.shape[0] * factor.worth_summing < factor.positions:
+                total = rows.sum(0) * (1 / self.scale.rows)
+            else:
+                total = factor.total()
             total = total if total.dtype == self.weight.dtype else total.to(self.weight.dtype)
-            total = total if self.scale.weight == 1 else total * self.scale.weight
+            total = total if self.scale.inside == 1 else total * self.scale.weight
         return self.route(total, rows, factor.entries)
 
     def finish_differentiable(

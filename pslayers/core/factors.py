@@ -18,10 +18,9 @@ class Factor:
     """
 
     shape: torch.Size  # (B, *S); B is 1 where nobody asks for rows
-    # of the products that `total` sums, of all samples together
-    positions = 0
-    # with more of these for each sample, summing the rows is cheaper than `total`
-    worth_summing = 16
+    # how many products `total` sums, of all samples together; with more than `worth_summing` for each sample,
+    # it is cheaper to sum dense rows that are there
+    positions, worth_summing = 0, 16
     # of the samples' tables (B, V, D), laid end to end: those of which rows may not be zero; None: all
     entries: Tensor | None = None
 
@@ -39,10 +38,6 @@ class Factor:
         Ops whose differentiable backward pass is a composite's have no such form.
         """
         raise NotImplementedError
-
-    def sums_rows(self) -> bool:
-        """Whether, where there are dense rows, their sum is cheaper than `total`."""
-        return 0 < self.shape[0] * self.worth_summing < self.positions
 
 
 class Dense(Factor):
@@ -68,7 +63,9 @@ class Dense(Factor):
 
     def write(self, out: Tensor, scale: float) -> None:
         """Copied where a sample has one row: there is nothing to sum."""
-        if self.each.numel() == out.numel():
+        if self.each.shape == self.shape:
+            torch.mul(self.each, scale, out=out)
+        elif self.each.numel() == out.numel():
             torch.mul(self.each.reshape(self.shape), scale, out=out)
         else:
             torch.sum(self._by_sample(), 1, out=out).mul_(scale)

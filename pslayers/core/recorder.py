@@ -118,7 +118,8 @@ class Recorder:
         """
         notes, self.notes, self.checked, pass_id = self.notes, [], True, torch_api.current_pass()
         noted = bool(notes) and self.notes_pass == pass_id
-        if self.single.arrived(self, grad, noted):
+        single = self.single
+        if (single.taken is not None or single.pass_id == pass_id) and single.arrived(self, grad, noted):
             return
         if not noted:
             if not self.unexpanded:
@@ -175,13 +176,11 @@ class Recorder:
 
     def store(self, rows: Tensor, entries: Tensor | None = None) -> None:
         """Hand the gradient of the expansion to the sink; all rows but `entries` of the tables are zero."""
-        if self.holder.tensor() is None:
-            return
         pass_id, settings = self.current_pass(), self.settings
         if pass_id != settings.pass_id:
             settings.begin_pass(pass_id)
         first, self.pass_id = self.pass_id != pass_id, pass_id
-        self.sink.store(self, rows, first, entries)
+        (settings.stream or self.dense).store(self, rows, first, entries)
 
     def of_two_sizes(self, one: int, other: int) -> RuntimeError:
         """What is raised where rows of `other` samples meet rows of `one`."""

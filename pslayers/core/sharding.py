@@ -56,13 +56,13 @@ class Holder:
         home = self.home()
         return self.param() if home is None else home
 
-    def enter(self, recorder: "Recorder") -> int:
-        """Note that it gets rows in the pass that is running, and how many of earlier passes are kept before
+    def enter(self, holder: Tensor, recorder: "Recorder") -> int:
+        """Note that it gets rows in the pass that is running; how many of earlier passes are kept before
         them.
         """
-        settings, holder = recorder.settings, self.tensor()
-        offset = 0 if id(holder) in settings.recorded else settings.appended
-        settings.recorded[id(holder)] = self.home if self.home() is holder else self.param
+        settings, key = recorder.settings, id(holder)
+        offset = 0 if key in settings.recorded else settings.appended
+        settings.recorded[key] = self.home if self.home is self.param else weakref.ref(holder)
         if self.slot is not None and in_use():
             torch_api.after_pass(partial(self.hand_over, recorder))
         return offset

@@ -82,11 +82,11 @@ class DenseRows(Sink):
         """The last rows' memory, unless somebody holds it, or rows are to be kept beside them."""
         memory = self.memory
         if memory is not None and like is self.leaf and recorder is not None and recorder.replaces():
-            holder = recorder.holder.tensor()
-            if holder is not None:
-                holder.grad_sample = None  # type: ignore[attr-defined]  # about to be replaced: let it go, then see who else holds it
-                if not torch_api.held_elsewhere(memory):
-                    return memory.detach()
+            if (holder := recorder.holder.tensor()) is not None:
+                # about to be replaced: let it go, then see who else holds it
+                holder.grad_sample = None  # type: ignore[attr-defined]
+            if not torch_api.held_elsewhere(memory):
+                return memory.detach()
         return super().buffer(recorder, like)
 
     def zeros(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
@@ -101,16 +101,19 @@ class DenseRows(Sink):
 
     def store(self, recorder: "Recorder", rows: Tensor, first: bool, entries: Tensor | None = None) -> None:
         """Put them on the parameter, by the rules of accumulation."""
-        settings, size, holder = recorder.settings, len(rows), recorder.holder.tensor()
-        assert holder is not None
+        settings, size, holder = recorder.settings, rows.shape[0], recorder.holder.tensor()
+        if holder is None:  # the model is gone
+            return
         if size != settings.rows != -1:
             raise recorder.of_two_sizes(settings.rows, size)
         if settings.rows == -1 and settings.accumulation == "append":
             settings.line_up(size)
         settings.rows = size
-        self._remember(rows, recorder.leaf)
+        memory, self.written = self.memory, None
+        if memory is None or rows.data_ptr() != memory.data_ptr() or rows.shape != memory.shape:
+            self._remember(rows, recorder.leaf)
         if first:
-            self.offset = recorder.holder.enter(recorder)
+            self.offset = recorder.holder.enter(holder, recorder)
         if not first or settings.accumulation != "replace":
             rows = self._accumulated(recorder, holder, rows, first)
         holder.grad_sample = rows  # type: ignore[attr-defined]
@@ -118,14 +121,10 @@ class DenseRows(Sink):
             self.written = entries, self.memory._version
 
     def _remember(self, rows: Tensor, leaf: Tensor | None) -> None:
-        """Keep the memory of these rows for the next ones."""
-        memory, self.written = self.memory, None
-        if rows.requires_grad:
-            self.release()
-        elif memory is None or rows.data_ptr() != memory.data_ptr() or rows.shape != memory.shape:
-            self.release()
-            if leaf is not None and rows.shape == leaf.shape and rows.is_contiguous():
-                self.memory, self.leaf = rows.detach(), leaf
+        """Keep the memory of these rows for the next ones, in the place of what was kept."""
+        self.release()
+        if leaf is not None and rows.shape == leaf.shape and rows.is_contiguous() and not rows.requires_grad:
+            self.memory, self.leaf = rows.detach(), leaf
 
     def _accumulated(self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool) -> Tensor:
         """These rows with those that are there: of earlier passes, or of this one."""

@@ -31,7 +31,7 @@ class Outer(Factor):
         batched: Callable[[Tensor, int, int], Tensor] = by_sample,
     ) -> None:
         self.gy, self.x, self.shape, self.batched = gy, x, shape, batched
-        self.positions = gy.shape[:-1].numel()
+        self.positions = gy.shape[0] if gy.ndim == 2 else gy.shape[:-1].numel()
 
     def _by_sample(self) -> tuple[Tensor, Tensor]:
         gy, x, size = self.gy, self.x, self.shape[0]
@@ -39,11 +39,12 @@ class Outer(Factor):
 
     def total(self) -> Tensor:
         """By one product over all positions."""
-        return (product if torch.is_grad_enabled() else outer)(self.gy, self.x).view(self.shape[1:])
+        total = (product if torch.is_grad_enabled() else outer)(self.gy, self.x)
+        return total if len(self.shape) == 3 else total.view(self.shape[1:])
 
     def write(self, out: Tensor, scale: float) -> None:
         """By one batched product."""
-        outer_each(*self._by_sample(), scale, out.flatten(2))
+        outer_each(*self._by_sample(), scale, out if out.ndim == 3 else out.flatten(2))
 
     def rows(self) -> Tensor:
         """By one batched product."""

@@ -179,13 +179,13 @@ class Converted(_Mixin):
         small = size == 1 or (size == 0 and not self._ps_layer)
         if small and not (apart or transforming()):
             return run_alone(self, inventory or self._ps_inventory(), args, kwargs, size, recorded)
-        kind = self._ps_kind(sizes, size)
-        unproved = trackable and recorded and not local.again and not self._ps_proved(kind)
+        kind = self._ps_kind(sizes, size) if trackable else None
+        unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:
             raise self._ps_apart()
         if recorded and size != state.preallocated_size:
             self._ps_make_room(size)
-        if trackable:
+        if kind is not None:
             call = ModelCall(self, run, args, kwargs, size, kind)
             return call.first() if unproved else call.again()
         local.batch = batch = Batch(size, settings)
@@ -211,7 +211,7 @@ class Converted(_Mixin):
         """How many samples an outermost call holds; None where it has no tensor."""
         if self._ps_layer:
             return self._ps_batch_size(args, kwargs)
-        if len({n for _, n in sizes}) > 1:
+        if len(sizes) > 1 and len({n for _, n in sizes}) > 1:
             lengths = {len(slot.held[slot.name]) for slot in self._ps_inventory().given_slots()}
             if lengths & {n for _, n in sizes}:  # weights that were given tell
                 return lengths.pop()

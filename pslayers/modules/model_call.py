@@ -51,6 +51,8 @@ ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
 class ModelCall:
     """A call of a converted model, `run(model, *args, **kwargs)`, for `size` samples, more than one."""
 
+    __slots__ = ("args", "kind", "kwargs", "model", "random", "run", "settings", "size", "state")
+
     def __init__(
         self,
         model: Any,
@@ -60,9 +62,10 @@ class ModelCall:
         size: int,
         kind: Kind,
     ) -> None:
-        self.model, self.run, self.args, self.kwargs = model, functools.partial(run, model), args, kwargs
+        self.model, self.run, self.args, self.kwargs = model, run, args, kwargs
         self.size, self.kind = size, kind
-        self.state, self.settings = model._ps_state(), model._ps_state().settings
+        self.state = model._ps_state()
+        self.settings = self.state.settings
         self.random = random_state()
 
     # ---------------------------------------------------------------------------------------------- the steps
@@ -135,11 +138,11 @@ class ModelCall:
         local.batch = batch = self._batch(proving, trackable=True)
         try:
             if not (proving or self.settings.has_gathered_rows):
-                output = self.run(*self.args, **self.kwargs)
+                output = self.run(model, *self.args, **self.kwargs)
                 return UNDECIDED if batch.undecided else output
             hooks = quiet_hooks(model) if proving else nullcontext()
             with gathering(self.size, self.settings, self.args, self.kwargs), hooks:
-                output = self.run(*self.args, **self.kwargs)
+                output = self.run(model, *self.args, **self.kwargs)
                 if batch.undecided:
                     return UNDECIDED
                 return output if before is None or self._verified(batch, output, before) else UNDECIDED
@@ -193,10 +196,11 @@ class ModelCall:
         model._ps_inventory().check_given(size)
         model._ps_leave_room()
         try:
-            found, tracker = track(self.run, model, self.args, self.kwargs, batch)
+            run = functools.partial(self.run, model)
+            found, tracker = track(run, model, self.args, self.kwargs, batch)
             for (key, call, place, ndim), layout in found.items():
                 modules[key]._ps_state().layouts[call, place, ndim] = layout
-            settle(model, self.run, self.args, self.kwargs, tracker, batch)
+            settle(model, run, self.args, self.kwargs, tracker, batch)
             del found, tracker  # which hold what the layers were given
             if self.settings.recording and torch.is_grad_enabled():
                 model._ps_make_room(size)
@@ -216,7 +220,7 @@ class ModelCall:
         given, plain = model._ps_given(), None
         if not given:  # per-sample weights have no plain counterpart
             with torch.no_grad(), without_gathered_rows():
-                plain = run_tracked(self.run, model, self.args, self.kwargs)[1]
+                plain = run_tracked(functools.partial(self.run, model), model, self.args, self.kwargs)[1]
         output, batch = self._watched(self.args, self.kwargs)
         problem = None if given else disagreement(output, plain)
         tensors = list(tensors_in([output]))
@@ -253,7 +257,7 @@ class ModelCall:
         local.batch = batch = self._batch(proving=True, trackable=False)
         try:
             with quiet_hooks(self.model):
-                return self.run(*args, **kwargs), batch
+                return self.run(self.model, *args, **kwargs), batch
         except BaseException:
             batch.outputs.close()
             raise

@@ -184,8 +184,16 @@ def test_differentiable_rows_and_total(case: str) -> None:
         )
 
 
-def test_sums_of_rows_are_taken_where_they_are_cheaper() -> None:
-    for positions, cheaper in ((1, False), (16, False), (17, True)):
-        factor = Outer(draw(2, positions, 5), draw(2, positions, 4), torch.Size((2, 5, 4)))
-        assert factor.sums_rows() is cheaper
-    assert not Outer(draw(0, 20, 5), draw(0, 20, 4), torch.Size((0, 5, 4))).sums_rows()
+@pytest.mark.parametrize(("positions", "cheaper"), [(1, False), (16, False), (17, True)])
+def test_rows_are_summed_where_that_is_cheaper(positions: int, cheaper: bool) -> None:
+    w = draw(5, 4)
+    e, factor = (
+        Expansion(w, w.expand(2, 5, 4)),
+        Outer(draw(2, positions, 5), draw(2, positions, 4), torch.Size((2, 5, 4))),
+    )
+    asked = []
+    factor.total = lambda: asked.append(1) or w  # type: ignore[method-assign, func-returns-value]
+    with torch.no_grad():
+        total, rows = e.take(factor, True, True)
+    assert bool(asked) is not cheaper
+    assert not cheaper or torch.equal(total, rows.sum(0))
