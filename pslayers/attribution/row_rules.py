@@ -4,12 +4,13 @@ the `GatheredRows` mode, notes of which sample each row of the result is.
 It follows from what is known of the arguments; a function without a rule may do anything to rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ..core import op_kinds
 from ..core.trees import tensors_in
 from ..parameters.per_sample import lies_in
 from .provenance import UNKNOWN, WEAK, RowProvenance
@@ -307,10 +308,10 @@ def _of_first(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs:
     with them.
     """
     of = picks.owners(args[0])
-    if of is None or args[0].ndim <= (name in _OF_ROWS):
+    if of is None or args[0].ndim <= (name in op_kinds.OF_VECTORS):
         default_rule(picks, result, name, args, kwargs)
         return
-    if name in _PRODUCTS and isinstance(args[1], Tensor) and picks.owners(args[1]) is not None:
+    if name in op_kinds.PRODUCTS and isinstance(args[1], Tensor) and picks.owners(args[1]) is not None:
         (_rowwise if result.ndim > 2 else default_rule)(picks, result, name, args, kwargs)
         return
     for t in tensors_in([result]):
@@ -318,7 +319,7 @@ def _of_first(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs:
 
 
 def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    at, default = _ALONG[name]
+    at, default = op_kinds.ALONG[name]
     dims = _given(args, kwargs, at, "dims" if "dims" in kwargs else "dim", default)
     if isinstance(dims, Tensor):  # max(x, y)
         _rowwise(picks, result, name, args, kwargs)
@@ -329,24 +330,19 @@ def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     )
     if all(d % n for d in dims):
         _of_first(picks, result, name, args, kwargs)
-    elif (of := picks.owners(args[0])) is not None and of.sample_ids is not None and name in _PARTS:
+    elif (of := picks.owners(args[0])) is not None and of.sample_ids is not None and name in op_kinds.PARTS:
         start = int(_given(args, kwargs, 2, "start")) % max(len(args[0]), 1) if name == "narrow" else 0
         for t in tensors_in([result]):
             picks.tag(
                 t, picks.pick(of.at(slice(start, start := start + len(t)))) if isinstance(t, Tensor) else None
             )
-    elif (
-        of is not None
-        and of.sample_ids is not None
-        and name in ("sort", "topk", "argsort")
-        and args[0].ndim == 1
-    ):
+    elif of is not None and of.sample_ids is not None and name in op_kinds.SORTED and args[0].ndim == 1:
         for t in tensors_in([result]):  # each number is some row's
             picks.tag(t, picks.pick(of.at(result if name == "argsort" else result[1])))
-    elif of is not None and of.sample_ids is None and name in ("sort", "topk", "argsort"):
+    elif of is not None and of.sample_ids is None and name in op_kinds.SORTED:
         for t in tensors_in([result]):  # in an order that the data give
             picks.tag(t, UNKNOWN)
-    elif of is not None and (one := of.of_one()) is not None and name in _REDUCING:
+    elif of is not None and (one := of.of_one()) is not None and name in op_kinds.REDUCED:
         for t in tensors_in([result]):  # of rows that are all one sample's
             picks.tag(
                 t,
@@ -474,288 +470,38 @@ def default_rule(picks: "GatheredRows", result: Any, name: str, args: Args, kwar
             picks.tag(t, kept[0] if kept and len(found) == 1 else lost)
 
 
-_ROWWISE = (
-    *(
-        "add",
-        "sub",
-        "rsub",
-        "mul",
-        "div",
-        "true_divide",
-        "floor_divide",
-        "remainder",
-        "fmod",
-        "pow",
-        "maximum",
-        "minimum",
-        "lerp",
-    ),
-    *(
-        "addcmul",
-        "addcdiv",
-        "atan2",
-        "multiply",
-        "subtract",
-        "divide",
-        "exp",
-        "exp2",
-        "log",
-        "log2",
-        "log10",
-        "log1p",
-        "expm1",
-    ),
-    *(
-        "sqrt",
-        "rsqrt",
-        "square",
-        "reciprocal",
-        "abs",
-        "neg",
-        "negative",
-        "sign",
-        "erf",
-        "erfc",
-        "sin",
-        "cos",
-        "tan",
-        "tanh",
-    ),
-    *(
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "asinh",
-        "acosh",
-        "atanh",
-        "erfinv",
-        "logit",
-        "sinc",
-        "xlogy",
-        "hypot",
-        "sgn",
-    ),
-    *(
-        "sigmoid",
-        "relu",
-        "relu6",
-        "gelu",
-        "silu",
-        "elu",
-        "celu",
-        "selu",
-        "leaky_relu",
-        "prelu",
-        "rrelu",
-        "softplus",
-        "softsign",
-    ),
-    *(
-        "hardtanh",
-        "hardswish",
-        "hardsigmoid",
-        "hardshrink",
-        "softshrink",
-        "tanhshrink",
-        "threshold",
-        "mish",
-        "logsigmoid",
-    ),
-    *(
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "clip",
-        "masked_fill",
-        "nan_to_num",
-        "round",
-        "floor",
-        "ceil",
-        "trunc",
-        "one_hot",
-        "frac",
-    ),
-    *(
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "logical_xor",
-        "isnan",
-        "isinf",
-        "isfinite",
-    ),
-    *(
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_not",
-        "bitwise_xor",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "to",
-        "type_as",
-        "type",
-    ),
-    *(
-        "long",
-        "int",
-        "bool",
-        "contiguous",
-        "clone",
-        "detach",
-        "requires_grad_",
-        "cuda",
-        "cpu",
-        "bernoulli",
-        "zero_",
-        "fill_",
-    ),
-    *(
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_dropout",
-        "feature_alpha_dropout",
-        "copy",
-    ),
-    *("real", "imag", "conj", "view_as_real", "view_as_complex"),
-)
-_OPERATORS = (
-    *(
-        "add",
-        "radd",
-        "iadd",
-        "sub",
-        "rsub",
-        "isub",
-        "mul",
-        "rmul",
-        "imul",
-        "truediv",
-        "rtruediv",
-        "itruediv",
-        "floordiv",
-        "mod",
-    ),
-    *(
-        "pow",
-        "rpow",
-        "neg",
-        "abs",
-        "invert",
-        "and",
-        "or",
-        "xor",
-        "rand",
-        "ror",
-        "rxor",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-    ),
-)
-_PRODUCTS = frozenset({"linear", "matmul", "mm", "__matmul__", "bmm"})
-# of a vector they are not
-_OF_ROWS = frozenset({"linear", "matmul", "mm", "__matmul__", "layer_norm", "rms_norm"})
-_OF_FIRST = (
-    *(
-        "bmm",
-        "grouped_mm",
-        "_grouped_mm",
-        "grouped_mm_fallback",
-        "group_norm",
-        "instance_norm",
-        "embedding",
-        "interpolate",
-        *_OF_ROWS,
-    ),
-    *(
-        f"{kind}{d}d"
-        for kind in ("conv", "conv_transpose", "max_pool", "avg_pool", "adaptive_max_pool")
-        for d in (1, 2, 3)
-    ),
-    *(f"adaptive_avg_pool{d}d" for d in (1, 2, 3)),
-)
-# along a dim, or some: the number of that argument, and what it is by default (None: all)
-_REDUCING = (
-    "sum",
-    "mean",
-    "prod",
-    "amax",
-    "amin",
-    "argmax",
-    "argmin",
-    "max",
-    "min",
-    "median",
-    "std",
-    "var",
-    "all",
-    "any",
-)
-_ALONG: dict[str, tuple[int, int | None]] = {
-    **dict.fromkeys(
-        (*_REDUCING, "logsumexp", "var_mean", "std_mean", "nansum", "nanmean", "cumsum", "cumprod"), (1, None)
-    ),
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "select", "narrow"), (1, None)),
-    **dict.fromkeys(("glu", "sort", "argsort"), (1, -1)),
-    **dict.fromkeys(("chunk", "split", "tensor_split"), (2, 0)),
-    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm"), (2, None)),
-    "topk": (2, -1),
-    "diff": (2, -1),
-    "normalize": (2, 1),
-    "gumbel_softmax": (4, -1),
+_KINDS: dict[Callable[..., None], Iterable[str]] = {
+    _rowwise: [
+        *op_kinds.with_in_place([*op_kinds.OF_ONE, *op_kinds.BY_ROW]),
+        *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.CONVERTED),
+    ],
+    _of_first: op_kinds.OF_FIRST,
+    _along: op_kinds.ALONG,
+    _put: op_kinds.with_in_place(op_kinds.PUT),
+    _index_put: op_kinds.with_in_place(["index_put"]),
+    _masked_scatter: op_kinds.with_in_place(["masked_scatter"]),
+    _made: [*op_kinds.MADE_LIKE, *op_kinds.DRAWN_LIKE],
+    _view: op_kinds.RESHAPED,
+    _cat: op_kinds.JOINED,
+    _stack: ["stack", "pad_sequence"],
+    _nonzero: op_kinds.NONZERO,
+    _moved: op_kinds.MOVED,
+    _gather: op_kinds.GATHERED,
+    _recurrent: op_kinds.RECURRENT,
+    _repeat: ["expand"],
+    _einsum: ["einsum"],
+    _packed: ["_pack_padded_sequence"],
+    _padded: ["_pad_packed_sequence"],
+    _where: ["where"],
+    _masked_select: ["masked_select"],
+    _index_select: ["index_select"],
+    _attention: ["scaled_dot_product_attention"],
+    _unbind: ["unbind"],
+    _unsqueeze: ["unsqueeze"],
+    _pad: ["pad"],
+    _index: ["__getitem__"],
+    _set: ["__setitem__"],
 }
-_PARTS = ("chunk", "split", "tensor_split", "narrow")
-_PUT = ("index_copy", "index_add", "scatter", "scatter_add", "scatter_reduce", "index_reduce")
-_MADE = (
-    *(f"{what}_like" for what in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")),
-    *("new_zeros", "new_ones", "new_empty", "new_full"),
-)
-RULES: dict[str, Callable[..., None]] = {
-    **dict.fromkeys(
-        (*_ROWWISE, *(f"{name}_" for name in _ROWWISE), *(f"__{name}__" for name in _OPERATORS)), _rowwise
-    ),
-    **dict.fromkeys(_OF_FIRST, _of_first),
-    **dict.fromkeys(_ALONG, _along),
-    **dict.fromkeys((*_PUT, *(f"{name}_" for name in _PUT)), _put),
-    **dict.fromkeys(("index_put", "index_put_"), _index_put),
-    **dict.fromkeys(("masked_scatter", "masked_scatter_"), _masked_scatter),
-    **dict.fromkeys(_MADE, _made),
-    **dict.fromkeys(
-        ("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "ravel", "squeeze"), _view
-    ),
-    **dict.fromkeys(("cat", "concat", "concatenate"), _cat),
-    **dict.fromkeys(("stack", "pad_sequence"), _stack),
-    **dict.fromkeys(("nonzero", "argwhere"), _nonzero),
-    "expand": _repeat,
-    **dict.fromkeys(("flip", "roll", "repeat_interleave", "repeat", "tile"), _moved),
-    "einsum": _einsum,
-    **dict.fromkeys(("gather", "take_along_dim"), _gather),
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
-    "_pack_padded_sequence": _packed,
-    "_pad_packed_sequence": _padded,
-    "where": _where,
-    "masked_select": _masked_select,
-    "index_select": _index_select,
-    "scaled_dot_product_attention": _attention,
-    "unbind": _unbind,
-    "unsqueeze": _unsqueeze,
-    "pad": _pad,
-    "__getitem__": _index,
-    "__setitem__": _set,
-}
+RULES = {name: rule for rule, names in _KINDS.items() for name in names}
+# some go by another name in torch: F.logsigmoid is `log_sigmoid`, Tensor.__rtruediv__ is `__rdiv__`
+RULES |= {f.__name__: rule for name, rule in RULES.items() for f in op_kinds.functions([name])}

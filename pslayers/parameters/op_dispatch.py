@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import functional as PF
 from .. import torch_api
+from ..core import op_kinds
 from ..core.context import local
 from .per_sample import OPS, PerSample, behind, followed, is_vector, names_of, of_the_input
 
@@ -319,26 +320,10 @@ def _linear_cross_entropy(
     return F.cross_entropy(logits, target, reduction=reduction, ignore_index=ignore_index, **more)
 
 
-_MAKERS = {
-    *(
-        torch.zeros,
-        torch.ones,
-        torch.empty,
-        torch.full,
-        torch.zeros_like,
-        torch.ones_like,
-        torch.empty_like,
-        torch.full_like,
-    ),
-    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full),
-}
+_MAKERS = set(op_kinds.functions(op_kinds.MADE))
 _RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
-    torch.matmul: _matmul,
-    torch.mm: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.mm: _matmul,
-    Tensor.__matmul__: _matmul,
+    **dict.fromkeys(op_kinds.functions(["matmul", "mm", "__matmul__"]), _matmul),
     torch.addmm: _addmm,
     torch.conv1d: _conv(1),
     torch.conv2d: _conv(2),
@@ -352,9 +337,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
 }
 OPS.update(_RULES)
-for _name in ("grouped_mm", "_grouped_mm"):
-    for _where in (torch, F):
-        if hasattr(_where, _name):
-            OPS[getattr(_where, _name)] = _grouped_mm(getattr(_where, _name))
+OPS.update({f: _grouped_mm(f) for f in op_kinds.functions(["grouped_mm", "_grouped_mm"])})
 if hasattr(F, "linear_cross_entropy"):
     OPS[F.linear_cross_entropy] = _linear_cross_entropy

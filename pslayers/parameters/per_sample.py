@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .. import torch_api
+from ..core import op_kinds
 from ..core.context import NoRuleError, Place, in_place_of, local, places_of
 from ..core.trees import map_tensors, tensors_of
 from ..functional.each import for_each
@@ -282,7 +282,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     own = [t for t in given if isinstance(t, PerSample)]
     same, name = all(t.same for t in own), getattr(func, "__name__", str(func))
     # no gradient, so there is nothing of each sample's own
-    if same and (name in _TO_NUMBERS or not torch.is_grad_enabled()):
+    if same and (name in op_kinds.TO_NUMBERS or not torch.is_grad_enabled()):
         return _plain(func, *map_tensors(_values, args), **map_tensors(_values, kwargs))
     if followed() is None and len(own) < len(given):  # which of the others are the batch's?
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
@@ -401,10 +401,10 @@ class _Rows:
 
 
 # -------------------------------------------------------------------------------------------------- the rules
-def _reshaped(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
-    like = _plain(func, t, *args, **kwargs)
-    same = isinstance(t, PerSample) and like.dtype == t.dtype  # not view(dtype)
-    return t.like(t.each.reshape(len(t.each), *like.shape)) if same else NotImplemented
+def _reshaped(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(t, PerSample) or (like := _plain(func, t, *args, **kwargs)).dtype != t.dtype:
+        return NotImplemented  # view(dtype)
+    return t.like(t.each.reshape(len(t.each), *like.shape))
 
 
 def _transposed(func: Any, t: Any, dim0: int = 0, dim1: int = 1) -> Any:
@@ -455,10 +455,12 @@ def _expanded(func: Any, t: Any, *sizes: Any) -> Any:
     return batch
 
 
-def _of_each(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_each(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
     """What does the same to every value."""
-    others = any(isinstance(a, PerSample) for a in (*args, *kwargs.values()))
-    if others or not isinstance(t, PerSample) or (t.same and not is_vector(t.shape)):
+    given = (*args, *kwargs.values())
+    if any(isinstance(a, PerSample) for a in given) or kwargs.get("out") is not None:
+        return NotImplemented
+    if not isinstance(t, PerSample) or (t.same and not is_vector(t.shape)):
         return NotImplemented
     return t.like(func(t.each, *args, **kwargs))
 
@@ -467,19 +469,20 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """With numbers and other such parameters another one; with the batch, in whose rows each sample's meets
     its own, a tensor.
     """
+    if any(isinstance(a, Tensor) for a in kwargs.values()):
+        return NotImplemented
     tensors = [a for a in args if isinstance(a, Tensor)]
     own, ndim = [t for t in tensors if isinstance(t, PerSample)], max(t.ndim for t in tensors)
     batch = [t for t in tensors if t.ndim and not isinstance(t, PerSample)]
-    if any(isinstance(a, PerSample) for a in kwargs.values()):
-        return NotImplemented
     if not batch:
         if all(t.same for t in own) and not is_vector(torch.broadcast_shapes(*(t.shape for t in tensors))):
             return NotImplemented
         aligned = [
-            a.each.reshape(-1, *(1,) * (ndim - a.ndim), *a.shape) if isinstance(a, PerSample) else a
+            a.each.reshape(len(a.each), *(1,) * (ndim - a.ndim), *a.shape) if isinstance(a, PerSample) else a
             for a in args
         ]
-        return _of_own(own, func(*aligned, **kwargs))
+        each = func(*aligned, **kwargs)
+        return _of_own(own, each) if isinstance(each, Tensor) else NotImplemented  # `w == None`
     if any(t.ndim != ndim or t.shape[0] != batch[0].shape[0] for t in batch):  # is it the batch's, or shared?
         return NotImplemented
     if (owners := _owners(batch)) is NotImplemented:
@@ -562,138 +565,22 @@ def _attention(
     return func(query, key, value, attn_mask.over(query.ndim, len(query), owners), *args, **kwargs)
 
 
-_READ = [
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_cpu", "is_leaf")
-    ),
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("is_sparse", "is_quantized", "is_meta", "itemsize", "nbytes", "grad", "is_nested")
-    ),
-    *(
-        Tensor.size,
-        Tensor.dim,
-        Tensor.ndimension,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.element_size,
-        Tensor.stride,
-    ),
-    *(
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        Tensor.is_contiguous,
-        Tensor.__len__,
-        Tensor.__hash__,
-        Tensor.__repr__,
-    ),
-    *(
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.numel,
-        Tensor.get_device,
-        Tensor.is_same_size,
-        Tensor.storage_offset,
-    ),
-]
-_TO_NUMBERS = frozenset(
-    (
-        "item",
-        "tolist",
-        "__bool__",
-        "__float__",
-        "__int__",
-        "__index__",
-        "__contains__",
-        "equal",
-        "allclose",
-        "is_nonzero",
-        "__format__",
-    )
-)
-_RESHAPE = [
-    *(
-        Tensor.view,
-        Tensor.view_as,
-        Tensor.reshape,
-        Tensor.reshape_as,
-        Tensor.flatten,
-        Tensor.unflatten,
-        Tensor.ravel,
-    ),
-    *(Tensor.unsqueeze, Tensor.squeeze, torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze),
-]
-_SAME = (
-    *(
-        "exp",
-        "log",
-        "log2",
-        "log1p",
-        "expm1",
-        "sqrt",
-        "rsqrt",
-        "square",
-        "reciprocal",
-        "abs",
-        "neg",
-        "__neg__",
-        "sign",
-        "erf",
-    ),
-    *("sigmoid", "tanh", "sin", "cos", "relu", "clamp", "clamp_min", "clamp_max"),
-    *("float", "double", "half", "bfloat16", "to", "type_as", "contiguous", "clone", "detach"),
-)
-_SAME_F = (F.softplus, F.relu, F.silu, F.gelu, F.elu, F.sigmoid, F.tanh, F.logsigmoid)
-_POINTWISE = (
-    *(
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "true_divide",
-        "multiply",
-        "subtract",
-        "divide",
-        "pow",
-        "maximum",
-        "minimum",
-        "addcmul",
-    ),
-    *(
-        "__add__",
-        "__radd__",
-        "__sub__",
-        "__rsub__",
-        "__mul__",
-        "__rmul__",
-        "__truediv__",
-        "__rtruediv__",
-        "__pow__",
-    ),
-)
-_IN_PLACE = ("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__")
-
-
-def _named(names: Iterable[str]) -> list[Any]:
-    return [getattr(where, name) for name in names for where in (torch, Tensor) if hasattr(where, name)]
-
-
-_RULES: dict[Any, Rule] = {
-    **dict.fromkeys(_READ, _plain),
-    Tensor.requires_grad.__get__: lambda func, t: t.each.requires_grad,  # type: ignore[attr-defined]
-    Tensor.data.__get__: lambda func, t: t.like(t.each.detach()),  # type: ignore[attr-defined]
-    **dict.fromkeys(_RESHAPE, _reshaped),
-    **dict.fromkeys([Tensor.transpose, torch.transpose, Tensor.t, torch.t], _transposed),
-    **dict.fromkeys([Tensor.mT.__get__, Tensor.T.__get__], _turned),  # type: ignore[attr-defined]
-    **dict.fromkeys([Tensor.permute, torch.permute], _permuted),
-    Tensor.__getitem__: _indexed,
-    Tensor.__setitem__: _set,
-    Tensor.expand: _expanded,
-    Tensor.repeat: _expanded,
-    **dict.fromkeys([torch.cat, torch.stack], _joined),
-    **dict.fromkeys([*_named(_SAME), *_SAME_F], _of_each),
-    **dict.fromkeys(_named(_POINTWISE), _pointwise),
-    **dict.fromkeys(_named(_IN_PLACE), _in_place),
-    F.scaled_dot_product_attention: _attention,
+_KINDS: dict[Rule, Iterable[str]] = {
+    _plain: op_kinds.READ,
+    _reshaped: [*op_kinds.RESHAPED, "unsqueeze"],
+    _transposed: ["transpose", "t"],
+    _permuted: ["permute"],
+    _joined: [*op_kinds.JOINED, "stack"],
+    _expanded: ["expand", "repeat"],
+    _indexed: ["__getitem__"],
+    _set: ["__setitem__"],
+    _of_each: [*op_kinds.OF_ONE, *op_kinds.CONVERTED],
+    _pointwise: op_kinds.OF_SEVERAL,
+    _in_place: op_kinds.INTO_FIRST,
+    _attention: ["scaled_dot_product_attention"],
 }
+_RULES: dict[Any, Rule] = {f: rule for rule, names in _KINDS.items() for f in op_kinds.functions(names)}
+_RULES |= {getattr(Tensor, name).__get__: _plain for name in op_kinds.PROPERTIES}
+_RULES |= dict.fromkeys((Tensor.mT.__get__, Tensor.T.__get__), _turned)  # type: ignore[attr-defined]
+_RULES[Tensor.requires_grad.__get__] = lambda func, t: t.each.requires_grad  # type: ignore[attr-defined]
+_RULES[Tensor.data.__get__] = lambda func, t: t.like(t.each.detach())  # type: ignore[attr-defined]

@@ -356,6 +356,9 @@ def test_what_meets_tensors_that_are_not_followed_is_refused() -> None:
         lambda: F.scaled_dot_product_attention(one, x, x),
         lambda: x.index_copy_(0, torch.tensor([1]), one),
         lambda: torch.add(x, 1, out=one),
+        lambda: torch.add(one, other=x),
+        lambda: torch.exp(one, out=torch.zeros(4)),
+        lambda: one.__eq__("text"),
         lambda: one.tolist(),  # samples' numbers differ
         lambda: bool(one.sum() > 0),
     ]
@@ -371,6 +374,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "matrix": lambda w: torch.outer(w, w).tril().T,
     "expanded": lambda w: w.expand(5, 4).cumsum(0),
     "in-place": lambda w: (w * 2).mul_(3).add_(w),
+    "by-their-names": lambda w: torch.mul(input=w, other=torch.exp(input=w)),
     "by-mask": lambda w: w[torch.tensor([True, False, True, True])],
     "linear": lambda w: F.linear(torch.outer(w, w), torch.diag(w), w),
 }
