@@ -93,11 +93,8 @@ def _indexed(picks: "GatheredRows", x: Tensor, parts: tuple[Any, ...]) -> RowPro
     rows = torch.as_tensor(first, device=x.device)
     rows = rows if len(rows) else rows.long()
     # together with indices of more dims it does not tell of rows
-    return (
-        of.at(rows)
-        if rows.ndim == 1 and all(not isinstance(i, Tensor) or i.ndim < 2 for i in parts)
-        else of.lost()
-    )
+    alone = rows.ndim == 1 and all(not isinstance(i, Tensor) or i.ndim < 2 for i in parts)
+    return of.at(rows) if alone else of.lost()
 
 
 def _by_data(picks: "GatheredRows", parts: tuple[Any, ...]) -> bool:
@@ -128,43 +125,25 @@ def _written(picks: "GatheredRows", y: Tensor, index: Any, value: Any) -> RowPro
     of, new = picks.owners(y), picks.owners(value)
     if new is None:
         return of
+    told = of if of is not None and of.sample_ids is not None else None
     if (isinstance(index, slice) and index == slice(None)) or index is Ellipsis:
-        whole = (
-            of
-            if of is not None and of.sample_ids is not None
-            else new
-            if new.sample_ids is not None and len(y) == len(new.sample_ids)
-            else None
-        )
-        return whole if whole is not None and (new.same(whole) or not new.picked) else (of or new).lost()
-    if isinstance(index, Tensor) and index.ndim:
-        mask = _is_mask(index)
-        told = (
-            of
-            if of is not None and of.sample_ids is not None
-            else picks.owners(index)
-            if mask and (of is None or not of.picked)
-            else None
-        )
-        rows = index.nonzero()[:, 0] if mask else index
-        if (
-            told is None
-            and of is None
-            and new.sample_ids is not None
-            and rows.ndim == 1
-            and len(y) % picks.size == 0 < len(y)
-        ):
-            batch = RowProvenance(
-                torch.arange(picks.size, device=rows.device).repeat_interleave(len(y) // picks.size),
-                len(y),
-                picked=False,
-            )
-            # made anew, and every row put where its sample's are
-            told = batch if batch.at(rows).same(new) else None
-        if told is not None and told.sample_ids is not None and rows.ndim == 1 and told.at(rows).same(new):
-            return told
-        return UNKNOWN if (of is not None and of.picked) or (new.picked and new.by_data) else WEAK
-    return UNKNOWN if new.picked or (of is not None and of.picked) else WEAK
+        if told is None and new.sample_ids is not None and len(y) == len(new.sample_ids):
+            told = new
+        return told if told is not None and (new.same(told) or not new.picked) else (of or new).lost()
+    if not isinstance(index, Tensor) or not index.ndim:
+        return UNKNOWN if new.picked or (of is not None and of.picked) else WEAK
+    rows = index.nonzero()[:, 0] if _is_mask(index) else index
+    if told is None and _is_mask(index) and (of is None or not of.picked):
+        told = picks.owners(index)
+    fits = rows.ndim == 1 and len(y) % picks.size == 0 < len(y)
+    if told is None and of is None and new.sample_ids is not None and fits:
+        ids = torch.arange(picks.size, device=rows.device).repeat_interleave(len(y) // picks.size)
+        batch = RowProvenance(ids, len(y), picked=False)
+        # made anew, and every row put where its sample's are
+        told = batch if batch.at(rows).same(new) else None
+    if told is not None and told.sample_ids is not None and rows.ndim == 1 and told.at(rows).same(new):
+        return told
+    return UNKNOWN if (of is not None and of.picked) or (new.picked and new.by_data) else WEAK
 
 
 def _put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -183,10 +162,8 @@ def _index_put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs
 
 def _masked_scatter(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     of, by = picks.owners(args[0]), picks.owners(_given(args, kwargs, 1, "mask"))
-    picks.tag(
-        result,
-        of if of is not None and of.sample_ids is not None else by if of is None and by is not None else WEAK,
-    )
+    known = by if of is None else of if of.sample_ids is not None else None
+    picks.tag(result, known or WEAK)
 
 
 def _index_select(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -324,32 +301,23 @@ def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     if isinstance(dims, Tensor):  # max(x, y)
         _rowwise(picks, result, name, args, kwargs)
         return
-    dims, n = (
-        (int(dims),) if not isinstance(dims, (tuple, list)) and dims is not None else dims or (0,),
-        max(args[0].ndim, 1),
-    )
+    dims = dims or (0,) if dims is None or isinstance(dims, tuple | list) else (int(dims),)
+    n, made = max(args[0].ndim, 1), list[Any](tensors_in([result]))
     if all(d % n for d in dims):
         _of_first(picks, result, name, args, kwargs)
     elif (of := picks.owners(args[0])) is not None and of.sample_ids is not None and name in op_kinds.PARTS:
         start = int(_given(args, kwargs, 2, "start")) % max(len(args[0]), 1) if name == "narrow" else 0
-        for t in tensors_in([result]):
-            picks.tag(
-                t, picks.pick(of.at(slice(start, start := start + len(t)))) if isinstance(t, Tensor) else None
-            )
+        for t in made:
+            picks.tag(t, picks.pick(of.at(slice(start, start := start + len(t)))))
     elif of is not None and of.sample_ids is not None and name in op_kinds.SORTED and args[0].ndim == 1:
-        for t in tensors_in([result]):  # each number is some row's
-            picks.tag(t, picks.pick(of.at(result if name == "argsort" else result[1])))
+        for t in made:  # each number is some row's
+            picks.tag(t, picks.pick(of.at(made[-1])))
     elif of is not None and of.sample_ids is None and name in op_kinds.SORTED:
-        for t in tensors_in([result]):  # in an order that the data give
+        for t in made:  # in an order that the data give
             picks.tag(t, UNKNOWN)
     elif of is not None and (one := of.of_one()) is not None and name in op_kinds.REDUCED:
-        for t in tensors_in([result]):  # of rows that are all one sample's
-            picks.tag(
-                t,
-                RowProvenance(one.expand(len(t)), of.limit * len(t), one=one)
-                if isinstance(t, Tensor) and t.ndim
-                else None,
-            )
+        for t in made:  # of rows that are all one sample's
+            picks.tag(t, RowProvenance(one.expand(len(t)), of.limit * len(t), one=one) if t.ndim else None)
     else:
         default_rule(picks, result, name, args, kwargs)
 
@@ -414,21 +382,16 @@ def _einsum(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
         letter not in (term if picks.owners(t) is None else term[1:]) for letter in rows for term, t in named
     )
     owners = [o for _, t in named if (o := picks.owners(t)) is not None]
-    if (
-        rows == {made[:1]}
-        and made[:1].isalpha()
-        and alone
-        and all(o.sample_ids is not None and o.same(owners[0]) for o in owners)
-    ):
+    known = all(o.sample_ids is not None and o.same(owners[0]) for o in owners)
+    if rows == {made[:1]} and made[:1].isalpha() and alone and known:
         picks.tag(result, owners[0])
     else:
         default_rule(picks, result, name, args, kwargs)
 
 
 def _pad(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    (_of_first if len(_given(args, kwargs, 1, "pad")) < 2 * result.ndim else default_rule)(
-        picks, result, name, args, kwargs
-    )
+    behind = len(_given(args, kwargs, 1, "pad")) < 2 * result.ndim
+    (_of_first if behind else default_rule)(picks, result, name, args, kwargs)
 
 
 def _attention(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -447,14 +410,8 @@ def _recurrent(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs
 def _made(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Made like a tensor, of nobody's values: it may as well hold the same samples' rows."""
     of = picks.owners(args[0])
-    alike = (
-        of is not None
-        and of.sample_ids is not None
-        and not of.picked
-        and result.ndim > 0
-        and len(result) == len(of.sample_ids)
-    )
-    picks.tag(result, of if alike else None)
+    if of is not None and of.sample_ids is not None and not of.picked and result.ndim:
+        picks.tag(result, of if len(result) == len(of.sample_ids) else None)
 
 
 def default_rule(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:

@@ -54,13 +54,8 @@ class Standing:
         follows: bool = False,
         choices: Sequence[bool] | None = None,
     ) -> None:
-        self.inputs, self.includes_children, self.weights, self.follows, self.choices = (
-            inputs,
-            includes_children,
-            weights,
-            follows,
-            choices,
-        )
+        self.inputs, self.includes_children, self.weights = inputs, includes_children, weights
+        self.follows, self.choices = follows, choices
         self.path = ""  # of the module
         self.made: list[weakref.ref[PerSample]] = []
         self.chosen: list[bool] = []
