@@ -1,7 +1,7 @@
-"""The oracle of all tests on whole models: a loop over samples with plain torch, in float64."""
+"""The oracle of all tests: a loop over samples with plain torch, in float64."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,24 +10,64 @@ from torch import Tensor, nn
 import pslayers as ps
 
 
-def loop(
-    model: nn.Module, loss: Callable[[Any, int], Tensor], inputs: tuple[Tensor, ...]
-) -> dict[str, Tensor | None]:
-    """{name: (B, *shape)}: `loss(model(sample), i)` differentiated for each sample, a batch of one, by
-    itself.
+def true_rows(
+    loss: Callable[[int], Tensor],
+    params: nn.Module | Mapping[str, Tensor],
+    size: int,
+    *,
+    zeros: bool = False,
+    create_graph: bool = False,
+    by_backward: bool = False,
+) -> dict[str, Any]:
+    """{name: (size, *shape)}: `loss(i)`, of sample i alone, differentiated by each of `params`, one sample
+    after the other.
+
+    What no sample reaches is None, or zeros if `zeros`. With `create_graph` the rows can be differentiated;
+    `by_backward` is for graphs that torch.autograd.grad does not go through.
     """
-    named = {k: p for k, p in model.named_parameters() if p.requires_grad}
-    rows: dict[str, list[Tensor | None]] = {k: [] for k in named}
-    for i in range(len(inputs[0])):
-        value = loss(model(*(t[i : i + 1] for t in inputs)), i)
-        for k, g in zip(
-            named, torch.autograd.grad(value, list(named.values()), allow_unused=True), strict=True
-        ):
-            rows[k].append(g)
-    return {
-        k: None if all(g is None for g in v) else torch.stack([g for g in v if g is not None])
-        for k, v in rows.items()
-    }
+    if isinstance(params, nn.Module):
+        params = {k: p for k, p in params.named_parameters() if p.requires_grad}
+    options: dict[str, Any] = {"retain_graph": True, "create_graph": create_graph, "allow_unused": True}
+    each: list[tuple[Tensor | None, ...]] = []
+    for i in range(size):
+        if by_backward:
+            for p in params.values():
+                p.grad = None
+            loss(i).backward()
+            each.append(tuple(p.grad for p in params.values()))
+        else:
+            each.append(torch.autograd.grad(loss(i), list(params.values()), **options))
+    rows: dict[str, Any] = {}
+    for (name, p), *grads in zip(params.items(), *each, strict=True):
+        if by_backward:
+            p.grad = None
+        filled = [torch.zeros_like(p) if g is None else g for g in grads]
+        rows[name] = torch.stack(filled) if size else p.new_zeros(0, *p.shape)
+        if size and not zeros and all(g is None for g in grads):
+            rows[name] = None
+    return rows
+
+
+def loop(
+    model: nn.Module, loss: Callable[[Any, int], Tensor], inputs: tuple[Tensor, ...], **options: bool
+) -> dict[str, Any]:
+    """The same of `loss(model(sample), i)`, each sample a batch of one."""
+    return true_rows(
+        lambda i: loss(model(*(t[i : i + 1] for t in inputs)), i), model, len(inputs[0]), **options
+    )
+
+
+def members(
+    loss: Callable[[dict[str, Tensor], int], Tensor], weights: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The losses (B,) of `loss(own, i)` of sample i with its own of the weights (B, *shape), and their
+    gradients {name: (B, *shape)}.
+    """
+    each = {k: w.detach().clone().requires_grad_() for k, w in weights.items()}
+    size = len(next(iter(each.values())))
+    losses = torch.stack([loss({k: w[i] for k, w in each.items()}, i) for i in range(size)])
+    grads = torch.autograd.grad(losses.sum(), list(each.values()), materialize_grads=True)
+    return losses.detach(), dict(zip(each, grads, strict=True))
 
 
 def square(output: Tensor, i: int) -> Tensor:
@@ -39,6 +79,18 @@ def square(output: Tensor, i: int) -> Tensor:
 def squares(output: Tensor) -> Tensor:
     """The same for a batch (B, ...): the losses (B,)."""
     return torch.stack([square(o, 0) for o in output])
+
+
+def assert_rows(ours: nn.Module, expected: Mapping[str, Tensor | None], **tolerance: float) -> None:
+    """The rows of every parameter are these; where there are none in `expected`, there are none."""
+    for name, p in ours.named_parameters():
+        rows, found = expected.get(name), getattr(p, "grad_sample", None)
+        if rows is None:
+            assert found is None, name
+            continue
+        assert found is not None, name
+        tolerance = tolerance or {"rtol": 1e-8, "atol": 1e-9}
+        torch.testing.assert_close(found, rows, **tolerance, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def assert_rows_right(
@@ -53,14 +105,8 @@ def assert_rows_right(
     torch.testing.assert_close(output, model(*inputs))
     squares(output).mean().backward()
     expected = loop(model, square, inputs)
+    assert_rows(ours, expected)
     for name, p in ours.named_parameters():
-        rows = expected.get(name)
-        if rows is None:
-            assert p.grad_sample is None, name
-            continue
-        assert p.grad_sample is not None, name
-        torch.testing.assert_close(
-            p.grad_sample, rows, rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
-        )
-        torch.testing.assert_close(p.grad, rows.mean(0), rtol=1e-8, atol=1e-9)
+        if expected.get(name) is not None:
+            torch.testing.assert_close(p.grad, expected[name].mean(0), rtol=1e-8, atol=1e-9)
     return ours

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import pslayers as ps
 from pslayers.core.context import local
 
+from . import oracle
 from .oracle import loop, square, squares
 
 
@@ -57,13 +58,9 @@ def test_inputs_as_tuple_and_dict_and_several_targets() -> None:
     weight = torch.rand(7, dtype=torch.float64)
     found = ps.per_sample_grads(model, loss, (x, -x), y, weight, chunk_size=3)
     again = ps.per_sample_grads(model, loss, {"a": 2 * x, "b": -x, "scale": 0.5}, y, weight, chunk_size=4)
-    for i in range(7):
-        one = (loss(model(x[i : i + 1], -x[i : i + 1]), y[i : i + 1], weight[i : i + 1])).sum()
-        for (name, _), g in zip(
-            model.named_parameters(), torch.autograd.grad(one, list(model.parameters())), strict=True
-        ):
-            torch.testing.assert_close(found[name][i], g)
-            torch.testing.assert_close(again[name][i], g)
+    expected = loop(model, lambda out, i: loss(out, y[i : i + 1], weight[i : i + 1]).sum(), (x, -x))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(again, expected)
 
 
 def test_asked_for_while_recording_is_off() -> None:
@@ -104,14 +101,8 @@ def test_create_graph() -> None:
     model, x, y = model_and_data()
     found = ps.per_sample_grads(model, F.cross_entropy, x.requires_grad_(), y, create_graph=True)
     (gx,) = torch.autograd.grad(sum((g**2).sum() for g in found.values()), x)
-    for i in range(7):
-        one = x[i : i + 1].detach().requires_grad_()
-        grads = torch.autograd.grad(
-            F.cross_entropy(model(one), y[i : i + 1]), list(model.parameters()), create_graph=True
-        )
-        torch.testing.assert_close(
-            gx[i : i + 1], torch.autograd.grad(sum((g**2).sum() for g in grads), one)[0]
-        )
+    rows = loop(model, lambda out, i: F.cross_entropy(out, y[i : i + 1]), (x,), create_graph=True)
+    torch.testing.assert_close(gx, torch.autograd.grad(sum((g**2).sum() for g in rows.values()), x)[0])
 
 
 def test_empty_batch() -> None:
@@ -174,8 +165,8 @@ def test_expand_params_of_any_loss() -> None:
     )
     out = torch.func.functional_call(ours, params, (x,))
     grads = torch.autograd.grad(squares(out).mean(), list(params.values()))
-    for (_, expected), g in zip(loop(model, square, (x,)).items(), grads, strict=True):
-        torch.testing.assert_close(7 * g, expected)
+    found = {k: 7 * g for k, g in zip(params, grads, strict=True)}
+    torch.testing.assert_close(found, loop(model, square, (x,)))
 
 
 def test_wrong_number_of_per_sample_weights_is_named() -> None:
@@ -197,17 +188,13 @@ def test_one_step_of_maml_on_a_batch_of_tasks() -> None:
     adapted = {k: p - 0.01 * g for (k, p), g in zip(params.items(), grads, strict=True)}
     outer = squares(torch.func.functional_call(ours, adapted, (query,))).sum()
     found = torch.autograd.grad(outer, list(ours.parameters()))
-    total = [torch.zeros_like(p) for p in model.parameters()]
-    for s, q in zip(support, query, strict=True):
-        own = dict(model.named_parameters())
-        g = torch.autograd.grad(
-            square(torch.func.functional_call(model, own, (s,)), 0), list(own.values()), create_graph=True
-        )
-        own = {k: p - 0.01 * d for (k, p), d in zip(own.items(), g, strict=True)}
-        loss = square(torch.func.functional_call(model, own, (q,)), 0)
-        total = [
-            t + d for t, d in zip(total, torch.autograd.grad(loss, list(model.parameters())), strict=True)
-        ]
+
+    def loss(i: int) -> Tensor:
+        step = oracle.true_rows(lambda _: square(model(support[i]), 0), model, 1, create_graph=True)
+        own = {k: p - 0.01 * step[k][0] for k, p in model.named_parameters()}
+        return square(torch.func.functional_call(model, own, (query[i],)), 0)
+
+    total = [g.sum(0) for g in oracle.true_rows(loss, model, 7).values()]
     torch.testing.assert_close(list(found), total)
 
 
@@ -234,8 +221,8 @@ def test_functional_form_before_any_other_call() -> None:
         found = torch.autograd.grad(
             squares(torch.func.functional_call(ours, params, (ids,))).sum(), list(params.values())
         )
-        for g, expected in zip(found, loop(model, square, (ids,)).values(), strict=True):
-            torch.testing.assert_close(g, expected, rtol=1e-8, atol=1e-9)
+        expected = loop(model, square, (ids,))
+        torch.testing.assert_close(dict(zip(params, found, strict=True)), expected, rtol=1e-8, atol=1e-9)
 
 
 def test_transforms_of_torch_func() -> None:

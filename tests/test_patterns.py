@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import pslayers as ps
 from pslayers.core.trees import tensors_in
 
+from .oracle import true_rows
 from .patterns import PATTERNS
 
 
@@ -26,33 +27,13 @@ def part(inputs: Any, start: int, end: int) -> Any:
     return tree_map_only(Tensor, lambda t: t[start:end], inputs)
 
 
-def loop(model: nn.Module, inputs: Any, size: int) -> dict[str, Tensor | None]:
-    """{name: (size, *shape)}, by plain autograd; None for what no loss reaches."""
-    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    each = [
-        torch.autograd.grad(
-            losses(model(**part(inputs, i, i + 1)), 1).sum(), list(params.values()), allow_unused=True
-        )
-        for i in range(size)
-    ]
-    rows: dict[str, Tensor | None] = {}
-    for name, grads in zip(params, zip(*each, strict=True), strict=True):
-        reached = any(g is not None for g in grads)
-        rows[name] = (
-            torch.stack([torch.zeros_like(params[name]) if g is None else g for g in grads])
-            if reached
-            else None
-        )
-    return rows
-
-
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 5), (1, 3)], ids=str)
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample")
 def test_rows_equal_the_loop(name: str, sizes: tuple[int, ...]) -> None:
     build, batch = PATTERNS[name]
     model, inputs = build().double().eval(), batch(max(sizes))
-    truth = loop(model, inputs, max(sizes))
+    truth = true_rows(lambda i: losses(model(**part(inputs, i, i + 1)), 1).sum(), model, max(sizes))
     ours = ps.convert_model(copy.deepcopy(model), on_unsupported="general")
     for size in sizes:
         ours.zero_grad()

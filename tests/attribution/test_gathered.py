@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 
+from ..oracle import loop
+
 Forward = Callable[["Picking", Tensor, Tensor], Tensor]
 
 
@@ -173,12 +175,7 @@ FIRST = {"all": (4, 1.0), "some": (4, 0.6), "few": (5, 0.2), "one-step": (1, 1.0
 
 def _rows(model: nn.Module, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
     """Each sample's gradient of the sum of squares of what it makes by itself."""
-    named, rows = dict(model.named_parameters()), []
-    for i in range(len(x)):
-        loss = (model(x[i : i + 1], mask[i : i + 1]) ** 2).sum()
-        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True, materialize_grads=True)
-        rows.append(dict(zip(named, grads, strict=True)))
-    return {name: torch.stack([row[name] for row in rows]) for name in named}
+    return loop(model, lambda out, _: (out**2).sum(), (x, mask), zeros=True)
 
 
 def _assert_right(model: nn.Module, ours: nn.Module, x: Tensor, mask: Tensor) -> None:
@@ -473,11 +470,8 @@ def test_gradients_of_gradients() -> None:
     (ours(x, mask) ** 2).sum().backward(create_graph=True)
     ours.after.weight.grad_sample.square().sum().backward()
     found = ours.before.weight.grad - torch.autograd.grad((model(x, mask) ** 2).sum(), model.before.weight)[0]
-    squares = []
-    for i in range(4):
-        loss = (model(x[i : i + 1], mask[i : i + 1]) ** 2).sum()
-        squares.append(torch.autograd.grad(loss, model.after.weight, create_graph=True)[0].square().sum())
-    torch.testing.assert_close(found, torch.autograd.grad(sum(squares), model.before.weight)[0])
+    rows = loop(model, lambda out, _: (out**2).sum(), (x, mask), create_graph=True)["after.weight"]
+    torch.testing.assert_close(found, torch.autograd.grad(rows.square().sum(), model.before.weight)[0])
 
 
 def test_what_a_call_returns_carries_nothing() -> None:

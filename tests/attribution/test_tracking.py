@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import pslayers as ps
 
-from ..oracle import assert_rows_right
+from ..oracle import assert_rows, assert_rows_right, loop, true_rows
 
 
 class Positions(nn.Module):
@@ -132,10 +132,7 @@ def test_batch_second_model(time: int) -> None:
     ours = ps.convert_model(copy.deepcopy(model), batch_first=False, loss_reduction="sum")
     direction = torch.linspace(-1, 2, time * 2, dtype=torch.float64).reshape(time, 1, 2)
     (ours(ids) ** 2 * direction).sum().backward()
-    for i in range(4):
-        loss = (model(ids[:, i : i + 1]) ** 2 * direction).sum()
-        for p, g in zip(ours.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
-            torch.testing.assert_close(p.grad_sample[i], g)
+    assert_rows(ours, true_rows(lambda i: (model(ids[:, i : i + 1]) ** 2 * direction).sum(), model, 4))
 
 
 class Experts(nn.Module):
@@ -361,16 +358,7 @@ def test_an_output_in_which_samples_interact_beside_others(size: int) -> None:
         ours.zero_grad()
         _, a, b = ours(x, y)
         (a.square().sum(1) + b.square().sum(1)).mean().backward()
-        for i in range(size):
-            _, a, b = model(x[i : i + 1], y[i : i + 1])
-            grads = torch.autograd.grad(
-                a.square().sum() + b.square().sum(), list(model.parameters()), allow_unused=True
-            )
-            for p, g in zip(ours.parameters(), grads, strict=True):
-                if g is None:
-                    assert p.grad_sample is None
-                else:
-                    torch.testing.assert_close(p.grad_sample[i], g)
+        assert_rows(ours, loop(model, lambda out, _: out[1].square().sum() + out[2].square().sum(), (x, y)))
     if size > 1:
         with pytest.raises(RuntimeError, match=r"`scale` received a gradient .* in which samples interact"):
             ours(x, y)[0].sum().backward()
@@ -407,10 +395,7 @@ def test_flattened_outputs(size: int, time: int, time_major: bool) -> None:
     out = ours(ids)
     out = out.view(time, size, 3).transpose(0, 1) if time_major else out.view(size, time, 3)
     out.square().sum((1, 2)).mean().backward()
-    for i in range(size):
-        grads = torch.autograd.grad(model(ids[i : i + 1]).square().sum(), list(model.parameters()))
-        for p, g in zip(ours.parameters(), grads, strict=True):
-            torch.testing.assert_close(p.grad_sample[i], g)
+    assert_rows(ours, loop(model, lambda out, _: out.square().sum(), (ids,)))
 
 
 class Routed(nn.Module):
@@ -438,13 +423,7 @@ def test_a_first_batch_of_one(sizes: tuple[int, int]) -> None:
         ours.zero_grad()
         x = torch.randn(size, 2, 4, dtype=torch.float64)
         ours(x).square().sum((1, 2)).mean().backward()
-        for i in range(size):
-            grads = torch.autograd.grad(
-                model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True
-            )
-            for p, g in zip(ours.parameters(), grads, strict=True):
-                row = torch.zeros_like(p) if p.grad_sample is None else p.grad_sample[i]
-                torch.testing.assert_close(row, torch.zeros_like(p) if g is None else g)
+        assert_rows(ours, loop(model, lambda out, _: out.square().sum(), (x,)))
 
 
 @pytest.mark.parametrize("channels", [2, 3])
@@ -497,13 +476,7 @@ def test_a_sample_that_is_not_a_number_says_nothing_of_the_others(nans: int) -> 
         x = -torch.rand(3, 4, dtype=torch.float64)
         x[:count, 0] = 1
         ours(x).square().sum(1).mean().backward()
-        for i in range(3):
-            grads = torch.autograd.grad(
-                model(x[i : i + 1]).square().sum(), list(model.parameters()), allow_unused=True
-            )
-            for p, g in zip(ours.parameters(), grads, strict=True):
-                if g is not None:
-                    torch.testing.assert_close(p.grad_sample[i], g, equal_nan=True)
+        assert_rows(ours, loop(model, lambda out, _: out.square().sum(), (x,)), equal_nan=True)
 
 
 def test_a_batch_that_is_not_a_number_proves_nothing() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
-from tests.oracle import assert_rows_right, loop, square, squares
+from tests.oracle import assert_rows, assert_rows_right, loop, square, squares
 
 
 def right(ours: nn.Module, model: nn.Module, *inputs: Tensor) -> None:
@@ -32,15 +32,7 @@ def batch(n: int, *shape: int) -> Tensor:
 
 def by_backward(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """The loop by backward passes, for graphs that torch.autograd.grad does not go through."""
-    rows: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
-    for i in range(len(x)):
-        model.zero_grad()
-        square(model(x[i : i + 1]), 0).backward()
-        for name, p in model.named_parameters():
-            assert p.grad is not None
-            rows[name].append(p.grad.clone())
-    model.zero_grad()
-    return {name: torch.stack(each) for name, each in rows.items()}
+    return loop(model, square, (x,), by_backward=True)
 
 
 def right_or_refused(ours: nn.Module, model: nn.Module, *inputs: Tensor) -> None:
@@ -50,8 +42,7 @@ def right_or_refused(ours: nn.Module, model: nn.Module, *inputs: Tensor) -> None
     except ValueError:
         return
     losses.mean().backward()
-    for name, rows in loop(model, square, inputs).items():
-        torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+    assert_rows(ours, loop(model, square, inputs))
 
 
 class GradientProbe(nn.Module):

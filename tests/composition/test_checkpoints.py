@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
-from tests.oracle import loop, square, squares
+from tests.oracle import assert_rows, loop, members, square, squares, true_rows
 
 from .common import Checkpointed, Own, batch, both, by_backward, right
 
@@ -109,14 +109,13 @@ def test_create_graph_through_a_checkpoint() -> None:
         (g,) = torch.autograd.grad(ours(x).sum(), x, create_graph=True)
         ours.zero_grad()
         (g.square().sum(1) + ours(x)[:, 0]).mean().backward()
-        for i in range(n):
+
+        def loss(i: int, x: Tensor = x) -> Tensor:
             one = x[i : i + 1].detach().requires_grad_()
             (h,) = torch.autograd.grad(model(one).sum(), one, create_graph=True)
-            expected = torch.autograd.grad(
-                (h.square().sum(1) + model(one)[:, 0]).sum(), list(model.parameters())
-            )
-            for p, e in zip(ours.parameters(), expected, strict=True):
-                torch.testing.assert_close(p.grad_sample[i], e)
+            return (h.square().sum(1) + model(one)[:, 0]).sum()
+
+        assert_rows(ours, true_rows(loss, model, n))
 
 
 class Packing(nn.Module):
@@ -157,8 +156,7 @@ def test_calls_that_a_reentrant_checkpoint_makes_more_often() -> None:
         x = batch(n, 5, 4)
         ours.zero_grad()
         squares(ours(x)).mean().backward()
-        for name, rows in by_backward(model, x).items():
-            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+        assert_rows(ours, by_backward(model, x))
 
 
 class Around(nn.Module):
@@ -227,8 +225,7 @@ def test_what_a_checkpoint_in_another_gets_the_second_time(
         ours.zero_grad()
         with torch.autograd.graph.save_on_cpu() if offloaded else nullcontext():
             squares(ours(x)).mean().backward()
-        for name, rows in by_backward(model, x).items():
-            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+        assert_rows(ours, by_backward(model, x))
 
 
 @pytest.mark.parametrize("inner", [Own, EachRow, Picking])
@@ -240,8 +237,7 @@ def test_passes_of_two_batch_sizes_through_nested_checkpoints(inner: Callable[[]
         losses = [squares(ours(x)).mean() for x in inputs]
         for x, loss in reversed(list(zip(inputs, losses, strict=True))):
             loss.backward()
-            for name, rows in by_backward(model, x).items():
-                torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+            assert_rows(ours, by_backward(model, x))
 
 
 @pytest.mark.parametrize(
@@ -261,11 +257,10 @@ def test_checkpoints_in_the_functional_form(inner: Callable[[], nn.Module]) -> N
         squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values())
     )
     model.once = lambda h: model.inner(h)  # type: ignore[assignment]  # torch computes again with the model's own parameters
-    for i in range(3):
-        own = {name: w[i].detach().requires_grad_() for name, w in weights.items()}
-        loss = square(torch.func.functional_call(model, own, (x[i : i + 1],)), 0)
-        for f, e in zip(found, torch.autograd.grad(loss, list(own.values())), strict=True):
-            torch.testing.assert_close(f[i], e)
+    _, expected = members(
+        lambda own, i: square(torch.func.functional_call(model, own, (x[i : i + 1],)), 0), weights
+    )
+    torch.testing.assert_close(dict(zip(weights, found, strict=True)), expected)
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -284,8 +279,7 @@ def test_a_recurrent_layer_in_a_reentrant_checkpoint(kind: Any, n: int) -> None:
         x = batch(n, 3, 4)
         ours.zero_grad()
         squares(ours(x)).mean().backward()
-        for name, rows in by_backward(model, x).items():
-            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+        assert_rows(ours, by_backward(model, x))
 
 
 @pytest.mark.parametrize(
@@ -331,8 +325,7 @@ def test_a_broadcast_that_fits_by_chance_behind_a_reentrant_checkpoint() -> None
         x = batch(n, 2, 4)
         ours.zero_grad()
         squares(ours(x)).mean().backward()
-        for name, rows in by_backward(model, x).items():
-            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+        assert_rows(ours, by_backward(model, x))
 
 
 class Twice(nn.Module):
@@ -368,8 +361,7 @@ def test_each_module_around_a_checkpoint_has_its_own_parameters_again(reentrant:
         x = batch(n, 5, 4).requires_grad_()
         ours.zero_grad()
         squares(ours(x)).mean().backward()
-        for name, rows in by_backward(model, x).items():
-            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+        assert_rows(ours, by_backward(model, x))
     assert {row.way for row in ps.report(ours).rows} == {"direct"}  # each by itself
 
 

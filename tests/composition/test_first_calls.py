@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import pslayers as ps
 from pslayers.attribution import proof
-from tests.oracle import loop, square, squares
+from tests.oracle import assert_rows, loop, square, squares, true_rows
 
 from .common import Counts, Uses, batch, both, right
 
@@ -129,11 +129,8 @@ def test_the_batch_size_is_the_outputs(other: Tensor) -> None:
         x = batch(n, 3)
         ours.zero_grad()
         squares(ours(other, x)).mean().backward()
-        for i in range(n):
-            grads = torch.autograd.grad(square(model(other, x[i : i + 1]), 0), list(model.parameters()))
-            for p, g in zip(ours.parameters(), grads, strict=True):
-                assert len(p.grad_sample) == n
-                torch.testing.assert_close(p.grad_sample[i], g)
+        rows = true_rows(lambda i, x=x: square(model(other, x[i : i + 1]), 0), model, n)
+        assert_rows(ours, rows)
 
 
 @pytest.mark.parametrize("given", [3.0, [1.0, 2.0, 3.0], torch.tensor(2.0)])
@@ -211,8 +208,7 @@ def test_the_functional_form_after_a_layer_was_added() -> None:
     found = torch.autograd.grad(
         squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values())
     )
-    for g, rows in zip(found, loop(model, square, (x,)).values(), strict=True):
-        torch.testing.assert_close(g, rows)
+    torch.testing.assert_close(dict(zip(weights, found, strict=True)), loop(model, square, (x,)))
 
 
 @pytest.mark.parametrize("n", [3, 0, 1])
@@ -221,11 +217,8 @@ def test_weights_that_were_given_tell_the_batch_size(n: int) -> None:
     other, x, weights = torch.ones(7), batch(n, 3), ps.expand_params(ours, n)
     losses = torch.func.functional_call(ours, weights, (other, x)).square().sum(1)
     found = torch.autograd.grad(losses.sum(), list(weights.values()))
-    for i in range(n):
-        loss = model(other, x[i : i + 1]).square().sum()
-        for g, row in zip(found, torch.autograd.grad(loss, list(model.parameters())), strict=True):
-            torch.testing.assert_close(g[i], row)
-    assert all(len(g) == n for g in found)
+    expected = true_rows(lambda i: model(other, x[i : i + 1]).square().sum(), model, n)
+    torch.testing.assert_close(dict(zip(weights, found, strict=True)), expected)
 
 
 class Rooted(nn.Module):
@@ -254,8 +247,7 @@ def test_the_functional_form_after_a_layer_was_added_to_a_part_that_is_run_whole
     x, weights = batch(n, 4), ps.expand_params(ours, n)
     losses = squares(torch.func.functional_call(ours, weights, (x,)))
     found = torch.autograd.grad(losses.sum(), list(weights.values()))
-    for g, rows in zip(found, loop(model, square, (x,)).values(), strict=True):
-        torch.testing.assert_close(g, rows)
+    torch.testing.assert_close(dict(zip(weights, found, strict=True)), loop(model, square, (x,)))
     right(ours, model, batch(4, 4))
 
 

@@ -15,7 +15,7 @@ import pslayers as ps
 
 from .. import zoo
 from ..layers.suite import Case, LayerSuite, floats
-from ..oracle import loop, square, squares
+from ..oracle import assert_rows, loop, square, squares, true_rows
 from .every_layer import EVERY
 
 pytestmark = [
@@ -85,21 +85,6 @@ def build(name: str, n: int, **options: Any) -> tuple[nn.Module, nn.Module, Tens
     return model, ps.convert_model(copy.deepcopy(model), **options), floats(n, features)
 
 
-def grads_of(value: Tensor, model: nn.Module) -> list[Tensor]:
-    return list(torch.autograd.grad(value, list(model.parameters()), materialize_grads=True))
-
-
-def assert_rows(model: nn.Module, true: list[list[Tensor]]) -> None:
-    """`true`: for each sample, the gradient of each parameter."""
-    for (name, p), *rows in zip(model.named_parameters(), *true, strict=True):
-        expected = torch.stack(rows)
-        # the loss does not reach it
-        found = p.grad_sample if p.grad_sample is not None else torch.zeros_like(expected)
-        torch.testing.assert_close(
-            found, expected, rtol=1e-8, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}"
-        )
-
-
 # ------------------------------------------------------------------------------------ derivatives in the loss
 def residuals(net: nn.Module, x: Tensor) -> Tensor:
     """Squared residuals (B,) of a Poisson equation: the Laplacian of the model, one second derivative for
@@ -119,7 +104,7 @@ def test_laplacian(name: str) -> None:
     for _ in range(2):
         ours.zero_grad()
         residuals(ours, x).mean().backward()
-        assert_rows(ours, [grads_of(residuals(model, x[i : i + 1]).sum(), model) for i in range(4)])
+        assert_rows(ours, true_rows(lambda i: residuals(model, x[i : i + 1]).sum(), model, 4))
 
 
 def test_inner_and_boundary_points_are_batches_of_their_own() -> None:
@@ -128,11 +113,12 @@ def test_inner_and_boundary_points_are_batches_of_their_own() -> None:
     with ps.accumulating(ours, "append"):
         residuals(ours, inner).sum().backward()
         ours(boundary).square().sum().backward()
-    true = [grads_of(residuals(model, inner[i : i + 1]).sum(), model) for i in range(5)]
-    true += [grads_of(model(boundary[i : i + 1]).square().sum(), model) for i in range(2)]
-    reached = [(p, rows) for p, *rows in zip(ours.parameters(), *true, strict=True)]
-    for p, rows in reached:  # the last bias has no part in a Laplacian: zeros there
-        torch.testing.assert_close(p.grad_sample, torch.stack(rows), rtol=1e-8, atol=1e-9)
+    points = torch.cat([inner, boundary]).split(1)
+    # the last bias has no part in a Laplacian: zeros there
+    expected = true_rows(
+        lambda i: residuals(model, points[i]).sum() if i < 5 else model(points[i]).square().sum(), model, 7
+    )
+    assert_rows(ours, expected)
 
 
 @each_model
@@ -149,8 +135,8 @@ def test_gradient_penalty(name: str) -> None:
         return (net(fake) - net(real)).squeeze(1) + 10 * (slope.norm(dim=1) - 1) ** 2
 
     losses(ours, real, fake, mix).mean().backward()
-    parts = [slice(i, i + 1) for i in range(4)]
-    assert_rows(ours, [grads_of(losses(model, real[i], fake[i], mix[i]).sum(), model) for i in parts])
+    data = real, fake, mix
+    assert_rows(ours, true_rows(lambda i: losses(model, *(t[i : i + 1] for t in data)).sum(), model, 4))
 
 
 # ------------------------------------------------------------------------------------- gradients of gradients
@@ -176,12 +162,13 @@ def test_hessian_vector_products(name: str) -> None:
     )
     slope = sum((g * v).sum() for g, v in zip(grads, vectors.values(), strict=True))
     products = torch.autograd.grad(slope, list(params.values()))
-    for i in range(3):
-        plain = list(model.parameters())
-        grads = torch.autograd.grad(square(model(x[i : i + 1]), 0), plain, create_graph=True)
-        slope = sum((g * v[i]).sum() for g, v in zip(grads, vectors.values(), strict=True))
-        for found, true in zip(products, torch.autograd.grad(slope, plain), strict=True):
-            torch.testing.assert_close(found[i], true, rtol=1e-7, atol=1e-8)
+
+    def slope_of(i: int) -> Tensor:
+        rows = loop(model, square, (x[i : i + 1],), create_graph=True)
+        return sum((g * vectors[k][i]).sum() for k, g in rows.items())
+
+    true = true_rows(slope_of, model, 3)
+    torch.testing.assert_close(dict(zip(params, products, strict=True)), true, rtol=1e-7, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -198,13 +185,9 @@ def test_rows_of_a_backward_pass_are_differentiated_again(name: str) -> None:
     found = torch.autograd.grad(penalty, params)
     for p in params:  # break the cycles that create_graph makes
         p.grad = p.grad_sample = None
-    true = [torch.zeros_like(p) for p in model.parameters()]
-    for i in range(3):
-        grads = torch.autograd.grad(
-            square(model(x[i : i + 1]), 0), list(model.parameters()), create_graph=True
-        )
-        true = [t + g for t, g in zip(true, grads_of(sum((g**2).sum() for g in grads), model), strict=True)]
-    torch.testing.assert_close(list(found), true, rtol=1e-7, atol=1e-8)
+    penalty = sum((g**2).sum() for g in loop(model, square, (x,), create_graph=True).values())
+    true = torch.autograd.grad(penalty, list(model.parameters()), materialize_grads=True)
+    torch.testing.assert_close(found, true, rtol=1e-7, atol=1e-8)
 
 
 def test_spread_of_the_gradients_as_a_loss() -> None:
@@ -219,11 +202,7 @@ def test_spread_of_the_gradients_as_a_loss() -> None:
         if way == "ours":
             rows = ps.per_sample_grads(net, squares, x, create_graph=True)
         else:
-            each = [
-                torch.autograd.grad(square(net(s), 0), list(net.parameters()), create_graph=True)
-                for s in x.split(1)
-            ]
-            rows = {str(k): torch.stack(g) for k, g in enumerate(zip(*each, strict=True))}
+            rows = loop(net, square, (x,), create_graph=True)
         spread = sum((g - g.mean(0)).square().sum() for g in rows.values())
         found.append(torch.autograd.grad(spread, list(net.parameters())))
     torch.testing.assert_close(*found)
@@ -303,17 +282,12 @@ def test_hessian_by_both_orders(suite: LayerSuite, case: Case) -> None:
     if case.name == "max":
         return
     losses = Losses(suite, case, n=2)
-    plain = dict(losses.layer.named_parameters())
-    true: dict[str, list[Tensor]] = {k: [] for k in plain}
-    for i in range(losses.n):
-        loss = suite.losses(losses.layer(*suite.sample(losses.inputs, i)), 1).sum()
-        grads = torch.autograd.grad(loss, list(plain.values()), create_graph=True, materialize_grads=True)
-        slope = sum((g * losses.vectors[k][i]).sum() for k, g in zip(plain, grads, strict=True))
-        for k, h in zip(
-            plain, torch.autograd.grad(slope, list(plain.values()), materialize_grads=True), strict=True
-        ):
-            true[k].append(h)
-    expected = {k: torch.stack(h) for k, h in true.items()}
+
+    def slope_alone(i: int) -> Tensor:
+        rows = suite.loop(losses.layer, suite.sample(losses.inputs, i), 1, create_graph=True)
+        return sum((g * losses.vectors[k][i]).sum() for k, g in rows.items())
+
+    expected = true_rows(slope_alone, losses.layer, losses.n, zeros=True)
 
     def slope_of(params: Params) -> Tensor:
         return sum((g * losses.vectors[k]).sum() for k, g in torch.func.grad(losses.total)(params).items())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import pslayers as ps
-from tests.oracle import square, squares
+from tests.oracle import assert_rows, square, squares, true_rows
 
 from .common import batch, both, right, right_or_refused
 
@@ -30,13 +30,12 @@ def test_a_model_that_returns_a_packed_sequence() -> None:
         ours.zero_grad()
         padded, _ = pad_packed_sequence(ours(x, n), batch_first=True)
         squares(padded).mean().backward()
-        for i in range(len(x)):
-            one = pad_packed_sequence(
-                model(x[i : i + 1], n[i : i + 1]), batch_first=True, total_length=padded.shape[1]
-            )[0]
-            expected = torch.autograd.grad(square(one, 0), list(model.parameters()))
-            for p, e in zip(ours.parameters(), expected, strict=True):
-                torch.testing.assert_close(p.grad_sample[i], e)
+
+        def loss(i: int, x: Tensor = x, n: Tensor = n, time: int = padded.shape[1]) -> Tensor:
+            one = model(x[i : i + 1], n[i : i + 1])
+            return square(pad_packed_sequence(one, batch_first=True, total_length=time)[0], 0)
+
+        assert_rows(ours, true_rows(loss, model, len(x)))
 
 
 class MaskedBags(nn.Module):
@@ -132,12 +131,9 @@ def test_several_gradients_at_once_through_the_functional_form(name: str) -> Non
     y = first(torch.func.functional_call(ours, weights, (x,)))
     directions = torch.randn(3, *y.shape, dtype=torch.float64)
     found = torch.autograd.grad(y, list(weights.values()), directions, is_grads_batched=True)
-    for k in range(3):
-        for i in range(4):
-            out = first(model(x[i : i + 1]))
-            expected = torch.autograd.grad(out, list(model.parameters()), directions[k, i : i + 1])
-            for f, e in zip(found, expected, strict=True):
-                torch.testing.assert_close(f[k, i], e)
+    for k, d in enumerate(directions):
+        expected = true_rows(lambda i, d=d: (first(model(x[i : i + 1])) * d[i : i + 1]).sum(), model, 4)
+        torch.testing.assert_close({name: f[k] for name, f in zip(weights, found, strict=True)}, expected)
 
 
 class Images(nn.Module):
@@ -179,13 +175,8 @@ def test_packed_sequences_given_to_a_model(lengths: tuple[int, ...]) -> None:
     for _ in range(2):
         ours.zero_grad()
         squares(ours(pack_sequence(sequences, enforce_sorted=False))).mean().backward()
-        for i, one in enumerate(sequences):
-            for p, g in zip(
-                ours.parameters(),
-                torch.autograd.grad(square(model(pack_sequence([one])), 0), list(model.parameters())),
-                strict=True,
-            ):
-                torch.testing.assert_close(p.grad_sample[i], g)
+        rows = true_rows(lambda i: square(model(pack_sequence([sequences[i]])), 0), model, len(sequences))
+        assert_rows(ours, rows)
 
 
 class Placed(nn.Module):
@@ -214,10 +205,8 @@ def test_positions_that_all_samples_share(sizes: tuple[int, int]) -> None:
         ids, places = torch.randint(9, (n, 4)), torch.arange(4)
         ours.zero_grad()
         squares(ours(ids, places)).mean().backward()
-        for i in range(n):
-            grads = torch.autograd.grad(square(model(ids[i : i + 1], places), 0), list(model.parameters()))
-            for p, g in zip(ours.parameters(), grads, strict=True):
-                torch.testing.assert_close(p.grad_sample[i], g)
+        rows = true_rows(lambda i, ids=ids, at=places: square(model(ids[i : i + 1], at), 0), model, n)
+        assert_rows(ours, rows)
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 2)])
@@ -228,13 +217,12 @@ def test_states_of_as_many_layers_as_samples(sizes: tuple[int, int]) -> None:
         ours.zero_grad()
         out, last = ours(x, h, c)
         (squares(out) + squares(last.transpose(0, 1))).mean().backward()
-        for i in range(n):
+
+        def loss(i: int, x: Tensor = x, h: Tensor = h, c: Tensor = c) -> Tensor:
             own, end = model(x[i : i + 1], h[:, i : i + 1], c[:, i : i + 1])
-            grads = torch.autograd.grad(
-                square(own, 0) + square(end.transpose(0, 1)[0], 0), list(model.parameters())
-            )
-            for p, g in zip(ours.parameters(), grads, strict=True):
-                torch.testing.assert_close(p.grad_sample[i], g)
+            return square(own, 0) + square(end.transpose(0, 1)[0], 0)
+
+        assert_rows(ours, true_rows(loss, model, n))
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -249,8 +237,11 @@ def test_a_batch_as_long_as_time_in_bfloat16(norm_first: bool) -> None:
         ours = ps.convert_model(copy.deepcopy(model), batch_first=False, loss_reduction="sum")
         ours(source, target).square().cumsum(2).sin().sum().backward()
         exact = copy.deepcopy(model).double()
-        for i in range(3):
-            out = exact(source[:, i : i + 1].double(), target[:, i : i + 1].double())
-            grads = torch.autograd.grad(out.square().cumsum(2).sin().sum(), list(exact.parameters()))
-            for p, g in zip(ours.parameters(), grads, strict=True):
-                assert (p.grad_sample[i] - g).abs().max() < 0.3 * (g.abs().max() + 0.1)
+        given = source.double(), target.double()
+
+        def loss(i: int, own: Any = exact, given: Any = given) -> Tensor:
+            return own(*(t[:, i : i + 1] for t in given)).square().cumsum(2).sin().sum()
+
+        for name, rows in true_rows(loss, exact, 3).items():
+            for found, g in zip(ours.get_parameter(name).grad_sample, rows, strict=True):
+                assert (found - g).abs().max() < 0.3 * (g.abs().max() + 0.1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
-from tests.oracle import loop, square, squares
+from tests.oracle import assert_rows, loop, square, squares, true_rows
 
 from .common import Checkpointed, GradientProbe, Past, Uses, batch, both, by_backward, right
 
@@ -33,17 +33,16 @@ def test_rows_that_are_appended_line_up(order: tuple[bool, ...]) -> None:
         for n, more in zip(sizes, order, strict=False):
             x = batch(n, 3)
             squares(ours(x, more)).mean().backward()
-            for i in range(n):
-                grads = torch.autograd.grad(
-                    square(model(x[i : i + 1], more), 0), list(model.parameters()), allow_unused=True
-                )
-                for (name, p), g in zip(model.named_parameters(), grads, strict=True):
-                    expected[name].append(torch.zeros_like(p) if g is None else g)
+            rows = true_rows(
+                lambda i, x=x, more=more: square(model(x[i : i + 1], more), 0), model, n, zeros=True
+            )
+            for name, each in rows.items():
+                expected[name].append(each)
         for name, p in ours.named_parameters():
             if name.startswith("extra") and not any(order):
                 assert p.grad_sample is None
             else:
-                torch.testing.assert_close(p.grad_sample, torch.stack(expected[name]), msg=name)
+                torch.testing.assert_close(p.grad_sample, torch.cat(expected[name]), msg=name)
 
 
 def test_interior_and_boundary_batches_of_different_sizes() -> None:
@@ -125,9 +124,7 @@ def test_the_pass_after_one_that_broke_off(reentrant: bool | None, n: int) -> No
     ours.zero_grad()
     if reentrant:
         squares(ours(x.requires_grad_())).mean().backward()
-        expected = by_backward(model, x.detach().requires_grad_())
-        for name, p in ours.named_parameters():
-            torch.testing.assert_close(p.grad_sample, expected[name])
+        assert_rows(ours, by_backward(model, x.detach().requires_grad_()))
         return
     right(ours, model, x)
     if reentrant is None:
@@ -237,13 +234,5 @@ def test_second_derivatives_of_a_recurrent_layer_with_a_frozen_weight(frozen: st
     ours = ps.convert_model(copy.deepcopy(model))
     penalty = sum(r.square().sum() for r in ps.per_sample_grads(ours, squares, x, create_graph=True).values())
     found = torch.autograd.grad(penalty, [p for p in ours.parameters() if p.requires_grad])
-    total = 0.0
-    for i in range(len(x)):
-        total += sum(
-            g.square().sum()
-            for g in torch.autograd.grad(
-                square(model(x[i : i + 1]), 0), list(named.values()), create_graph=True
-            )
-        )
-    for f, e in zip(found, torch.autograd.grad(total, list(named.values())), strict=True):
-        torch.testing.assert_close(f, e)
+    total = sum(r.square().sum() for r in loop(model, square, (x,), create_graph=True).values())
+    torch.testing.assert_close(found, torch.autograd.grad(total, list(named.values())))

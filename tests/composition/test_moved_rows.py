@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
-from tests.oracle import loop, square, squares
+from tests.oracle import assert_rows, loop, square, squares, true_rows
 
 from .common import Own, Past, batch, both, by_backward, right, right_or_refused
 
@@ -46,10 +46,8 @@ def test_dropout_on_rows_that_are_picked() -> None:
         torch.manual_seed(n)
         plain = model(x)
         torch.testing.assert_close(output, plain)
-        for i in range(n):  # dropped as in the batch
-            grads = torch.autograd.grad(square(plain[i], 0), list(model.parameters()), retain_graph=True)
-            for p, g in zip(ours.parameters(), grads, strict=True):
-                torch.testing.assert_close(p.grad_sample[i], g)
+        # dropped as in the batch
+        assert_rows(ours, true_rows(lambda i, out=plain: square(out[i], 0), model, n))
 
 
 class Masked(nn.Module):
@@ -72,9 +70,7 @@ def test_the_functional_form_of_a_parametrised_layer_on_picked_rows() -> None:
     found = torch.autograd.grad(
         squares(torch.func.functional_call(ours, weights, (x,))).sum(), list(weights.values())
     )
-    expected = loop(model, square, (x,))
-    for name, g in zip(weights, found, strict=True):
-        torch.testing.assert_close(g, expected[name])
+    torch.testing.assert_close(dict(zip(weights, found, strict=True)), loop(model, square, (x,)))
 
 
 class Sliced(nn.Module):
@@ -163,8 +159,7 @@ def test_rows_that_are_put_together_again(kind: Any, shape: tuple[int, ...]) -> 
         x = batch(n, *shape)
         ours.zero_grad()
         squares(ours(x)).mean().backward()
-        for name, rows in by_backward(model, x).items():
-            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+        assert_rows(ours, by_backward(model, x))
 
 
 class Sorted(nn.Module):
@@ -343,11 +338,6 @@ def test_a_first_call_for_one_sample_with_weights_given(kind: Callable[[], nn.Mo
     found = torch.autograd.grad(
         torch.func.functional_call(ours, weights, (x,)).square().sum(), list(weights.values())
     )
-    expected = (
-        loop(model, lambda out, i: out[i].square().sum(), (x,))
-        if n
-        else {name: torch.zeros(0, *p.shape) for name, p in model.named_parameters()}
-    )
-    for (name, _), rows in zip(weights.items(), found, strict=True):
-        torch.testing.assert_close(rows, expected[name].to(rows), msg=name)  # type: ignore[union-attr]
+    expected = loop(model, lambda out, i: out[i].square().sum(), (x,))
+    torch.testing.assert_close(dict(zip(weights, found, strict=True)), expected)
     right(ours, model, batch(3, 3, 4))

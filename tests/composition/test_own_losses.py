@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pslayers as ps
+from tests.oracle import assert_rows, loop
 
 from .common import batch, both
 
@@ -37,10 +38,7 @@ def reduced_right(model: nn.Module, ours: nn.Module, reduction: str, x: Tensor, 
     loss = ours(x, y)
     torch.testing.assert_close(loss, model(x, y))
     loss.backward()
-    for i in range(len(x)):
-        grads = torch.autograd.grad(model(x[i : i + 1], y[i : i + 1]), list(model.parameters()))
-        for (name, p), g in zip(ours.named_parameters(), grads, strict=True):
-            torch.testing.assert_close(p.grad_sample[i], g, msg=name)
+    assert_rows(ours, loop(model, lambda loss, _: loss, (x, y)))
     for p in ours.parameters():
         torch.testing.assert_close(getattr(p.grad_sample, reduction)(0), p.grad)
 
@@ -134,7 +132,4 @@ def test_parts_of_a_model_in_double_precision_may_compute_in_single() -> None:
     model, ours = both(Faint(0.0, torch.float32), loss_reduction="sum")
     x = batch(3, 4)
     ours(x).backward()
-    for i in range(len(x)):
-        grads = torch.autograd.grad(model(x[i : i + 1]), list(model.parameters()))
-        for p, g in zip(ours.parameters(), grads, strict=True):
-            torch.testing.assert_close(p.grad_sample[i], g, rtol=1e-5, atol=1e-6)
+    assert_rows(ours, loop(model, lambda loss, _: loss, (x,)), rtol=1e-5, atol=1e-6)

@@ -16,7 +16,7 @@ import pslayers as ps
 
 from .. import zoo
 from ..layers.suite import floats
-from ..oracle import assert_rows_right, loop, squares
+from ..oracle import assert_rows_right, loop, squares, true_rows
 
 Rows = dict[str, Tensor]
 
@@ -201,13 +201,7 @@ def test_alternating_models(critic_is: str) -> None:
         return F.softplus(-critic(generator(z))).squeeze(1)
 
     def loop_rows(losses: Callable[..., Tensor], of: nn.Module, *data: Tensor) -> Rows:
-        each = [
-            torch.autograd.grad(
-                losses(g_plain, d_plain, *(t[i : i + 1] for t in data)).sum(), list(of.parameters())
-            )
-            for i in range(5)
-        ]
-        return {k: torch.stack(rows) for (k, _), *rows in zip(of.named_parameters(), *each, strict=True)}
+        return true_rows(lambda i: losses(g_plain, d_plain, *(t[i : i + 1] for t in data)).sum(), of, 5)
 
     for _ in range(3):
         real, z = floats(5, 4), floats(5, 3)

@@ -13,7 +13,7 @@ from pslayers.modules.base import REGISTRY
 
 from .. import zoo
 from ..layers.suite import Case, LayerSuite, floats
-from ..oracle import square, squares
+from ..oracle import members, square, squares, true_rows
 from .every_layer import EVERY
 
 Params = dict[str, Tensor]
@@ -44,16 +44,15 @@ def test_a_step_for_all_tasks_at_once(suite: LayerSuite, case: Case) -> None:
     adapted = {name: p - LR * g for (name, p), g in zip(params.items(), steps, strict=True)}
     losses = suite.losses(functional_call(ours, adapted, query), n)
     found = torch.autograd.grad(losses.sum(), list(ours.parameters()), allow_unused=True)
-    true = [torch.zeros_like(p) for p in layer.parameters()]
-    for i in range(n):
-        own = dict(layer.named_parameters())
-        inner = suite.losses(functional_call(layer, own, suite.sample(support, i)), 1).sum()
-        steps = torch.autograd.grad(inner, list(own.values()), create_graph=True, materialize_grads=True)
-        own = {name: p - LR * g for (name, p), g in zip(own.items(), steps, strict=True)}
+
+    def alone(i: int) -> Tensor:
+        steps = suite.loop(layer, suite.sample(support, i), 1, create_graph=True)
+        own = {name: p - LR * steps[name][0] for name, p in layer.named_parameters()}
         loss = suite.losses(functional_call(layer, own, suite.sample(query, i)), 1).sum()
         torch.testing.assert_close(losses[i], loss)
-        grads = torch.autograd.grad(loss, list(layer.parameters()), materialize_grads=True)
-        true = [t + g for t, g in zip(true, grads, strict=True)]
+        return loss
+
+    true = [rows.sum(0) for rows in true_rows(alone, layer, n, zeros=True).values()]
     torch.testing.assert_close(
         [torch.zeros_like(t) if g is None else g for g, t in zip(found, true, strict=True)], true
     )
@@ -94,12 +93,9 @@ def assert_each_member_right(model: nn.Module, ours: nn.Module, weights: Params,
     """Outputs and gradients of sample i are those of a model that has the i-th weights."""
     losses = squares(functional_call(ours, weights, (x,)))
     found = torch.autograd.grad(losses.sum(), list(weights.values()), retain_graph=True)
-    for i in range(len(x)):
-        own = {name: w[i].detach().requires_grad_() for name, w in weights.items()}
-        loss = square(functional_call(model, own, (x[i : i + 1],)), 0)
-        torch.testing.assert_close(losses[i], loss)
-        for g, true in zip(found, torch.autograd.grad(loss, list(own.values())), strict=True):
-            torch.testing.assert_close(g[i], true, rtol=1e-7, atol=1e-8)
+    true, rows = members(lambda own, i: square(functional_call(model, own, (x[i : i + 1],)), 0), weights)
+    torch.testing.assert_close(losses.detach(), true)
+    torch.testing.assert_close(dict(zip(weights, found, strict=True)), rows, rtol=1e-7, atol=1e-8)
 
 
 @each_model
@@ -135,12 +131,14 @@ def test_hypernetwork(name: str) -> None:
 
     losses = squares(functional_call(ours, made(context), (x,)))
     found = torch.autograd.grad(losses.sum(), list(hyper.parameters()))
-    true = [torch.zeros_like(p) for p in hyper.parameters()]
-    for i in range(4):
+
+    def alone(i: int) -> Tensor:
         own = {k: w[0] for k, w in made(context[i : i + 1]).items()}
         loss = square(functional_call(model, own, (x[i : i + 1],)), 0)
         torch.testing.assert_close(losses[i], loss)
-        true = [t + g for t, g in zip(true, torch.autograd.grad(loss, list(hyper.parameters())), strict=True)]
+        return loss
+
+    true = [rows.sum(0) for rows in true_rows(alone, hyper, 4).values()]
     torch.testing.assert_close(list(found), true, rtol=1e-7, atol=1e-8)
 
 
@@ -157,8 +155,8 @@ def test_maml_over_two_steps(name: str) -> None:
         weights = {k: w - 0.01 * g for (k, w), g in zip(weights.items(), steps, strict=True)}
     losses = squares(functional_call(ours, weights, (query,)))
     found = torch.autograd.grad(losses.sum(), list(ours.parameters()))
-    true = [torch.zeros_like(p) for p in model.parameters()]
-    for i in range(3):
+
+    def alone(i: int) -> Tensor:
         own = dict(model.named_parameters())
         for _ in range(2):
             inner = square(functional_call(model, own, (support[i : i + 1],)), 0)
@@ -166,7 +164,9 @@ def test_maml_over_two_steps(name: str) -> None:
             own = {k: w - 0.01 * g for (k, w), g in zip(own.items(), steps, strict=True)}
         loss = square(functional_call(model, own, (query[i : i + 1],)), 0)
         torch.testing.assert_close(losses[i], loss)
-        true = [t + g for t, g in zip(true, torch.autograd.grad(loss, list(model.parameters())), strict=True)]
+        return loss
+
+    true = [rows.sum(0) for rows in true_rows(alone, model, 3).values()]
     torch.testing.assert_close(list(found), true, rtol=1e-6, atol=1e-7)
 
 
@@ -179,9 +179,6 @@ def test_some_weights_per_sample_and_the_others_shared() -> None:
     noise = {k: (w + torch.randn_like(w)).detach().requires_grad_() for k, w in last.items()}
     losses = squares(functional_call(ours, noise, (x,)))
     losses.sum().backward()
-    for i in range(4):
-        own = {k: w[i].detach().requires_grad_() for k, w in noise.items()}
-        loss = square(functional_call(model, own, (x[i : i + 1],)), 0)
-        torch.testing.assert_close(losses[i], loss)
-        for (k, w), g in zip(noise.items(), torch.autograd.grad(loss, list(own.values())), strict=True):
-            torch.testing.assert_close(w.grad[i], g, msg=lambda m, k=k: f"{k}: {m}")
+    true, rows = members(lambda own, i: square(functional_call(model, own, (x[i : i + 1],)), 0), noise)
+    torch.testing.assert_close(losses.detach(), true)
+    torch.testing.assert_close({k: w.grad for k, w in noise.items()}, rows)

@@ -16,7 +16,7 @@ import pslayers as ps
 
 from .. import zoo
 from ..layers.suite import Case, LayerSuite, floats, to
-from ..oracle import assert_rows_right, loop, square, squares
+from ..oracle import assert_rows_right, loop, square, squares, true_rows
 from .every_layer import EVERY
 
 each_layer = pytest.mark.parametrize(("suite", "case"), EVERY.values(), ids=list(EVERY))
@@ -57,15 +57,15 @@ def test_whole_models(name: str, how: str, inside: bool) -> None:
             return squares(net(x)).mean()
 
     try:
-        each = [torch.autograd.grad(loss(plain, one), list(plain.parameters())) for one in x.split(1)]
+        each = true_rows(lambda i: loss(plain, x[i : i + 1]), plain, len(x))
     except RuntimeError as error:
         pytest.skip(f"torch's own layers cannot: {str(error).splitlines()[0][:100]}")
     ours = ps.convert_model(copy.deepcopy(plain))
     with torch.autocast("cpu", low, enabled=autocast and inside):
         loss(ours, x).backward()
-    for (key, p), *rows in zip(ours.named_parameters(), *each, strict=True):
+    for key, p in ours.named_parameters():
         assert p.grad_sample.dtype == p.grad.dtype == own
-        assert close_to_truth(p.grad_sample, torch.stack(rows), truth[key]), key
+        assert close_to_truth(p.grad_sample, each[key], truth[key]), key
 
 
 @each_layer
@@ -80,14 +80,8 @@ def test_float16_in_every_layer(suite: LayerSuite, case: Case, how: str) -> None
         with torch.autocast("cpu", torch.float16, enabled=own == torch.float32):
             return suite.losses(net(*inputs), n)
 
-    rows: dict[str, list[Tensor]] = {k: [] for k in truth}
     try:
-        for i in range(n):
-            loss = losses(low, suite.sample(inputs, i), 1).sum()
-            for k, g in zip(
-                rows, torch.autograd.grad(loss, list(low.parameters()), materialize_grads=True), strict=True
-            ):
-                rows[k].append(g)
+        rows = true_rows(lambda i: losses(low, suite.sample(inputs, i), 1).sum(), low, n, zeros=True)
     except RuntimeError as error:
         pytest.skip(f"torch's own layer cannot: {str(error).splitlines()[0][:100]}")
     ours = suite.converted(low)
@@ -96,7 +90,7 @@ def test_float16_in_every_layer(suite: LayerSuite, case: Case, how: str) -> None
             losses(ours, inputs, n).mean().backward()
         for k, p in ours.named_parameters():
             assert p.grad_sample.dtype == own
-            assert close_to_truth(p.grad_sample, torch.stack(rows[k]), truth[k]), k
+            assert close_to_truth(p.grad_sample, rows[k], truth[k]), k
 
 
 # ----------------------------------------------------------------------------------------------- loss scaling
@@ -185,13 +179,11 @@ def test_channels_last_under_autocast() -> None:
     ours = ps.convert_model(copy.deepcopy(model))
     with torch.autocast("cpu", torch.bfloat16):
         loss = squares(ours(x)).mean()
-        each = [
-            torch.autograd.grad(squares(model(one)).mean(), list(model.parameters())) for one in x.split(1)
-        ]
+        each = loop(model, lambda out, _: squares(out).mean(), (x,))
     loss.backward()
-    for (name, p), *rows in zip(ours.named_parameters(), *each, strict=True):
+    for name, p in ours.named_parameters():
         assert p.grad_sample.dtype == torch.float32
-        assert close_to_truth(p.grad_sample, torch.stack(rows), truth[name]), name
+        assert close_to_truth(p.grad_sample, each[name], truth[name]), name
 
 
 # -------------------------------------------------------------------------------------------- complex numbers
@@ -218,19 +210,15 @@ def test_complex(suite: LayerSuite, case: Case) -> None:
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(torch.randn_like(p) / 2)
-    rows: dict[str, list[Tensor]] = {k: [] for k, _ in layer.named_parameters()}
     try:
-        for i in range(n):
-            loss = complex_losses(layer(*suite.sample(inputs, i)), 1).sum()
-            for k, g in zip(rows, torch.autograd.grad(loss, list(layer.parameters())), strict=True):
-                rows[k].append(g)
+        rows = true_rows(lambda i: complex_losses(layer(*suite.sample(inputs, i)), 1).sum(), layer, n)
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"torch's own layer cannot: {str(error).splitlines()[0][:100]}")
     ours = suite.converted(layer)
     complex_losses(ours(*inputs), n).mean().backward()
-    suite.assert_rows(ours, {k: torch.stack(g) for k, g in rows.items()})
+    suite.assert_rows(ours, rows)
     for k, p in ours.named_parameters():
-        torch.testing.assert_close(p.grad, torch.stack(rows[k]).mean(0))
+        torch.testing.assert_close(p.grad, rows[k].mean(0))
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules are a new feature:UserWarning")

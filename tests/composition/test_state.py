@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.oracle import loop, square, squares
+from tests.oracle import assert_rows, loop, square, squares
 
 from .common import Counts, batch, both, by_backward, right
 
@@ -33,8 +33,7 @@ def test_what_a_forward_counts(way: str) -> None:
         ours.zero_grad()
         squares(ours(x)).mean().backward()
         assert ours[1].calls == k + 1  # type: ignore[index]
-        for name, rows in loop(model, square, (x,)).items():
-            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
+        assert_rows(ours, loop(model, square, (x,)))
 
 
 @pytest.mark.filterwarnings("ignore:.*spectral_norm.*deprecated")
@@ -91,9 +90,10 @@ def test_runs_on_trial_leave_gradients_alone() -> None:
         for p in ours.parameters():
             p.grad = None
         squares(ours(x)).mean().backward()
-        for name, rows in by_backward(model, x).items():
-            torch.testing.assert_close(ours.get_parameter(name).grad_sample, rows)
-            torch.testing.assert_close(ours.get_parameter(name).grad, rows.mean(0))
+        expected = by_backward(model, x)
+        assert_rows(ours, expected)
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name].mean(0))
 
 
 class Add(nn.Module):

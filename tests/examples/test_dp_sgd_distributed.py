@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import pslayers as ps
 
+from ..oracle import loop
 from .loading import EXAMPLES, load_example
 
 
@@ -51,15 +52,11 @@ def test_one_process_learns(example: ModuleType, capsys: pytest.CaptureFixture[s
 def test_clipped_sum_against_a_loop(example: ModuleType) -> None:
     model = example.network()
     x, y = torch.rand(5, 1, 8, 8, dtype=torch.float64), torch.arange(5)
-    rows = []
-    for i in range(5):
-        grads = torch.autograd.grad(
-            F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters())
-        )
-        row = torch.cat([g.flatten() for g in grads])
-        rows.append(row * min(1, example.CLIP / row.norm()))
+    each = loop(model, lambda out, i: F.cross_entropy(out, y[i : i + 1]), (x,))
+    rows = torch.cat([g.flatten(1) for g in each.values()], 1)
+    clipped = rows * (example.CLIP / rows.norm(dim=1, keepdim=True)).clamp(max=1)
     ps.convert_model(model)
-    torch.testing.assert_close(example.clipped_sum(model, x, y), torch.stack(rows).sum(0))
+    torch.testing.assert_close(example.clipped_sum(model, x, y), clipped.sum(0))
     assert not example.clipped_sum(model, x[:0], y[:0]).any()
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ..oracle import loop
+
 PATH = Path(__file__).resolve().parents[2] / "examples" / "mislabelled_digits.py"
 
 
@@ -59,12 +61,10 @@ def test_scores_against_a_loop_over_samples(example: ModuleType) -> None:
     model = example.network()
     x, given = torch.rand(60, 1, 8, 8), torch.arange(60) % 2
     loss, norm, against = example.suspicion(model, x, given)
-    rows = []
-    for i in range(60):
-        one = F.cross_entropy(model(x[i : i + 1]), given[i : i + 1])
-        torch.testing.assert_close(loss[i], one.detach())
-        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(one, list(model.parameters()))]))
-    torch.testing.assert_close(norm, torch.stack([row.norm() for row in rows]))
+    torch.testing.assert_close(loss, F.cross_entropy(model(x), given, reduction="none").detach())
+    each = loop(model, lambda out, i: F.cross_entropy(out, given[i : i + 1]), (x,))
+    rows = torch.cat([g.flatten(1) for g in each.values()], 1)
+    torch.testing.assert_close(norm, rows.norm(dim=1))
     for i in range(0, 60, 7):
         cosines = [
             F.cosine_similarity(rows[i], rows[j], dim=0) for j in range(60) if j != i and given[j] == given[i]

@@ -1,7 +1,7 @@
 """The suite that every replacement layer inherits: a subclass names its cases, and gets every check for each
 of them.
 
-The oracle is torch's own layer, called on each sample by itself, with ``torch.autograd.grad`` in float64.
+The oracle is torch's own layer, called on each sample by itself, in float64.
 """
 
 import copy
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 import pslayers as ps
 from pslayers.core.trees import tensors_in
+
+from ..oracle import assert_rows, members, true_rows
 
 
 @dataclass
@@ -76,17 +78,11 @@ class LayerSuite:
         torch.manual_seed(1)
         return case.inputs(self.batch if n is None else n)
 
-    def loop(self, layer: nn.Module, inputs: tuple[Any, ...], n: int) -> dict[str, Tensor]:
+    def loop(self, layer: nn.Module, inputs: tuple[Any, ...], n: int, **options: bool) -> dict[str, Tensor]:
         """The oracle: {name: (n, *shape)} from one call of torch's own layer for each sample."""
-        params = {k: p for k, p in layer.named_parameters() if p.requires_grad}
-        rows: dict[str, list[Tensor]] = {k: [] for k in params}
-        for i in range(n):
-            loss = self.losses(layer(*self.sample(inputs, i)), 1).sum()
-            # zero where nothing is reached
-            found = torch.autograd.grad(loss, list(params.values()), materialize_grads=True)
-            for k, g in zip(params, found, strict=True):
-                rows[k].append(g)
-        return {k: torch.stack(v) for k, v in rows.items()}
+        return true_rows(
+            lambda i: self.losses(layer(*self.sample(inputs, i)), 1).sum(), layer, n, zeros=True, **options
+        )
 
     def converted(self, layer: nn.Module, **options: Any) -> nn.Module:
         return ps.convert_model(copy.deepcopy(layer), **options)
@@ -294,20 +290,18 @@ class LayerSuite:
         found = [(p.grad_sample, p.grad) for p in params]
         for p in params:  # break the cycles that create_graph makes
             p.grad = p.grad_sample = None
-        plain = list(layer.parameters())
-        rows: list[list[Tensor]] = [[] for _ in plain]
-        for i in range(self.batch):
-            loss = self.losses(layer(*self.sample(inputs, i)), 1).sum()
-            grads = torch.autograd.grad(loss, plain, create_graph=True, materialize_grads=True)
-            second = torch.autograd.grad(sum((g**2).sum() for g in grads), plain, allow_unused=True)
-            for j, g in enumerate(second):
-                rows[j].append(torch.zeros_like(plain[j]) if g is None else g)
-        for (row, total), expected in zip(found, rows, strict=True):
+
+        def norm(i: int) -> Tensor:
+            rows = self.loop(layer, self.sample(inputs, i), 1, create_graph=True)
+            return sum((g**2).sum() for g in rows.values())
+
+        second = true_rows(norm, layer, self.batch, zeros=True)
+        for (row, total), expected in zip(found, second.values(), strict=True):
             if row is None:
-                assert not torch.stack(expected).any()
+                assert not expected.any()
                 continue
-            torch.testing.assert_close(row, torch.stack(expected), rtol=1e-8, atol=1e-8)
-            torch.testing.assert_close(total, torch.stack(expected).sum(0), rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(row, expected, rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(total, expected.sum(0), rtol=1e-8, atol=1e-8)
 
     def test_gradient_penalty(self, case: Case) -> None:
         """A loss that holds the derivative with respect to the input."""
@@ -323,11 +317,8 @@ class LayerSuite:
 
         ours = self.converted(layer)
         penalty(ours, inputs, self.batch).mean().backward()
-        for i in range(self.batch):
-            loss = penalty(layer, self.sample(inputs, i), 1).sum()
-            true = torch.autograd.grad(loss, list(layer.parameters()), allow_unused=True)
-            for p, g in zip(ours.parameters(), true, strict=True):
-                torch.testing.assert_close(p.grad_sample[i], g, rtol=1e-8, atol=1e-8)
+        expected = true_rows(lambda i: penalty(layer, self.sample(inputs, i), 1).sum(), layer, self.batch)
+        assert_rows(ours, expected, rtol=1e-8, atol=1e-8)
 
     def batch_dim(self, t: Tensor) -> int:
         return 0
@@ -349,13 +340,13 @@ class LayerSuite:
             torch.testing.assert_close(
                 self.losses(torch.func.functional_call(ours, weights, inputs), self.batch), losses.detach()
             )
-        for i in range(self.batch):
-            own = {k: w[i].detach().requires_grad_() for k, w in weights.items()}
-            loss = self.losses(torch.func.functional_call(layer, own, self.sample(inputs, i)), 1).sum()
-            torch.testing.assert_close(losses[i], loss)
-            grads = torch.autograd.grad(loss, list(own.values()), materialize_grads=True)
-            for g, true in zip(found, grads, strict=True):
-                torch.testing.assert_close(g[i], true, rtol=1e-9, atol=1e-10)
+
+        def loss(own: dict[str, Tensor], i: int) -> Tensor:
+            return self.losses(torch.func.functional_call(layer, own, self.sample(inputs, i)), 1).sum()
+
+        true, rows = members(loss, weights)
+        torch.testing.assert_close(losses.detach(), true)
+        torch.testing.assert_close(dict(zip(weights, found, strict=True)), rows, rtol=1e-9, atol=1e-10)
 
     def test_expanded_params_in_functional_form(self, case: Case) -> None:
         layer, inputs = self.build(case), self.inputs(case)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import pslayers as ps
 
-from ..oracle import assert_rows_right
+from ..oracle import assert_rows, assert_rows_right, loop, true_rows
 from .suite import Case, LayerSuite, floats
 
 E, H, L, S, B = 4, 2, 3, 5, 4
@@ -127,14 +127,15 @@ class TestPSMultiheadAttention(LayerSuite):
             return losses + (g**2).flatten(1).sum(1)
 
         penalties(ours, inputs, self.batch).mean().backward()
-        for i in range(self.batch):
+
+        def loss(i: int) -> Tensor:
             own = self.sample(inputs, i)
             own = tuple(own[0] if given is inputs[0] else t for given, t in zip(inputs, own, strict=True))
-            with MATH():
-                loss = penalties(layer, own, 1).sum()
-                true = torch.autograd.grad(loss, list(layer.parameters()), materialize_grads=True)
-            for p, g in zip(ours.parameters(), true, strict=True):
-                torch.testing.assert_close(p.grad_sample[i], g, rtol=1e-8, atol=1e-8)
+            return penalties(layer, own, 1).sum()
+
+        with MATH():
+            expected = true_rows(loss, layer, self.batch, zeros=True)
+        assert_rows(ours, expected, rtol=1e-8, atol=1e-8)
 
 
 class TestPSNonDynamicallyQuantizableLinear(LayerSuite):
@@ -164,14 +165,7 @@ def assert_loop(
     ours: nn.Module, layer: nn.Module, loss: Callable[[nn.Module, int], Tensor], size: int = B
 ) -> None:
     """Rows against those of `loss(layer, i)`, the loss of sample i alone."""
-    names, params = zip(*layer.named_parameters(), strict=True)
-    for i in range(size):
-        for name, g in zip(
-            names, torch.autograd.grad(loss(layer, i), params, materialize_grads=True), strict=True
-        ):
-            torch.testing.assert_close(
-                ours.get_parameter(name).grad_sample[i], g, msg=lambda m, name=name: f"{name}: {m}"
-            )
+    assert_rows(ours, true_rows(lambda i: loss(layer, i), layer, size, zeros=True))
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -287,11 +281,7 @@ def test_only_the_out_projection_is_trainable() -> None:
         p.requires_grad_(name.startswith("out_proj"))
     ours, x = ps.convert_model(copy.deepcopy(layer)), floats(B, L, E)
     ours(x, x, x)[0].square().sum((1, 2)).mean().backward()
-    assert ours.in_proj_weight.grad_sample is None
-    for i in range(B):
-        own = x[i : i + 1]
-        g = torch.autograd.grad(layer(own, own, own)[0].square().sum(), layer.out_proj.weight)[0]
-        torch.testing.assert_close(ours.out_proj.weight.grad_sample[i], g)
+    assert_rows(ours, loop(layer, lambda out, _: out[0].square().sum(), (x, x, x)))
 
 
 def test_built_as_such_and_restored() -> None:
@@ -316,10 +306,7 @@ def test_another_out_projection() -> None:
     x = floats(B, L, E)
     ours = ps.convert_model(copy.deepcopy(layer))
     ours(x, x, x)[0].square().sum((1, 2)).mean().backward()
-    for i in range(B):
-        own = x[i : i + 1]
-        g = torch.autograd.grad(layer(own, own, own)[0].square().sum(), layer.in_proj_weight)[0]
-        torch.testing.assert_close(ours.in_proj_weight.grad_sample[i], g)
+    assert_rows(ours, loop(layer, lambda out, _: out[0].square().sum(), (x, x, x)))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import pslayers as ps
 
-from ..oracle import assert_rows_right
+from ..oracle import assert_rows, assert_rows_right, true_rows
 from .suite import Case, LayerSuite, floats
 
 
@@ -125,10 +125,8 @@ def test_bags_of_rows_and_a_shared_bag() -> None:
         expected = layer(*args)
         torch.testing.assert_close(y, expected if len(expected) > 1 else expected.expand(3, 3))
         y.square().sum().backward()
-        for i in range(size):
-            own = expected[2 * i : 2 * i + 2] if size == 2 else expected
-            (true,) = torch.autograd.grad(own.square().sum(), layer.weight, retain_graph=True)
-            torch.testing.assert_close(ours.weight.grad_sample[i], true)
+        own = expected.split(2) if size == 2 else [expected] * 3
+        assert_rows(ours, true_rows(lambda i, own=own: own[i].square().sum(), layer, size))
     with ps.batch_size(3), pytest.raises(ValueError, match=r"\(4, 1\) in a batch of 3 samples"):
         ours(values, offsets)
 

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 import pslayers as ps
 
+from ..oracle import members, true_rows
 from .suite import Case, LayerSuite, floats
 
 I, H, T, B = 3, 4, 5, 4
@@ -71,14 +72,14 @@ def losses(layer: nn.RNNBase, result: Any) -> Tensor:
     return torch.stack([loss_of(o, *(s[:, i] for s in parts(hx))) for i, o in enumerate(outputs)])
 
 
-def loop(layer: nn.RNNBase, sequences: list[Tensor], hx: Any = None) -> dict[str, Tensor]:
+def loop(layer: nn.RNNBase, sequences: list[Tensor], hx: Any = None, **options: bool) -> dict[str, Tensor]:
     """{name: (B, *shape)}, from one call of torch's layer for each sequence (T, I)."""
-    named = {k: p for k, p in layer.named_parameters() if p.requires_grad}
-    rows = []
-    for i, x in enumerate(sequences):
-        output, final = layer(x, None if hx is None else each(hx, lambda s, i=i: s[:, i]))
-        rows.append(torch.autograd.grad(loss_of(output, *parts(final)), list(named.values())))
-    return {k: torch.stack(gs) for k, gs in zip(named, zip(*rows, strict=True), strict=True)}
+
+    def loss(i: int) -> Tensor:
+        output, final = layer(sequences[i], None if hx is None else each(hx, lambda s: s[:, i]))
+        return loss_of(output, *parts(final))
+
+    return true_rows(loss, layer, len(sequences), **options)
 
 
 def assert_rows(layer: nn.Module, expected: dict[str, Tensor], reduction: str = "mean") -> None:
@@ -159,20 +160,23 @@ def test_dropout_is_that_of_torch(kind: str, form: str, bidirectional: bool) -> 
         own = {k.replace(suffix, "_l0"): p for k, p in layer.state_dict().items() if suffix in k}
         single.load_state_dict(own)
         singles.append(single)
-    rows: dict[str, list[Tensor]] = {k: [] for k, _ in layer.named_parameters()}
-    for i, y in enumerate(sequences):
-        finals = []
+
+    def loss(i: int) -> Tensor:
+        y, finals = sequences[i], []
         for number, single in enumerate(singles):
             y, final = single(y)
             y = y * masks[number][: len(y), i] if number < 2 else y
             finals.append(parts(final))
-        loss = loss_of(y, *(torch.cat(states) for states in zip(*finals, strict=True)))
-        torch.testing.assert_close(loss, losses(layer, expected)[i])
-        for number, single in enumerate(singles):
-            grads = torch.autograd.grad(loss, list(single.parameters()), retain_graph=True)
-            for (k, _), g in zip(single.named_parameters(), grads, strict=True):
-                rows[k.replace("_l0", f"_l{number}")].append(g)
-    assert_rows(ours, {k: torch.stack(v) for k, v in rows.items()})
+        value = loss_of(y, *(torch.cat(states) for states in zip(*finals, strict=True)))
+        torch.testing.assert_close(value, losses(layer, expected)[i])
+        return value
+
+    named = {
+        k.replace("_l0", f"_l{number}"): p
+        for number, m in enumerate(singles)
+        for k, p in m.named_parameters()
+    }
+    assert_rows(ours, true_rows(loss, named, B))
 
 
 def test_frozen_weights() -> None:
@@ -284,10 +288,7 @@ def test_inside_a_batch_first_model(kind: str, windows: int, batch_minor: bool, 
     x = torch.randn(3, windows * time, I, dtype=torch.float64)
     ours = ps.convert_model(copy.deepcopy(model))
     (ours(x) ** 2).sum(1).mean().backward()
-    for i in range(3):
-        expected = torch.autograd.grad((model(x[i : i + 1]) ** 2).sum(), list(model.parameters()))
-        for g, p in zip(expected, ours.parameters(), strict=True):
-            torch.testing.assert_close(p.grad_sample[i], g)
+    assert_rows(ours, true_rows(lambda i: (model(x[i : i + 1]) ** 2).sum(), model, 3))
 
 
 @kinds
@@ -382,12 +383,9 @@ def test_rows_can_be_differentiated(kind: str, reduction: str) -> None:
     getattr(losses(ours, ours(pack_sequence(sequences, False))), reduction)().backward(create_graph=True)
     rows = [p.grad_sample for p in ours.parameters()]
     found = torch.autograd.grad(sum((g**3).sum() for g in rows), list(ours.parameters()))
-    total: Any = 0.0
-    for i, x in enumerate(sequences):
-        output, hx = layer(x)
-        grads = torch.autograd.grad(loss_of(output, *parts(hx)), list(layer.parameters()), create_graph=True)
-        torch.testing.assert_close([g[i] for g in rows], list(grads))
-        total = total + sum((g**3).sum() for g in grads)
+    expected = list(loop(layer, sequences, create_graph=True).values())
+    torch.testing.assert_close(rows, expected)
+    total = sum((g**3).sum() for g in expected)
     torch.testing.assert_close(found, torch.autograd.grad(total, list(layer.parameters())))
     for p in ours.parameters():  # break the cycles of create_graph
         p.grad = p.grad_sample = None
@@ -403,13 +401,13 @@ def test_functional_form_and_back(kind: str) -> None:
     }
     output, _ = torch.func.functional_call(ours, different, (x,))
     found = torch.autograd.grad(output.sin().sum(), list(different.values()))
-    for i in range(B):
-        one = {k: w[i].detach().requires_grad_() for k, w in different.items()}
-        y, _ = torch.func.functional_call(layer, one, (x[:, i : i + 1],))
+
+    def loss(own: dict[str, Tensor], i: int) -> Tensor:
+        y, _ = torch.func.functional_call(layer, own, (x[:, i : i + 1],))
         torch.testing.assert_close(output[:, i : i + 1], y)
-        torch.testing.assert_close(
-            [g[i] for g in found], list(torch.autograd.grad(y.sin().sum(), list(one.values())))
-        )
+        return y.sin().sum()
+
+    torch.testing.assert_close(dict(zip(different, found, strict=True)), members(loss, different)[1])
     with torch.no_grad():
         torch.testing.assert_close(ours(x), layer(x))
 

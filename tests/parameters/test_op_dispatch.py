@@ -12,7 +12,7 @@ import pslayers as ps
 from pslayers.parameters.op_dispatch import _attention
 from pslayers.parameters.per_sample import PerSample
 
-from ..oracle import assert_rows_right, loop, square, squares
+from ..oracle import assert_rows_right, loop, members, square, squares
 
 
 class Leaf(nn.Module):
@@ -170,12 +170,8 @@ def test_gradients_of_rows(name: str, way: str) -> None:
     def norms(grads: Any) -> Tensor:
         return sum((g**2).sum() * (i + 1) for i, g in enumerate(grads) if g is not None)
 
-    expected = [torch.zeros_like(p) for p in params]
-    for one in x.split(1):
-        grads = torch.autograd.grad(square(model(one), 0), params, create_graph=True, allow_unused=True)
-        second = torch.autograd.grad(norms(grads), params, allow_unused=True)
-        expected = [e if g is None else e + g for e, g in zip(expected, second, strict=True)]
-
+    true = norms(loop(model, square, (x,), create_graph=True).values())
+    expected = torch.autograd.grad(true, params, materialize_grads=True)
     squares(ours(x)).sum().backward(create_graph=True)
     rows = [p.grad_sample for p in ours.parameters()]
     found = torch.autograd.grad(norms(rows), list(ours.parameters()), allow_unused=True)
@@ -201,12 +197,10 @@ def test_transforms_of_the_functional_form(name: str, way: str) -> None:
 
     for weights in (params, {k: p.detach() for k, p in ps.expand_params(ours, 3).items()}):
         found = torch.func.grad(loss)(weights)
-        for i, one in enumerate(x.split(1)):
-            own = {k: p[i].clone().requires_grad_() for k, p in weights.items()}
-            out = square(torch.func.functional_call(model, own, (one,)), 0)
-            true = torch.autograd.grad(out, list(own.values()), materialize_grads=True)
-            for k, g in zip(own, true, strict=True):
-                torch.testing.assert_close(found[k][i], g, rtol=1e-8, atol=1e-9)
+        _, expected = members(
+            lambda own, i: square(torch.func.functional_call(model, own, (x[i : i + 1],)), 0), weights
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
 
 
 def test_sum_loss_and_chunks() -> None:
