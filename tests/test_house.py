@@ -91,6 +91,15 @@ def test_tests_lie_as_the_files_that_they_test(name: str) -> None:
     assert {path.stem.removeprefix("test_") for path in (ROOT / "tests" / name).glob("test_*.py")} <= known
 
 
+def test_every_functional_file_has_tests_of_its_name() -> None:
+    """Or its name stands in the docstring of the file that tests it."""
+    tests = {path.stem.removeprefix("test_"): path for path in (ROOT / "tests/functional").glob("test_*.py")}
+    docs = [ast.get_docstring(ast.parse(path.read_text())) or "" for path in tests.values()]
+    told = {name for doc in docs for name in re.findall(r"`(\w+)\.py`", doc)}
+    ops = {path.stem for path in (PACKAGE / "functional").glob("*.py")} - {"__init__"}
+    assert not ops - tests.keys() - told
+
+
 def test_every_layer_file_has_tests_of_its_name() -> None:
     layers = {path.stem for path in (PACKAGE / "layers").glob("*.py")} - {"__init__"}
     assert {path.stem.removeprefix("test_") for path in (ROOT / "tests/layers").glob("test_*.py")} == layers

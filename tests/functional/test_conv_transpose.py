@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from pslayers.core.expansion import Expansion
 from pslayers.functional import conv_transpose1d, conv_transpose2d, conv_transpose3d
 
+from .ops import SIZES, Case, check, each_form, floats
+
 OURS = {1: conv_transpose1d, 2: conv_transpose2d, 3: conv_transpose3d}
 TORCHS: dict[int, Callable[..., Tensor]] = {
     1: F.conv_transpose1d,
@@ -77,6 +79,32 @@ def test_options(
     inputs, cotangent = [x, weights, *([biases] if with_bias else [])], torch.randn_like(y)
     for found, true in zip(grad(y, inputs, cotangent), grad(expected, inputs, cotangent), strict=True):
         torch.testing.assert_close(found, true)
+
+
+def case(name: str, n: int, bias: bool = True, **options: Any) -> Case:
+    shape, kernel = (6, 5, 4)[:n], (3, 2, 3)[:n]
+    return Case(
+        name,
+        lambda *given: OURS[n](*given, **options),
+        lambda *given: TORCHS[n](*given, **options),
+        lambda rows: (floats(rows, 4, *shape),),
+        ((4, 2, *kernel), (2 * options.get("groups", 1),))[: 1 + bias],
+    )
+
+
+CASES = [
+    case("1d, strided", 1, stride=3, output_padding=2),
+    case("2d, groups", 2, groups=2, padding=1, dilation=2),
+    case("3d, no bias", 3, bias=False),
+]
+
+
+@each_form(CASES)
+def test_equals_the_loop(case: Case, form: str) -> None:
+    for size, k in SIZES:
+        if k or not size:
+            check(case, form, size, k)
+    check(case, form, 3, 2, strided=True)
 
 
 def test_wrong_options() -> None:

@@ -65,7 +65,11 @@ def test_rows_equal_the_loop(name: str, scale: float) -> None:
 def test_weights_that_differ(name: str) -> None:
     offsets = torch.tensor(OFFSETS[name], dtype=torch.int32)
     x, each = torch.randn(9, 3, dtype=torch.float64), torch.randn(3, 4, 3, 2, dtype=torch.float64)
-    torch.testing.assert_close(PF.grouped_mm(x, each, offsets, SAMPLES, product), by_rows(x, each, offsets))
+    given = [x.requires_grad_(), each.requires_grad_()]
+    y, expected = PF.grouped_mm(*given, offsets, SAMPLES, product), by_rows(*given, offsets)
+    torch.testing.assert_close(y, expected)
+    found, true = (torch.autograd.grad(t.square().sum(), given) for t in (y, expected))
+    torch.testing.assert_close(found, true)
 
 
 def test_second_derivatives() -> None:

@@ -1,0 +1,100 @@
+"""The per-sample gradient of a convolution's weight by every method, and the rule that chooses one, against a
+loop over samples.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import grad
+
+from pslayers.core.context import Scale
+from pslayers.core.expansion import Expansion
+from pslayers.functional import conv2d, conv_rows
+
+from .test_conv import check, data, loop
+
+
+@pytest.fixture(params=sorted(conv_rows.ROWS))
+def method(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(conv_rows, "fastest", lambda *_: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("chunk", [1, 2000, 1 << 20])
+@pytest.mark.parametrize(
+    ("n", "groups", "out"), [(1, 1, 6), (2, 1, 6), (2, 2, 6), (2, 4, 4), (2, 4, 8), (3, 2, 4)]
+)
+def test_methods(
+    method: str, n: int, groups: int, out: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(conv_rows.CHUNK_BYTES, "cpu", chunk)
+    for k, (stride, padding, dilation) in itertools.product(
+        (1, 2), ((1, 1, 1), (2, 1, 1), (3, 2, 1), (1, 2, 2), (2, 0, 2))
+    ):
+        x, weight, bias = data(n, size=5, k=k, groups=groups, out=out)
+        check(x, weight, bias, 5, stride=stride, padding=padding, dilation=dilation, groups=groups)
+
+
+def test_methods_in_float32(method: str) -> None:
+    for groups, kernel, size in ((1, 3, 4), (1, 1, 2), (16, 3, 4), (2, 3, 1)):
+        x, weight, _ = data(
+            2, size=size, channels=16, out=16, groups=groups, space=12, kernel=kernel, dtype=torch.float32
+        )
+        tol = {"rtol": 1e-4, "atol": 1e-4}
+        check(x, weight, None, size, tol, padding=1, groups=groups)
+        check(x, weight, None, size, tol, stride=2, padding=0, groups=groups)
+
+
+SHAPES = (1, 8, 1, 20), (32, 32, 1, 20), (32, 32, 32, 20), (256, 256, 1, 4), (32, 64, 1, 32)
+
+
+def test_the_rule_takes_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = set()
+    for onednn, shape in itertools.product((False, True), SHAPES):
+        monkeypatch.setattr(conv_rows, "onednn_is_faster", lambda onednn=onednn: onednn)
+        channels, out, groups, space = shape
+        x, weight, bias = data(2, 4, 1, channels, out, groups, space, dtype=torch.float32)
+        chosen.add(
+            conv_rows.fastest(
+                x,
+                torch.empty(4, out, space - 2, space - 3),
+                torch.Size((4, *weight.shape)),
+                conv_rows.Geometry((1, 1), (0, 0), (1, 1), groups),
+            )
+        )
+        check(x, weight, bias, 4, {"rtol": 1e-3, "atol": 1e-3}, groups=groups)
+    assert chosen == set(conv_rows.ROWS)
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "transposed", "sliced", "expanded"])
+def test_strides_of_the_input(method: str, layout: str) -> None:
+    x, weight, bias = data(2, size=3)
+    base = x.detach()
+    if layout == "channels_last":
+        x = base.contiguous(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        x = base.transpose(2, 3).contiguous().transpose(2, 3)
+    elif layout == "sliced":
+        x = torch.randn(3, 8, 7, 12, dtype=base.dtype)[:, ::2, :, ::2]
+    else:
+        x = base[:1].expand(3, *base.shape[1:])
+    check(x.requires_grad_(), weight, bias, 3, padding=1)
+
+
+@pytest.mark.parametrize("inside", [1.0, 3.0])
+def test_scale(method: str, inside: float) -> None:
+    """The rows of a mean loss come out times B, whichever side is smaller; the sum does not."""
+    for out, space in ((1, 9), (12, 9)):
+        x, weight, bias = data(2, size=3, out=out, space=space)
+        leaves = [t.detach().expand(3, *t.shape).requires_grad_() for t in (weight, bias)]
+        scale = Scale(3.0, inside)
+        y = conv2d(x, *(Expansion(t, leaf, scale) for t, leaf in zip((weight, bias), leaves, strict=True)))
+        weights = [[t.detach().clone().requires_grad_() for _ in range(3)] for t in (weight, bias)]
+        expected = grad(loop(x, *weights).square().sum(), weights[0] + weights[1])
+        found = grad(y.square().sum(), [*leaves, weight, bias])
+        for i in range(2):
+            rows = torch.stack(expected[3 * i : 3 * i + 3])
+            torch.testing.assert_close(found[i], rows * scale.rows)
+            torch.testing.assert_close(found[2 + i], rows.sum(0) * scale.weight)
