@@ -271,7 +271,9 @@ def sharded_and_restored(rank: int, world: int) -> None:
     squares(net(x)).mean().backward()
     ps.restore_model(net)
     assert not any(isinstance(m, ps.PSLayer) for m in net.modules())
-    assert all("grad_sample" not in p.__dict__ and "_ps_recorder" not in p.__dict__ for p in net.parameters())
+    untouched = shard(copy.deepcopy(plain), world, nn.Linear)
+    for p, q in zip(net.parameters(), untouched.parameters(), strict=True):
+        assert p.__dict__.keys() == q.__dict__.keys()
     torch.testing.assert_close(net(x), plain(x))
 
 

@@ -19,8 +19,8 @@ Op = Callable[..., Tensor]
 
 # (samples, rows of each): one, several, a batch of one, no rows, no samples
 SIZES = [(3, 1), (3, 2), (1, 1), (1, 3), (3, 0), (0, 0)]
-# the form of the first weight, and of the others: one for each sample, an expansion of one, one for all; and an
-# expansion beside the one for all, as layers record it
+# the form of the first weight, and of the others: one for each sample, an expansion of one, one for all; and
+# an expansion beside the one for all, as layers record it
 ALIKE = ["different", "expanded", "shared", "recorded"]
 MIXED = ["different, shared", "expanded, different", "shared, different", "shared, expanded"]
 

@@ -2,7 +2,6 @@
 time).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,14 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import grad, gradcheck, gradgradcheck
-from torch.nn import functional as F
 
 from pslayers.core.expansion import Expansion
-from pslayers.functional import conv
 from pslayers.functional.conv import conv1d, conv2d, conv3d
 
 OURS = {1: conv1d, 2: conv2d, 3: conv3d}
-TORCHS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 MODULES: dict[int, Any] = {1: torch.nn.Conv1d, 2: torch.nn.Conv2d, 3: torch.nn.Conv3d}
 
 
@@ -243,30 +239,6 @@ def test_rows_of_a_loss_with_derivatives(options: dict[str, Any]) -> None:
         torch.testing.assert_close(ours, torch.stack(rows))
         (third,) = grad((torch.stack(rows) * r).sum(), x, retain_graph=True)
         torch.testing.assert_close(grad((ours * r).sum(), x, retain_graph=True)[0], third)
-
-
-def test_transposed() -> None:
-    """The op's other half, as a transposed convolution would use it."""
-    for n, stride, extra in ((1, 3, 2), (2, 2, 1), (3, 2, 0)):
-        fn = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[n - 1]
-        torch.manual_seed(0)
-        x = torch.randn(6, 4, *(4, 3, 3)[:n], dtype=torch.float64, requires_grad=True)
-        weight = torch.randn(4, 3, *(3, 2, 2)[:n], dtype=torch.float64, requires_grad=True)
-        bias = torch.randn(6, dtype=torch.float64, requires_grad=True)
-        leaves = [t.detach().expand(3, *t.shape).requires_grad_() for t in (weight, bias)]
-        w, b = (Expansion(t, leaf) for t, leaf in zip((weight, bias), leaves, strict=True))
-        geometry = conv.Geometry((stride,) * n, (1,) * n, (1,) * n, 2)
-        y = conv._Conv.apply(x, weight, leaves[0], bias, leaves[1], w, b, geometry, True, (extra,) * n)
-        weights = [weight.detach().clone().requires_grad_() for _ in range(3)]
-        parts = x.unflatten(0, (3, 2))
-        expected = torch.cat([fn(parts[i], weights[i], bias, stride, 1, extra, 2) for i in range(3)])
-        torch.testing.assert_close(y, expected)
-        for create_graph in (False, True):
-            want = grad(expected.square().sum(), [x, *weights], retain_graph=True)
-            got = grad(y.square().sum(), [x, leaves[0], weight], create_graph=create_graph, retain_graph=True)
-            torch.testing.assert_close(got[0], want[0])
-            torch.testing.assert_close(got[1], torch.stack(want[1:]))
-            torch.testing.assert_close(got[2], sum(want[1:]))
 
 
 def test_bfloat16_and_autocast() -> None:

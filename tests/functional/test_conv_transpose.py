@@ -93,8 +93,10 @@ def case(name: str, n: int, bias: bool = True, **options: Any) -> Case:
 
 
 CASES = [
-    case("1d, strided", 1, stride=3, output_padding=2),
-    case("2d, groups", 2, groups=2, padding=1, dilation=2),
+    case("1d", 1, stride=3, padding=1, output_padding=2, groups=2),
+    case("2d", 2, stride=2, padding=1, output_padding=1, groups=2),
+    case("2d, dilated", 2, dilation=2),
+    case("3d", 3, stride=2, padding=1, groups=2),
     case("3d, no bias", 3, bias=False),
 ]
 
