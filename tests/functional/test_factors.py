@@ -16,6 +16,8 @@ from pslayers.functional.embedding import Gather
 from pslayers.functional.factors import Blocks, Outer
 from pslayers.functional.grouped import Grouped
 
+from ..oracle import true_rows
+
 Op = Callable[..., Tensor]  # op(weight, *inputs): a sum that is linear in the gradients among the inputs
 Case = tuple[Factor, Op, tuple[int, ...], list[Tensor]]  # the last: inputs, k * B rows each
 
@@ -134,13 +136,8 @@ CASES: dict[str, Callable[[int, int], Case]] = {
 
 def by_loop(op: Op, shape: tuple[int, ...], inputs: list[Tensor], size: int) -> Tensor:
     """The gradient of each sample's part of the sum, (B, *S)."""
-    rows = []
-    for i in range(size):
-        k = len(inputs[0]) // size
-        w = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-        (g,) = torch.autograd.grad(op(w, *(t[k * i : k * i + k] for t in inputs)), w)
-        rows.append(g)
-    return torch.stack(rows)
+    k, w = len(inputs[0]) // size, torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    return true_rows(lambda i: op(w, *(t[k * i : k * i + k] for t in inputs)), {"w": w}, size)["w"]
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
