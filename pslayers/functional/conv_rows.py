@@ -73,7 +73,9 @@ def convolution_backward(
 
 def write_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geometry) -> None:
     """Write the rows to `out`: `scale` times `x` correlated with `gy` over the positions of each sample."""
-    if out.numel():
+    if not gy.numel():  # no rows, so nothing reaches a sample's weight
+        out.zero_()
+    elif out.numel():
         ROWS[fastest(x, gy, out.shape, geometry)](x, gy, scale, out, geometry)
 
 

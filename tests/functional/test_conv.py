@@ -279,3 +279,12 @@ def test_complex() -> None:
 def test_errors(x: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         conv1d(torch.randn(x), torch.randn(weight), **options)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_samples_without_rows_have_gradients_of_zeros(groups: int) -> None:
+    x, weight = torch.zeros(0, 4, 7), torch.randn(2, 4 // groups, 3)
+    rows = weight.expand(3, *weight.shape).requires_grad_()
+    y = conv1d(x, rows, groups=groups)
+    (g,) = torch.autograd.grad(y.sum(), rows)
+    assert y.shape == (0, 2, 5) and torch.equal(g, torch.zeros(3, *weight.shape))
