@@ -75,6 +75,19 @@ def test_arrows_between_rooms_go_one_way() -> None:
         assert "pslayers" not in targets or room(name) == "checking", f"{name} imports the whole package"
 
 
+def test_lower_rooms_call_no_more_of_a_module_than_its_interface() -> None:
+    declared = set(re.findall(r"\b_ps\w*", KNOWN["pslayers.core.converted_module"].read_text()))
+    on_tensors = {"_ps_recorder", "_ps_rows", "_ps_expansion"}
+    on_torchs = {"_ps_tell", "_ps_context"}
+    for name, path in KNOWN.items():
+        if LEVELS[room(name)] < LEVELS["modules"]:
+            tree = ast.parse(path.read_text())
+            used = {
+                n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr.startswith("_ps")
+            }
+            assert used <= declared | on_tensors | on_torchs, f"{name}: {used - declared}"
+
+
 @pytest.mark.parametrize("package", ["pslayers", "benchmarks"])
 def test_no_file_imports_itself_by_way_of_others(package: str) -> None:
     known = files(ROOT / package)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
 from ..core.context import Settings, changed, local, transforming
+from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, tensors_in, tensors_of
 from ..parameters.per_sample import PerSample
 from .provenance import WEAK, PaddedRows, RowProvenance
@@ -185,7 +186,7 @@ class GatheredRows(TorchFunctionMode):
             return batch.unpack(op(batch.pack(t)))
 
     # ------------------------------------------------------------------ calls of modules
-    def enters(self, module: Any) -> bool:
+    def enters(self, module: ConvertedModule) -> bool:
         """Whether this call of the module is the one that `call` makes."""
         if self.entering is not module:
             return False
@@ -193,7 +194,11 @@ class GatheredRows(TorchFunctionMode):
         return True
 
     def call(
-        self, module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: ConvertedModule,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """A call of a layer, or of a module without a replacement, that gets a batch in the place of picked
         rows.
@@ -238,7 +243,7 @@ class GatheredRows(TorchFunctionMode):
 
     def _by_batch(
         self,
-        module: Any,
+        module: ConvertedModule,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

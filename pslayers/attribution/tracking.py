@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
 from ..core.context import Batch, local, picked_by, transforming
+from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, own_parameters, tensors_in, written_to
 from .snapshot import trial
 
@@ -156,7 +157,11 @@ def _keyed(module: nn.Module, call: int, slot: str, value: Any) -> Iterator[tupl
 
 
 def track(
-    run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
+    run: Callable[..., Any],
+    model: ConvertedModule,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: Batch,
 ) -> tuple[dict[Key, Layout], Tracker]:
     """{a tensor of a call: layout} for every one that changing samples tells about, and the run as called.
 
@@ -287,7 +292,7 @@ def _of_constant(x: Tensor, size: int) -> Layout:
     return SHARED if x.ndim and x.shape[0] == 1 else TABLE
 
 
-def _noisy(model: Any) -> dict[str, Tensor]:
+def _noisy(model: ConvertedModule) -> dict[str, Tensor]:
     """The floating parameters with some noise, one for all samples where they were given per sample."""
     noisy, given = {}, model._ps_given()
     for path, module in model.named_modules():

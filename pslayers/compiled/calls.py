@@ -22,6 +22,7 @@ from .. import torch_api
 from ..attribution.snapshot import trial
 from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
 from ..core.context import UNSCALED, Batch, Settings, local
+from ..core.converted_module import ConvertedLayer, ConvertedModule
 from ..core.trees import ndims
 from .layers import FAST
 from .registry import modules
@@ -42,13 +43,13 @@ class Traced(Batch):
 class _Call:
     """The call of a layer that is traced."""
 
-    def __init__(self, layer: Any, rows: int) -> None:
+    def __init__(self, layer: ConvertedLayer, rows: int) -> None:
         self.layer, self.rows, self.scale = layer, rows, UNSCALED
         self.expanded: set[str] = set()
 
 
 def call_container(
-    module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: ConvertedModule, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A module with layers below it."""
     state = module._ps
@@ -69,7 +70,7 @@ def call_container(
     return _outermost(module, True, original, args, kwargs)
 
 
-def _is_proved(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_proved(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether such a call was proved; or is now, by inputs of these shapes: one that is traced depends on
     nothing else.
     """
@@ -142,7 +143,7 @@ torch_api.mark_constant(_known)
 torch_api.mark_constant(_prove)
 
 
-def _proved(module: Any, dims: tuple[int, ...]) -> bool:
+def _proved(module: ConvertedModule, dims: tuple[int, ...]) -> bool:
     """Whether a call with inputs of such dims was proved, whatever their sizes were."""
     for training, inputs, given in module._ps.proved:  # torch.compile traces no generator here
         if training == module.training and not given and tuple([n for n, _ in inputs]) == dims:
@@ -153,7 +154,7 @@ def _proved(module: Any, dims: tuple[int, ...]) -> bool:
 def _as_it_is(reason: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
     """A call without torch.compile."""
 
-    def call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch.compiler.disable(module.forward)(*args, **kwargs)
 
     torch_api.mark_disabled(call, f"pslayers: {reason}")
@@ -174,7 +175,7 @@ _picking = _as_it_is(
 
 
 def call_layer(
-    layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: ConvertedLayer, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A layer."""
     if local.call is not None and local.call.layer is layer:  # a subclass that calls super().forward
@@ -187,7 +188,7 @@ def call_layer(
 
 
 def _run_layer(
-    layer: Any, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    layer: ConvertedLayer, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     args, kwargs, rows, undo = layer.arrange(args, kwargs, local.batch.size)  # type: ignore[union-attr]
     before, local.call = local.call, _Call(layer, rows)
@@ -203,7 +204,7 @@ def _run_layer(
     return undo(output) if isinstance(output, Tensor) else type(output)(undo(t) for t in output)
 
 
-def _given(layer: Any) -> bool:
+def _given(layer: ConvertedLayer) -> bool:
     """Whether per-sample weights were given in place of parameters."""
     own = layer._ps.ndims
     return any(p is not None and p.ndim != own.get(name, p.ndim) for name, p in layer._parameters.items())
@@ -222,7 +223,11 @@ def _inside(module: Any) -> bool:
 
 
 def _outermost(
-    module: Any, trackable: bool, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: ConvertedModule,
+    trackable: bool,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """An outermost call, its batch size known to every layer below."""
     taken = (args, kwargs) if trackable else args[1:]
@@ -236,7 +241,7 @@ def _outermost(
         local.batch = None
 
 
-def layout(layer: Any, x: Tensor, size: int) -> Layout:
+def layout(layer: ConvertedLayer, x: Tensor, size: int) -> Layout:
     """How `x` holds the samples: as eager calls have found, else by its shape where that is enough."""
     state, batch = layer._ps, local.batch
     free = 1 if layer.event_dims is None else x.ndim - layer.event_dims

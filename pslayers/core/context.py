@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_api
+from .converted_module import ConvertedModule
 from .thread_turns import Turns
 from .trees import tensors_of
 
@@ -196,7 +197,7 @@ class Batch:
         self.size, self.settings, self.trackable = size, settings, trackable
         self.undecided = False  # some layer could not tell whose the rows of its input are
         self.level = torch_api.level()  # of transforms of torch.func around the call
-        self.root: Any = None  # the outermost module
+        self.root: ConvertedModule | None = None  # the outermost module
         self.given: Sequence[Place] | None = None  # see `given_places`
         self.calls: dict[int, int] = {}  # how often each module has been called so far
         self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved

@@ -21,6 +21,7 @@ from ..attribution.tracking import (
     samples_of_rows,
 )
 from ..core.context import Scale, by_original_layers, in_place_of, local, places_of
+from ..core.converted_module import ConvertedModule
 from ..core.expansion import Expansion, of_one
 from ..core.recorder import recorder_of
 from ..core.trees import in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
@@ -30,7 +31,12 @@ from .ways import run_by
 
 
 def run(
-    module: Any, forward: Forward, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]
+    module: ConvertedModule,
+    forward: Forward,
+    plan: Plan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: set[str],
 ) -> Any:
     """A call of a module by its plan."""
     batch, call = local.batch, (args, kwargs)
@@ -112,7 +118,7 @@ def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | Non
 
 
 def run_single(
-    module: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]
+    module: ConvertedModule, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]
 ) -> Any:
     """A call for one sample with weights of its own, or for none: everything is that sample's."""
     batch, whole = local.batch, module._ps_state().includes_children
@@ -123,7 +129,9 @@ def run_single(
         return forward(module, *args, **kwargs)
 
 
-def _weights(module: Any, given: set[str], own: bool, plan: Plan | None = None) -> dict[str, Tensor]:
+def _weights(
+    module: ConvertedModule, given: set[str], own: bool, plan: Plan | None = None
+) -> dict[str, Tensor]:
     """Per-sample weights (B, *S): those that were given, and recorded expansions of trainable parameters, but
     those that are idle.
 
@@ -154,7 +162,7 @@ def _weights(module: Any, given: set[str], own: bool, plan: Plan | None = None) 
     return weights
 
 
-def _plainly(module: Any, forward: Forward, call: Call) -> tuple[Any, bool]:
+def _plainly(module: ConvertedModule, forward: Forward, call: Call) -> tuple[Any, bool]:
     """What a call returns by the original layers, and whether it draws random numbers."""
     random, (args, kwargs) = torch.get_rng_state(), copied(call)
     with torch.no_grad(), trial(module), by_original_layers():
@@ -162,7 +170,9 @@ def _plainly(module: Any, forward: Forward, call: Call) -> tuple[Any, bool]:
         return output, not torch.equal(random, torch.get_rng_state())
 
 
-def _check_plain(module: Any, output: Any, plain: Any, drawn: bool, layouts: Sequence[Layout]) -> None:
+def _check_plain(
+    module: ConvertedModule, output: Any, plain: Any, drawn: bool, layouts: Sequence[Layout]
+) -> None:
     """An error where samples by themselves do not return what they do together: what masks pick may be put in
     any order.
     """

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
@@ -25,6 +25,7 @@ from ..attribution.tracking import (
     samples_of_rows,
 )
 from ..core.context import by_original_layers, in_place_of, places_of
+from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, own_parameters, tensors_in, tensors_of, written_to
 from ..parameters.per_sample import Standing
 from .plan import Call, Forward, Layouts, NoWayError, Plan, copied, filled_order, parameters_of, sample_ids
@@ -32,7 +33,7 @@ from .ways import run_by
 
 
 def choose(
-    module: Any,
+    module: ConvertedModule,
     forward: Forward,
     call: Call,
     layouts: Layouts,
@@ -103,7 +104,7 @@ class _Proof:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: ConvertedModule,
         forward: Forward,
         call: Call,
         layouts: Layouts,

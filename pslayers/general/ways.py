@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import torch_api
 from ..attribution.gathered import following, without_gathered_rows
@@ -22,6 +22,7 @@ from ..attribution.tracking import (
     Layout,
 )
 from ..core.context import Batch, by_original_layers, in_place_of, local, places_of
+from ..core.converted_module import ConvertedModule
 from ..core.trees import assign, map_tensors, tensors_in, written_to
 from ..parameters.op_dispatch import Redirect
 from ..parameters.per_sample import NoRuleError, PerSample, Standing, standing_in
@@ -29,7 +30,7 @@ from .plan import Call, Forward, Plan
 
 
 def run_by(
-    module: nn.Module,
+    module: ConvertedModule,
     forward: Forward,
     plan: Plan,
     call: Call,
@@ -109,7 +110,7 @@ def run_by(
 
 
 def _directly(
-    module: nn.Module,
+    module: ConvertedModule,
     forward: Forward,
     plan: Plan,
     call: Call,
@@ -138,7 +139,7 @@ def _directly(
 
 
 @contextmanager
-def _below(module: Any, size: int) -> Iterator[None]:
+def _below(module: ConvertedModule, size: int) -> Iterator[None]:
     """Around a forward in which layers, too, are given the samples' own weights: they run as such, in a
     batch.
     """

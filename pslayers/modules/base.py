@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..attribution.tracking import (
     fits_layout,
 )
 from ..core.context import Batch, Scale, Settings, clear, in_place_of, local, places_of, transforming
+from ..core.converted_module import ConvertedLayer
 from ..core.expansion import Expansion, rescale_grad
 from ..core.recorder import recorder_of
 from ..core.trees import map_tensors, tensors_in
@@ -94,7 +95,16 @@ class Call:
         local.call = self.before
 
 
-class PSLayer(Converted):
+if TYPE_CHECKING:
+
+    class _Layer(Converted, ConvertedLayer):
+        """A converted module that is what lower rooms know of a layer."""
+
+else:
+    _Layer = Converted
+
+
+class PSLayer(_Layer):
     """A layer that computes with per-sample weights; mixed in before the torch layer that it replaces.
 
     A subclass writes ``forward`` with ``self.expand(name)`` in the place of ``self.name``; autograd does the

@@ -18,6 +18,7 @@ from ..attribution.gathered import gathering, without_gathered_rows
 from ..attribution.tracking import Layout, run_tracked
 from ..core import sharding
 from ..core.context import Batch, Settings, clear, local, transforming
+from ..core.converted_module import ConvertedModule
 from ..core.recorder import recorder_of
 from ..core.trees import own_parameters, tensors_in
 from .batch_of_one import run_alone, run_plain
@@ -80,7 +81,7 @@ adopt: Callable[[Any], None] | None = None  # converts what is new in a model; `
 
 # mixed in before a module's class: a module to its users, and to the type checker
 if TYPE_CHECKING:
-    _Mixin = nn.Module
+    _Mixin = ConvertedModule
 else:
     _Mixin = object
 

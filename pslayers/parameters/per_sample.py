@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import torch_api
 from ..core import op_kinds
 from ..core.context import NoRuleError, Place, in_place_of, local, places_of
+from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, tensors_of
 from ..functional.each import for_each
 
@@ -108,7 +109,7 @@ class Standing:
 
 
 @contextmanager
-def standing_in(module: Any, standing: Standing) -> Iterator[None]:
+def standing_in(module: ConvertedModule, standing: Standing) -> Iterator[None]:
     """A `PerSample` in the place of each of the module's parameters that there are weights for, in the
     forward that runs inside.
 
@@ -133,7 +134,7 @@ def standing_in(module: Any, standing: Standing) -> Iterator[None]:
         local.stand_ins = before
 
 
-def _leave_values(module: Any) -> None:
+def _leave_values(module: ConvertedModule) -> None:
     """Attributes that a forward sets anew in each call, as hooks do with the weight that they make, hold
     values alone after it.
     """
