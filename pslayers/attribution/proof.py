@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from .. import torch_api
 from ..core.context import Batch, picked_by
 from ..core.trees import tensors_in, tensors_of
-from .tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
+from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
 
 _PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
 
@@ -79,6 +79,7 @@ def batched_outputs(
             found.append((t, 0, picked.sample_ids))
             continue
         layout, dim = None if layouts is None else layouts[place], batch_dim(t, batch)
+        layout = ("dim", 0) if layout == PICKED else layout
         if layout is None and t.shape[dim] == batch.size:
             layout = "dim", dim
         elif layout is None and t.shape[0] % batch.size == 0 and batch.settings.batch_first:

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
-from ..core.context import Batch, local, picked_by, transforming
+from ..core.context import Batch, NoRuleError, local, picked_by, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, own_parameters, tensors_in, written_to
 from .snapshot import trial
@@ -500,7 +500,17 @@ def _candidates(x: Tensor, size: int) -> list[Layout]:
 
 
 def samples_of_rows(layout: Layout, t: Tensor, size: int) -> Tensor:
-    """The sample of each row along the layout's dim: in order, or, time-major, in turn."""
+    """The sample of each row along the dim of the layout: in order, in turn (time-major), or as picked.
+
+    Raises:
+        NoRuleError: it is not known which ones were picked.
+    """
+    if layout == PICKED:
+        owners = None if local.gathered_rows is None else local.gathered_rows.owners(t)
+        if owners is None or owners.sample_ids is None:
+            raise NoRuleError("it does not return rows that a mask has picked")
+        ids: Tensor = owners.sample_ids
+        return ids
     samples, k = torch.arange(size, device=t.device), t.shape[layout[1]] // size
     return samples.repeat(k) if layout == TIME_MAJOR else samples.repeat_interleave(k)
 

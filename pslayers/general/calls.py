@@ -26,7 +26,7 @@ from ..core.expansion import Expansion, of_one
 from ..core.recorder import recorder_of
 from ..core.trees import in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
 from ..parameters.per_sample import NoRuleError
-from .plan import Call, Forward, Plan, copied, filled_order, sample_ids
+from .plan import Call, Forward, Plan, copied, filled_order
 from .ways import run_by
 
 
@@ -112,9 +112,7 @@ def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | Non
     """A tensor that was put together from the samples', the dim of its rows, and whose they are; None: k a
     sample, in order.
     """
-    if layout == PICKED:
-        return t, 0, sample_ids(t)
-    return t, layout[1], samples_of_rows(layout, t, size) if layout == TIME_MAJOR else None
+    return t, layout[1], samples_of_rows(layout, t, size) if layout in (PICKED, TIME_MAJOR) else None
 
 
 def run_single(

@@ -28,7 +28,7 @@ from ..core.context import by_original_layers, in_place_of, places_of
 from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, own_parameters, tensors_in, tensors_of, written_to
 from ..parameters.per_sample import Standing
-from .plan import Call, Forward, Layouts, NoWayError, Plan, copied, filled_order, parameters_of, sample_ids
+from .plan import Call, Forward, Layouts, NoWayError, Plan, copied, filled_order, parameters_of
 from .ways import run_by
 
 
@@ -291,7 +291,7 @@ class _Proof:
             if t.shape != plain.shape:
                 return f"a tensor of shape {tuple(t.shape)} instead of {tuple(plain.shape)}"
             if layout == PICKED:
-                sample_ids(t)
+                samples_of_rows(layout, t, self.size)
             if t.is_floating_point() and t.numel():
                 same = (t == plain) | (t.isnan() & plain.isnan())  # infinities, as in masks
                 error = torch.where(same, 0, (t - plain).abs()).max()
@@ -345,10 +345,7 @@ class _Coarsest(TorchFunctionMode):
 
 def _factors(each: Tensor, like: Tensor, layout: Layout) -> Tensor:
     """`each` (B,), one for each sample, so that it broadcasts over a tensor of this layout."""
-    owners, dim = (
-        sample_ids(like) if layout == PICKED else samples_of_rows(layout, like, len(each)),
-        layout[1],
-    )
+    owners, dim = samples_of_rows(layout, like, len(each)), layout[1]
     return each[owners].reshape(*[1] * dim, -1, *[1] * (like.ndim - dim - 1))
 
 

@@ -13,9 +13,8 @@ from ..attribution.tracking import (
     Layout,
     fits_layout,
 )
-from ..core.context import local
 from ..core.trees import map_tensors, memory_order, own_parameters, tensors_in
-from ..parameters.per_sample import NoRuleError, PerSample
+from ..parameters.per_sample import PerSample
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -101,12 +100,3 @@ def filled_order(t: Tensor) -> tuple[int, ...] | None:
     """In which order its dims lie in memory; None where it does not fill what it lies in."""
     order = None if isinstance(t, PerSample) else memory_order(t)
     return order if order is not None and t.permute(order).is_contiguous() else None
-
-
-def sample_ids(t: Tensor) -> Tensor:
-    """Whose the rows of a tensor are that is known to hold picked ones."""
-    owners = None if local.gathered_rows is None else local.gathered_rows.owners(t)
-    if owners is None or owners.sample_ids is None:
-        raise NoRuleError("it does not return rows that a mask has picked")
-    ids: Tensor = owners.sample_ids
-    return ids

@@ -400,7 +400,10 @@ KINDS = [
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_transformers(kind: str, train: bool, masks: tuple[str, ...]) -> None:
-    for batch_first, norm_first in itertools.product((True, False), (True, False)):
+    orders = list(itertools.product((True, False), (True, False)))
+    if not kind.endswith("Layer"):  # these are made of those that do
+        orders = orders[1:3]
+    for batch_first, norm_first in orders:
         model = Model(kind, masks, batch_first=batch_first, norm_first=norm_first).double().train(train)
         for size in (L, S, 1):  # as long as the steps are
             assert_rows_right(model, floats(size, S, E), floats(size, L, E), padding(size))
