@@ -18,7 +18,7 @@ from .attribution.snapshot import trial
 from .core import sharding
 from .core.context import Settings, clear
 from .core.recorder import forget
-from .core.trees import callable_module, own_parameters
+from .core.trees import callable_module, map_tensors, own_parameters
 from .modules import converted
 from .modules.base import REGISTRY, PSLayer
 from .modules.container import PSContainer, container_class
@@ -172,7 +172,8 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     size = model._ps_batch_size(args, kwargs)
     if size is None or size < 2 or not isinstance(model, PSContainer):  # one sample tells nothing
         return
-    # a forward may write to them (max_norm)
+    args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a forward may write to them
+    # and to these (max_norm)
     before = [(p, p.detach().clone(), p._version) for p in model.parameters()]
     with trial(model):
         try:

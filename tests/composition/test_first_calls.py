@@ -308,7 +308,9 @@ class ChangesItsInput(nn.Module):
 def test_an_input_that_a_forward_changes_in_place_is_changed_once(around: str, general: bool) -> None:
     model, ours = both(nn.Sequential(ChangesItsInput(), Rooted() if general else nn.Identity()))
     if around == "an example before":
-        ps.convert_model(ours, example=batch(4, 4, 4))
+        shown = torch.ones(4, 4, 4, dtype=torch.float64)
+        ps.convert_model(ours, example=shown)
+        assert (shown == 1).all()
     for n in (4, 4, 3):
         x = batch(n, 4, 4)
         expected, given = loop(model, square, (x.clone(),)), x.clone()
