@@ -1,1 +1,1 @@
-"""The expanded weight and what records its gradient. Knows no module of this package above it."""
+"""The expanded weight and what records its gradient. Imports `torch_api` and nothing else of this package."""

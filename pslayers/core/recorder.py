@@ -1,7 +1,8 @@
 """The recorder of a parameter: what flows back to its expansions becomes rows, by a sink, and what arrives at
 the parameter itself is checked to be their sum.
 
-All per-sample gradients end in `Recorder.store`.
+All per-sample gradients end in `Recorder.store`, but for those of one sample that `store_single` takes on
+their way.
 """
 
 import weakref
@@ -180,7 +181,7 @@ class Recorder:
         if pass_id != settings.pass_id:
             settings.begin_pass(pass_id)
         first, self.pass_id = self.pass_id != pass_id, pass_id
-        (settings.stream or self.dense).store(self, rows, first, entries)
+        self.sink.store(self, rows, first, entries)
 
     def of_two_sizes(self, one: int, other: int) -> RuntimeError:
         """What is raised where rows of `other` samples meet rows of `one`."""

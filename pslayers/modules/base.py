@@ -266,8 +266,8 @@ class PSLayer(_Layer):
     def _ps_standing(
         self, standing: Standing, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[Callable[..., Any]], Any] | None:
-        """How a call runs whose weights or input are tensors that stand for those of each sample; None for
-        one of no such.
+        """How to run a call whose weights or input are `PerSample`, tensors that stand for one of each
+        sample; None for any other call.
         """
         held: dict[str, Any] = self._parameters
         own = {name: p.each for name, p in held.items() if isinstance(p, PerSample)}

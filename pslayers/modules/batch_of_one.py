@@ -82,8 +82,8 @@ class Trained:
     def aliased(self, op: type[_Alone]) -> list[Place]:
         """Aliases of the parameters for a call, by `op`, in their places.
 
-        Those with hooks of the user's have a node of their own: no pass calls these that does not reach the
-        parameter.
+        Parameters with hooks of the user's have a node each: a pass that does not reach one does not call its
+        hooks.
         """
         recorders, params, task = self.recorders, self.params, torch_api.outer_pass()
         hooked = [

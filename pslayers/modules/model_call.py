@@ -38,8 +38,8 @@ UNDECIDED: Any = object()
 # of a call: training, and of every input its dims, and whether it has as many rows as there are samples
 Kind = tuple[bool, tuple[tuple[int, bool], ...]]
 
-# what is tried in turn: callers of layers that take what all samples share, in these ways, are run whole; and
-# whether the whole model is
+# what is tried in turn: the kinds of layouts (of what all samples share) for which not the layer that takes
+# it, but the module that calls it is run with per-sample parameters; and whether the whole model is
 ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
     (set(), False),
     ({TABLE}, False),
