@@ -95,7 +95,8 @@ class ModelCall:
         """
         if sharding.apart(self.model):
             raise self.model._ps_apart()
-        state, before, first = self.state, Snapshot(self.model, (self.args, self.kwargs)), None
+        state, before = self.state, Snapshot(self.model, (self.args, self.kwargs))
+        errors = list[Exception]()
         by_itself = state.per_sample_forward, state.includes_children
         for shared, whole in ATTEMPTS:
             set_random_state(self.random)
@@ -106,11 +107,11 @@ class ModelCall:
                     return self._learned()
             # a shape that no longer broadcasts, rows that are no one's, outputs that differ
             except Exception as error:
-                first = first or error
+                errors.append(error)
                 before.restore()
         state.per_sample_forward, state.includes_children = by_itself
-        assert first is not None
-        raise first
+        # a refusal says more than what an attempt has met on its way, as a shape that did not broadcast
+        raise next((error for error in errors if isinstance(error, ValueError)), errors[0])
 
     # -------------------------------------------------------------------------------------------------- parts
     def _undone(self, before: Snapshot | None) -> "ModelCall":

@@ -333,3 +333,22 @@ def test_an_input_in_a_graph_that_a_first_call_changes_in_place_is_refused_by_na
     ps.convert_model(ours, example=batch(4, 4, 4))
     squares(ours(x * 1)).sum().backward()
     assert x.grad is not None and ours.head.weight.grad_sample.shape == (4, 4, 4)
+
+
+class Flipped(nn.Module):
+    """Several rows a sample, positions that are added to them, and each sample's in another's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.positions, self.head = nn.Linear(4, 4), nn.Embedding(9, 4), nn.LSTMCell(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, choices, T, 4)
+        h = self.fc(x.flatten(0, 1))
+        h = (h + self.positions(torch.arange(h.shape[1]))).flip(0)
+        return self.head(h.mean(1))[0].unflatten(0, x.shape[:2]).mean(1)
+
+
+def test_a_refusal_is_raised_rather_than_a_shape_that_an_attempt_has_met() -> None:
+    ours = ps.convert_model(Flipped().double())
+    with pytest.raises(ValueError, match=r"`(head|Flipped)`"):
+        ours(batch(4, 3, 5, 4))
