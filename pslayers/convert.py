@@ -172,8 +172,8 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     size = model._ps_batch_size(args, kwargs)
     if size is None or size < 2 or not isinstance(model, PSContainer):  # one sample tells nothing
         return
-    args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a forward may write to them
-    # and to these (max_norm)
+    # a forward may write to its inputs, and to parameters (max_norm)
+    args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))
     before = [(p, p.detach().clone(), p._version) for p in model.parameters()]
     with trial(model):
         try:

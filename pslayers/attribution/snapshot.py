@@ -41,7 +41,7 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module, call: Any = ()) -> None:
-        self.path = type(model).__name__
+        self.name = type(model).__name__
         self.inputs = [
             (t, t.detach().clone(), t._version, t.grad_fn) for t in tensors_of(call) if not t.is_inference()
         ]
@@ -64,8 +64,12 @@ class Snapshot:
                 elif isinstance(value, Tensor):
                     self.tensors.append((value, value.detach().clone()))
 
+    def inputs_differ(self) -> bool:
+        """Whether what the model was called with was written to."""
+        return any(t._version != version for t, _, version, _ in self.inputs)
+
     def differs(self) -> bool:
-        """Whether something has another value now, or is not there any more."""
+        """Whether something that modules hold has another value now, or is not there any more."""
         for key, (held, values) in self.containers.items():
             now = held
             if key in self.modules:
@@ -74,8 +78,7 @@ class Snapshot:
                 )
             if key not in self.hooks and (len(now) != len(values) or not _alike(now, values)):
                 return True
-        changed = any(t._version != version for t, _, version, _ in self.inputs)
-        return changed or any(not torch.equal(tensor, value) for tensor, value in self.tensors)
+        return any(not torch.equal(tensor, value) for tensor, value in self.tensors)
 
     def restore(self, hooks: bool = True) -> None:
         """Put everything back; but for `hooks`, perhaps: a model that installs some in its first forward
@@ -111,7 +114,7 @@ class Snapshot:
                     continue
                 if t.grad_fn is not node:
                     raise ValueError(
-                        f"`{self.path}` changes an input in place that requires grad, and has to be run again"
+                        f"`{self.name}` changes an input in place that requires grad, and has to be run again"
                         " to find out which rows are whose: give it a clone, as in model(x.clone()), or an"
                         " example batch before, convert_model(model, example=x)."
                     )

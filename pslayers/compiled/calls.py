@@ -37,7 +37,6 @@ class Traced(Batch):
     def __init__(self, size: int, settings: Settings, trackable: bool) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
         self.calls, self.outputs, self.root, self.given, self.scale = {}, None, None, None, UNSCALED
-        self.undecided = False
 
 
 class _Call:

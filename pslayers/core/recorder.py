@@ -119,8 +119,7 @@ class Recorder:
         """
         notes, self.notes, self.checked, pass_id = self.notes, [], True, torch_api.current_pass()
         noted = bool(notes) and self.notes_pass == pass_id
-        single = self.single
-        if (single.taken is not None or single.pass_id == pass_id) and single.arrived(self, grad, noted):
+        if self.single.arrived(self, grad, noted, pass_id):
             return
         if not noted:
             if not self.unexpanded:
@@ -177,11 +176,13 @@ class Recorder:
 
     def store(self, rows: Tensor, entries: Tensor | None = None) -> None:
         """Hand the gradient of the expansion to the sink; all rows but `entries` of the tables are zero."""
+        if (holder := self.holder.tensor()) is None:  # the model is gone
+            return
         pass_id, settings = self.current_pass(), self.settings
         if pass_id != settings.pass_id:
             settings.begin_pass(pass_id)
         first, self.pass_id = self.pass_id != pass_id, pass_id
-        self.sink.store(self, rows, first, entries)
+        self.sink.store(self, holder, rows, first, entries)
 
     def of_two_sizes(self, one: int, other: int) -> RuntimeError:
         """What is raised where rows of `other` samples meet rows of `one`."""

@@ -37,10 +37,13 @@ class Sink:
         factor.write(out, scale)
         return out
 
-    def store(self, recorder: "Recorder", rows: Tensor, first: bool, entries: Tensor | None = None) -> None:
-        """Take the rows (B, *S) of a parameter; `first` of this backward pass.
+    def store(
+        self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
+    ) -> None:
+        """Take the rows (B, *S) of a parameter, which `holder` carries as `grad_sample`; `first` of this
+        pass.
 
-        `entries`: those of the samples' tables in which rows may not be zero.
+        `entries`: those of the samples' tables in which rows may not be zero; None: all.
         """
         raise NotImplementedError
 
@@ -99,19 +102,17 @@ class DenseRows(Sink):
         out.view(-1, out.shape[-1]).index_fill_(0, written, 0)
         return out
 
-    def store(self, recorder: "Recorder", rows: Tensor, first: bool, entries: Tensor | None = None) -> None:
+    def store(
+        self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
+    ) -> None:
         """Put them on the parameter, by the rules of accumulation."""
-        settings, size, holder = recorder.settings, rows.shape[0], recorder.holder.tensor()
-        if holder is None:  # the model is gone
-            return
+        settings, size = recorder.settings, rows.shape[0]
         if size != settings.rows != -1:
             raise recorder.of_two_sizes(settings.rows, size)
         if settings.rows == -1 and settings.accumulation == "append":
             settings.line_up(size)
         settings.rows = size
-        memory, self.written = self.memory, None
-        if memory is None or rows.data_ptr() != memory.data_ptr() or rows.shape != memory.shape:
-            self._remember(rows, recorder.leaf)
+        self._remember(rows, recorder.leaf)
         if first:
             self.offset = recorder.holder.enter(holder, recorder)
         if not first or settings.accumulation != "replace":
@@ -121,10 +122,14 @@ class DenseRows(Sink):
             self.written = entries, self.memory._version
 
     def _remember(self, rows: Tensor, leaf: Tensor | None) -> None:
-        """Keep the memory of these rows for the next ones, in the place of what was kept."""
-        self.release()
-        if leaf is not None and rows.shape == leaf.shape and rows.is_contiguous() and not rows.requires_grad:
-            self.memory, self.leaf = rows.detach(), leaf
+        """Keep the memory of these rows for the next ones."""
+        memory, self.written = self.memory, None
+        if rows.requires_grad:
+            self.release()
+        elif memory is None or rows.data_ptr() != memory.data_ptr() or rows.shape != memory.shape:
+            self.release()
+            if leaf is not None and rows.shape == leaf.shape and rows.is_contiguous():
+                self.memory, self.leaf = rows.detach(), leaf
 
     def _accumulated(self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool) -> Tensor:
         """These rows with those that are there: of earlier passes, or of this one."""
@@ -164,7 +169,9 @@ class Streaming(Sink):
             return super().buffer(recorder, like)
         return like.new_empty(0).set_(held, 0, like.shape)  # type: ignore[call-overload]
 
-    def store(self, recorder: "Recorder", rows: Tensor, first: bool, entries: Tensor | None = None) -> None:
+    def store(
+        self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
+    ) -> None:
         """Hand the rows on, and keep none."""
         if not first:
             raise RuntimeError(
@@ -185,12 +192,11 @@ class SingleSample:
         self.pass_id = -1  # in which all that arrives is one sample's, and is yet to be taken
         self.taken: Tensor | None = None  # on its way
 
-    def arrived(self, recorder: "Recorder", grad: Tensor, noted: bool) -> bool:
-        """Whether a gradient that arrives is that of one sample, and is stored.
+    def arrived(self, recorder: "Recorder", grad: Tensor, noted: bool, pass_id: int) -> bool:
+        """Whether a gradient that arrives in this pass is that of one sample, and is stored.
 
         `noted`: expansions have passed on some of it.
         """
-        pass_id, settings = torch_api.current_pass(), recorder.settings
         if self.taken is not None and recorder.pass_id == pass_id:  # that part was taken on its way
             taken, self.taken, self.pass_id = self.taken, None, -1
             if noted:
@@ -201,7 +207,7 @@ class SingleSample:
                 )
             recorder.store((grad - taken).unsqueeze(0))
             return True
-        if self.pass_id != pass_id or (noted and settings.rows == 1):
+        if self.pass_id != pass_id or (noted and recorder.settings.rows == 1):
             return False
         row, leaf, self.pass_id = grad.unsqueeze(0), recorder.leaf, -1
         if not torch.is_grad_enabled():

@@ -3,6 +3,7 @@
 Shapes: N = k * B bags, k a sample; M ids in all of them together; V entries of D features.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -143,7 +144,15 @@ class Bagged(Factor):
         self, bags: _Bags, gy: Tensor, factors: Tensor | None, chosen: Tensor, shape: torch.Size
     ) -> None:
         self.bags, self.gy, self.factors, self.chosen, self.shape = bags, gy, factors, chosen, shape
-        self.entries: Tensor = bags.bag // max(bags.count // max(shape[0], 1), 1) * shape[1] + bags.ids
+
+    @functools.cached_property
+    def entries(self) -> Tensor:
+        """(M,): those that were looked up."""
+        return self._tables(self.bags.bag, self.shape) + self.bags.ids
+
+    def _tables(self, bag: Tensor, shape: torch.Size) -> Tensor:
+        """Where the table of each bag's sample begins."""
+        return bag // max(self.bags.count // max(shape[0], 1), 1) * shape[1]
 
     def total(self) -> Tensor:
         """As if all bags were one sample's."""
@@ -156,12 +165,11 @@ class Bagged(Factor):
         self._add(self.entries, self.gy if scale == 1 else self.gy * scale, out)
 
     def _add(self, index: Tensor, gy: Tensor, out: Tensor) -> None:
-        bags, (size, entries, width) = self.bags, out.shape
-        tables = out.view(size * entries, width)
+        bags, tables = self.bags, out.view(-1, out.shape[2])
         if bags.mode != "max":
             tables.index_add_(0, index, bags.by_entry(gy, self.factors))
         elif bags.count:
-            first = torch.arange(bags.count, device=gy.device) // max(bags.count // max(size, 1), 1) * entries
+            first = self._tables(torch.arange(bags.count, device=gy.device), out.shape)
             gy = gy.masked_fill((bags.sizes == 0).unsqueeze(1), 0)
             tables.scatter_add_(0, first.unsqueeze(1) + self.chosen, gy)
 

@@ -2,6 +2,7 @@
 sample.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -85,9 +86,14 @@ class Gather(Factor):
         padding_idx: int | None = None,
         samples: Tensor | None = None,
     ) -> None:
-        self.ids, self.gy, self.shape, self.padding_idx = ids, gy, shape, padding_idx
-        flat = _flat(ids, *shape[:2]) if samples is None else samples * shape[1] + ids
-        self.entries: Tensor = flat.reshape(-1)
+        self.ids, self.gy, self.shape, self.padding_idx, self.samples = ids, gy, shape, padding_idx, samples
+
+    @functools.cached_property
+    def entries(self) -> Tensor:
+        """(M,): those that were looked up."""
+        size, entries, _ = self.shape
+        flat = _flat(self.ids, size, entries) if self.samples is None else self.samples * entries + self.ids
+        return flat.reshape(-1)
 
     def total(self) -> Tensor:
         """By torch's own."""

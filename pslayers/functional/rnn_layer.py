@@ -165,7 +165,9 @@ def _backward(
         sums: dict[int, Tensor] = {}  # both biases' gradients may be the same
         for name, (_, e, *needs) in ws.items():
             g = {"ih": gates.ih, "b_ih": gates.ih, "hr": p.g_after}.get(name, gates.hh)
-            if name in ("ih", "hh", "hr"):
+            if not any(needs):
+                g_flat += None, None
+            elif name in ("ih", "hh", "hr"):
                 factor = {"ih": p.x, "hh": p.before}.get(name, gates.unprojected)
                 assert factor is not None
                 g, factor = g.to(e.weight.dtype), factor.to(e.weight.dtype)

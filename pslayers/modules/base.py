@@ -58,8 +58,8 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             batch.count(self)
             if transforming() and torch_api.level() > batch.level:
                 self._ps_transformed(batch)
-            if batch.undecided:
-                return self._ps_plain(ps_forward, args, kwargs)
+                if batch.undecided:
+                    return self._ps_plain(ps_forward, args, kwargs)
         if self.replaces is not None and not self._ps_needed():
             return self.replaces.forward(self, *args, **kwargs)
         if batch is not None:

@@ -53,7 +53,7 @@ class PSContainer(Converted):
             return local.gathered_rows.call(self, self._ps_run, args, kwargs)
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
-        if batch is None or batch.undecided or not state.per_sample_forward:
+        if batch is None or not state.per_sample_forward:
             return original(self, *args, **kwargs)
         call = batch.count(self)
         if torch_api.level() > batch.level and not self._ps_given():

@@ -48,6 +48,7 @@ class State:
         # dims of the inputs: which of them holds the batch, if not the first
         self.places: dict[tuple[int, ...], int] = {}
         self.keeps = False  # a forward changes what modules hold (a counter, statistics)
+        self.writes = False  # or what it is called with
         # run with per-sample parameters: its own, or all below it too
         self.per_sample_forward = self.includes_children = False
         # callers of layers that take what all samples share, in these ways, are run whole

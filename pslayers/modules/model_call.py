@@ -71,7 +71,9 @@ class ModelCall:
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
         """The output of a call of a kind that was proved, or is not recorded."""
-        before = Snapshot(self.model, (self.args, self.kwargs)) if self.state.keeps else None
+        keeps, writes, before = self.state.keeps, self.state.writes, None
+        if keeps or writes:
+            before = Snapshot(self.model, (self.args, self.kwargs) if writes else ())
         output = self._attempt(None)
         return output if output is not UNDECIDED else self._undone(before).learn()
 
@@ -84,9 +86,9 @@ class ModelCall:
                 self.first()
             return self._undone(before).again()
         output = self._attempt(before)
-        return output if output is not UNDECIDED else self._undone(before).learn()
+        return output if output is not UNDECIDED else self._undone(before).learn(before)
 
-    def learn(self) -> Any:
+    def learn(self, before: Snapshot | None = None) -> Any:
         """The output, after it was found out how the inputs of layers hold the samples.
 
         Where the layers cannot be run each by itself, their callers are run with per-sample parameters, at
@@ -95,8 +97,8 @@ class ModelCall:
         """
         if sharding.apart(self.model):
             raise self.model._ps_apart()
-        state, before = self.state, Snapshot(self.model, (self.args, self.kwargs))
-        errors = list[Exception]()
+        state, errors = self.state, list[Exception]()
+        before = before or Snapshot(self.model, (self.args, self.kwargs))
         by_itself = state.per_sample_forward, state.includes_children
         for shared, whole in ATTEMPTS:
             set_random_state(self.random)
@@ -163,7 +165,7 @@ class ModelCall:
         parameters have rows; noted, but where a NaN leaves it open: then a later call is to show it.
         """
         model, state = self.model, self.state
-        state.keeps = state.keeps or before.differs()
+        state.keeps, state.writes = state.keeps or before.differs(), state.writes or before.inputs_differ()
         try:
             with gradients_unchanged(model):
                 agree = rows_agree(batch.outputs, batched_outputs(output, batch), batch)

@@ -35,6 +35,13 @@ def by_backward(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return loop(model, square, (x,), by_backward=True)
 
 
+def right_by_backward(ours: nn.Module, model: nn.Module, x: Tensor) -> None:
+    """Rows of a mean loss of one more call, against that loop."""
+    ours.zero_grad()
+    squares(ours(x)).mean().backward()
+    assert_rows(ours, by_backward(model, x))
+
+
 def right_or_refused(ours: nn.Module, model: nn.Module, *inputs: Tensor) -> None:
     ours.zero_grad()
     try:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import pslayers as ps
 from tests.oracle import assert_rows, loop, members, square, squares, true_rows
 
-from .common import Checkpointed, Own, batch, both, by_backward, right
+from .common import Checkpointed, Own, batch, both, by_backward, right, right_by_backward
 
 
 class Slow(nn.Module):
@@ -153,10 +153,7 @@ class Each(nn.Module):
 def test_calls_that_a_reentrant_checkpoint_makes_more_often() -> None:
     model, ours = both(Each())
     for n in (3, 5, 2, 4):
-        x = batch(n, 5, 4)
-        ours.zero_grad()
-        squares(ours(x)).mean().backward()
-        assert_rows(ours, by_backward(model, x))
+        right_by_backward(ours, model, batch(n, 5, 4))
 
 
 class Around(nn.Module):
@@ -276,10 +273,7 @@ def test_a_recurrent_layer_in_a_reentrant_checkpoint(kind: Any, n: int) -> None:
 
     model, ours = both(Around(First(), reentrant=True))
     for _ in range(2):
-        x = batch(n, 3, 4)
-        ours.zero_grad()
-        squares(ours(x)).mean().backward()
-        assert_rows(ours, by_backward(model, x))
+        right_by_backward(ours, model, batch(n, 3, 4))
 
 
 @pytest.mark.parametrize(
@@ -322,10 +316,7 @@ def test_a_broadcast_that_fits_by_chance_behind_a_reentrant_checkpoint() -> None
     """
     model, ours = both(Shared())
     for n in (3, 2, 5):
-        x = batch(n, 2, 4)
-        ours.zero_grad()
-        squares(ours(x)).mean().backward()
-        assert_rows(ours, by_backward(model, x))
+        right_by_backward(ours, model, batch(n, 2, 4))
 
 
 class Twice(nn.Module):
@@ -358,10 +349,7 @@ class Scaled(nn.Module):
 def test_each_module_around_a_checkpoint_has_its_own_parameters_again(reentrant: bool) -> None:
     model, ours = both(Twice(Twice(Scaled(reentrant))))
     for n in (3, 1, 4):
-        x = batch(n, 5, 4).requires_grad_()
-        ours.zero_grad()
-        squares(ours(x)).mean().backward()
-        assert_rows(ours, by_backward(model, x))
+        right_by_backward(ours, model, batch(n, 5, 4).requires_grad_())
     assert {row.way for row in ps.report(ours).rows} == {"direct"}  # each by itself
 
 
@@ -387,7 +375,4 @@ def test_a_part_that_is_run_whole_is_so_when_a_reentrant_checkpoint_runs_it_at_f
     """For one position, the table by itself would give each sample a row that broadcasts over the others."""
     model, ours = both(InACheckpoint())
     for n in (2, 3, 1):
-        x = batch(n, 1, 4)
-        ours.zero_grad()
-        squares(ours(x)).mean().backward()
-        assert_rows(ours, by_backward(model, x))
+        right_by_backward(ours, model, batch(n, 1, 4))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import pslayers as ps
 from tests.oracle import assert_rows, loop, square, squares, true_rows
 
-from .common import Own, Past, batch, both, by_backward, right, right_or_refused
+from .common import Own, Past, batch, both, right, right_by_backward, right_or_refused
 
 
 class Dropped(nn.Module):
@@ -156,10 +156,7 @@ class Positions(nn.Module):
 def test_rows_that_are_put_together_again(kind: Any, shape: tuple[int, ...]) -> None:
     model, ours = both(kind())
     for n in (3, 5, 2):
-        x = batch(n, *shape)
-        ours.zero_grad()
-        squares(ours(x)).mean().backward()
-        assert_rows(ours, by_backward(model, x))
+        right_by_backward(ours, model, batch(n, *shape))
 
 
 class Sorted(nn.Module):

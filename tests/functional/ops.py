@@ -122,3 +122,10 @@ def check(case: Case, form: str, size: int, k: int, strided: bool = False) -> No
     if case.twice:
         along = sum((g * v).sum() for g, v in zip(found, arranged(vectors, 1), strict=False))
         torch.testing.assert_close(list(grad(along, wanted, materialize_grads=True)), true(slope))
+
+
+def check_sizes(case: Case, form: str, sizes: list[tuple[int, int]] = SIZES) -> None:
+    """`check` for each (samples, rows of each), and once with other strides."""
+    for size, k in sizes:
+        check(case, form, size, k)
+    check(case, form, 3, 2, strided=True)

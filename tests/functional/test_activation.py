@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from pslayers.functional import prelu
 
-from .ops import SIZES, Case, check, each_form, floats
+from .ops import Case, check_sizes, each_form, floats
 
 CASES = [
     Case("channels", prelu, F.prelu, lambda n: (floats(n, 3),), ((3,),)),
@@ -18,9 +18,7 @@ CASES = [
 
 @each_form(CASES)
 def test_equals_the_loop(case: Case, form: str) -> None:
-    for size, k in SIZES:
-        check(case, form, size, k)
-    check(case, form, 3, 2, strided=True)
+    check_sizes(case, form)
 
 
 @pytest.mark.parametrize(("x", "weight"), [((4, 3), (4, 2)), ((4,), (3,)), ((), (1,))])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pslayers.functional.affine import Separate, affine
 
-from .ops import SIZES, Case, check, each_form, floats
+from .ops import Case, check_sizes, each_form, floats
 
 
 class ScaleAndShift(Separate):
@@ -43,9 +43,7 @@ CASES = [
 
 @each_form(CASES)
 def test_equals_the_loop(case: Case, form: str) -> None:
-    for size, k in SIZES:
-        check(case, form, size, k)
-    check(case, form, 3, 2, strided=True)
+    check_sizes(case, form)
 
 
 def test_frozen_parts_get_no_gradient() -> None:

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pslayers.functional import in_projection, multi_head_attention
 
-from .ops import SIZES, Case, check, each_form, floats
+from .ops import SIZES, Case, check, check_sizes, each_form, floats
 
 E, H, L, S = 4, 2, 5, 3
 
@@ -56,9 +56,7 @@ CASES = [
 
 @each_form(CASES)
 def test_in_projection(case: Case, form: str) -> None:
-    for size, k in SIZES:
-        check(case, form, size, k)
-    check(case, form, 3, 2, strided=True)
+    check_sizes(case, form)
 
 
 def test_rows_that_are_no_multiple_of_the_samples() -> None:

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from pslayers.functional import batch_norm
 
-from .ops import SIZES, Case, check, each_form, floats
+from .ops import Case, check_sizes, each_form, floats
 
 MEAN, VAR = floats(3), floats(3).square() + 0.1
 
@@ -37,9 +37,7 @@ CASES = [
 
 @each_form(CASES)
 def test_equals_the_loop(case: Case, form: str) -> None:
-    for size, k in SIZES:
-        check(case, form, size, k)
-    check(case, form, 3, 2, strided=True)
+    check_sizes(case, form)
 
 
 def test_statistics_that_change_before_the_backward_pass() -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from pslayers.functional.each import for_each
 
-from .ops import SIZES, Case, check, floats
+from .ops import SIZES, Case, check_sizes, floats
 
 
 def each(fn: Callable[..., Any], name: str, inputs: Any, *weights: tuple[int, ...]) -> Case:
@@ -37,9 +37,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_loop(case: Case) -> None:
-    for size, k in SIZES[:4]:
-        check(case, "expanded", size, k)
-    check(case, "expanded", 3, 2, strided=True)
+    check_sizes(case, "expanded", SIZES[:4])
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

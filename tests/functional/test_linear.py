@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from pslayers.functional import linear
 
-from .ops import SIZES, Case, check, each_form, floats
+from .ops import Case, check_sizes, each_form, floats
 
 CASES = [
     Case("vectors", linear, F.linear, lambda n: (floats(n, 4),), ((3, 4), (3,))),
@@ -27,9 +27,7 @@ CASES = [
 
 @each_form(CASES)
 def test_equals_the_loop(case: Case, form: str) -> None:
-    for size, k in SIZES:
-        check(case, form, size, k)
-    check(case, form, 3, 2, strided=True)
+    check_sizes(case, form)
 
 
 @pytest.mark.parametrize("form", [(3, 5, 4), (5, 4)])

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from pslayers.functional import group_norm, instance_norm, layer_norm, rms_norm
 
-from .ops import SIZES, Case, check, each_form, floats
+from .ops import Case, check_sizes, each_form, floats
 
 
 def layers(name: str, *shape: int, over: tuple[int, ...]) -> Case:
@@ -83,9 +83,7 @@ CASES = [
 
 @each_form(CASES)
 def test_equals_the_loop(case: Case, form: str) -> None:
-    for size, k in SIZES:
-        check(case, form, size, k)
-    check(case, form, 3, 2, strided=True)
+    check_sizes(case, form)
 
 
 def test_without_weights() -> None:
