@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-FLOOR = "2.8"  # the oldest torch that the tests pass on; in setup.cfg and README too
+FLOOR = "2.10"  # the oldest torch that the tests pass on; in setup.cfg and README too
 
 
 def _unfit(reason: str) -> ImportError:
@@ -126,16 +126,6 @@ def running_pass(noted: int = -1) -> int:
 def _end_of_outer_pass() -> None:
     _with_others.discard(_outer.task)
     _outer.task = -1
-
-
-def lives(node: torch.autograd.graph.Node) -> bool:
-    """Whether a node is still part of a graph: up to 2.8, the Python object of an autograd.Function's may
-    have outlived it.
-    """
-    try:
-        return node.next_functions is not None
-    except RuntimeError:
-        return False
 
 
 def saved_tensors_packed(by: object) -> bool:
@@ -258,23 +248,8 @@ none_or_dtype = _find("nn.functional._none_or_dtype")
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not in every build
 
 
-_fused_rms_norm = _find("ops.aten._fused_rms_norm")
-# from 2.9 on; before, it was one for another device
-_FUSED_RMS_NORM = len(_fused_rms_norm.default._schema.returns) == 2
-
-
-def fused_rms_norm(
-    x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
-) -> tuple[Tensor, Tensor]:
-    """RMSNorm, and the reciprocal of the root of the mean square: (N, ..., 1, ..)."""
-    if _FUSED_RMS_NORM:
-        return _fused_rms_norm(x, shape, weight, eps)  # type: ignore[no-any-return]
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    dims, eps = tuple(range(-len(shape), 0)), torch.finfo(x.dtype).eps if eps is None else eps
-    y = wide * (rstd := (wide.square().mean(dims, keepdim=True) + eps).rsqrt())
-    return (y if weight is None else y * weight).to(x.dtype), rstd
-
-
+# RMSNorm, and the reciprocal of the root of the mean square: (N, ..., 1, ..)
+fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = _find("ops.aten._fused_rms_norm")
 Dropouts = _find("nn.modules.dropout._DropoutNd")  # what nn.Dropout and its like have in common
 dispatch_mode = _find("utils._python_dispatch.TorchDispatchMode")  # sees every op that runs
 

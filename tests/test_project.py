@@ -89,7 +89,7 @@ def test_the_oldest_torch_is_said_everywhere() -> None:
 @pytest.mark.parametrize(
     ("before", "found"),
     [
-        ("torch.__version__ = torch.torch_version.TorchVersion('2.7.1')", "2.7.1, which is older"),
+        ("torch.__version__ = torch.torch_version.TorchVersion('2.9.1')", "2.9.1, which is older"),
         ("del torch._C._storage_Use_Count", "which has no torch._C._storage_Use_Count"),
         (
             "torch._C._storage_Use_Count = lambda storage: 1",

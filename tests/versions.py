@@ -1,7 +1,7 @@
 """A part of the tests on several versions of torch, each in a virtual environment of its own.
 
-``python tests/versions.py 2.8 2.11 2.15`` installs the newest torch 2.8, and so on, runs the tests below, and
-prints a table; it fails where a test or an installation did. ``--all`` runs all tests. ``--keep FOLDER``
+``python tests/versions.py 2.10 2.13 2.15`` installs the newest torch 2.10, and so on, runs the tests below,
+and prints a table; it fails where a test or an installation did. ``--all`` runs all tests. ``--keep FOLDER``
 keeps the environments there, to be used again: each takes up to 7 GB where torch comes with CUDA. Needs pip
 and an index of packages, nothing else.
 """

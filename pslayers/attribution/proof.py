@@ -196,9 +196,8 @@ class GradientProbe:
         """Those from which the graph leads to no other of them: a pass that is asked for these meets all that
         it can reach.
         """
-        edges = [edge for edge in self.edges if torch_api.lives(edge.node)]
-        nodes, last = {edge.node for edge in edges}, []
-        for edge in edges:
+        nodes, last = {edge.node for edge in self.edges}, []
+        for edge in self.edges:
             todo, seen = [edge.node], {edge.node}
             while todo:
                 before = {node for node, _ in todo.pop().next_functions if node is not None} - seen

@@ -434,9 +434,8 @@ class PSLayer(_Layer):
         return layout
 
     def _ps_not_attributable(self, x: Tensor, size: int) -> ValueError:
-        # torch 2.8 cannot compile `count`
-        like_it = [n for n in x.shape[: x.ndim - (self.event_dims or 0)] if n == size]
-        if x.ndim and x.shape[0] == size and len(like_it) == 1:
+        before_event = x.shape[: x.ndim - (self.event_dims or 0)]
+        if x.ndim and x.shape[0] == size and before_event.count(size) == 1:
             return ValueError(
                 f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)}"
                 f" whose rows depend on more than one of the {size} samples each: samples interact before it"

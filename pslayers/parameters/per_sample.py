@@ -165,7 +165,7 @@ class PerSample(Tensor):
 
     each: Tensor
     same: bool  # whether all samples' values are the same, though their gradients are not
-    # of the parameters that it was made of; not torch's own `names` of dims, up to 2.9
+    # of the parameters that it was made of
     names: frozenset[str] = frozenset()
     parts: tuple[Tensor, ...] = ()
 
