@@ -23,8 +23,8 @@ from .modules import converted
 from .modules.base import REGISTRY, PSLayer
 from .modules.container import PSContainer, container_class
 from .modules.converted import Converted, State
+from .modules.first_call import ModelCall
 from .modules.inventory import Inventory
-from .modules.model_call import ModelCall
 from .reports import Row, original_class
 
 M = TypeVar("M", bound=nn.Module)

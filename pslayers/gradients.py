@@ -114,7 +114,7 @@ def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterat
     """
     if not callable(take):
         raise TypeError(f"`take` must be a function of a name and a tensor; got {type(take).__name__}.")
-    with _changed(model, "stream", Streaming(take)):
+    with _changed(model, "sink", Streaming(take)):
         yield
 
 

@@ -1,7 +1,7 @@
 """Proof that samples do not interact: `rows_agree` goes through the graph of a first call, and looks whether
 each sample's outputs depend on that sample's rows alone, in what every layer returned.
 
-`disagreement` compares outputs with those of the plain model. `modules/model_call.py` calls both,
+`disagreement` compares outputs with those of the plain model. `modules/first_call.py` calls both,
 `general/calls.py` the second.
 """
 

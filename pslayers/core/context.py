@@ -21,7 +21,7 @@ from .thread_turns import Turns
 from .trees import tensors_of
 
 if TYPE_CHECKING:
-    from .sinks import Streaming
+    from .sinks import Sink
 
 
 class NoRuleError(NotImplementedError):
@@ -64,8 +64,8 @@ class Settings:
     batch_first: bool = True
     accumulation: str = "replace"
     partial: bool = False  # some trainable parameters are left without rows, as was asked for
-    # takes rows, in the place of each parameter's own sink
-    stream: "Streaming | None" = field(default=None, repr=False)
+    # takes rows, in the place of each parameter's own
+    sink: "Sink | None" = field(default=None, repr=False)
     collecting_grads: bool = field(default=False, repr=False)  # rows go to the call that asks for them
     # modules are called with rows that masks have picked
     has_gathered_rows: bool = field(default=False, repr=False)

@@ -7,6 +7,8 @@ in `functional`.
 Shapes: B samples, N = k * B rows, k a sample; S the weight's own shape.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -78,3 +80,25 @@ class Dense(Factor):
     def rows(self) -> Tensor:
         """By one sum."""
         return self._by_sample().sum(1)
+
+
+class Blocks(Factor):
+    """Of weights that are packed in one: a factor for each block of dim 0 of the weight."""
+
+    def __init__(self, parts: Sequence[Factor], shape: torch.Size) -> None:
+        self.parts, self.shape = parts, shape
+        self.positions = min(part.positions for part in parts)
+
+    def total(self) -> Tensor:
+        """Block by block."""
+        return torch.cat([part.total() for part in self.parts])
+
+    def write(self, out: Tensor, scale: float) -> None:
+        """Block by block."""
+        sizes = [part.shape[1] for part in self.parts]
+        for part, into in zip(self.parts, out.split(sizes, 1), strict=True):
+            part.write(into, scale)
+
+    def rows(self) -> Tensor:
+        """Block by block."""
+        return torch.cat([part.rows() for part in self.parts], 1)

@@ -1,12 +1,12 @@
 """The recorder of a parameter: what flows back to its expansions becomes rows, by a sink, and what arrives at
 the parameter itself is checked to be their sum.
 
-All per-sample gradients end in `Recorder.store`, but for those of one sample that `store_single` takes on
-their way.
+All per-sample gradients end in `Recorder.store`, but for those of one sample that sinks.py takes on their
+way (`store_single`).
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,8 +61,7 @@ class Recorder:
             leaf = param.detach().expand(size, *param.shape).requires_grad_()
             leaf._ps_rows = True  # type: ignore[attr-defined]
             self.leaf, self.form = leaf, form
-            keeps = self.settings.stream is None and self.settings.accumulation == "replace"
-            self.dense.fit(leaf, allocated=keeps)
+            self.sink.fit(self, leaf)
         return leaf
 
     def ready(self, param: Tensor, size: int) -> bool:
@@ -92,12 +91,7 @@ class Recorder:
     @property
     def sink(self) -> Sink:
         """Where the rows go now."""
-        stream = self.settings.stream
-        return self.dense if stream is None else stream
-
-    def replaces(self) -> bool:
-        """Whether rows that come now take the place of those that are there."""
-        return self.settings.accumulation == "replace" and self.pass_id != self.current_pass()
+        return self.settings.sink or self.dense
 
     def note(self, grad: Tensor, compiled: bool = False) -> None:
         """Remember a gradient on its way to the parameter: by identity, or by value where several will be
@@ -202,44 +196,6 @@ def _nearly_equal(t: Tensor, other: Tensor) -> bool:
 
 def _no_recorder() -> None:
     return None
-
-
-def store_single(recorders: Sequence[Recorder], grads: Sequence[Tensor | None]) -> None:
-    """Gradients on their way to parameters, as the rows of one sample; what cannot be taken so early is when
-    it arrives.
-    """
-    settings, pass_id = recorders[0].settings, torch_api.current_pass()
-    early = settings.stream is None and settings.accumulation == "replace" and not sharding.in_use()
-    if early and pass_id != settings.pass_id:
-        settings.begin_pass(pass_id)
-    early = early and settings.rows in (-1, 1)
-    rows: list[Tensor] = []
-    taken: list[Tensor] = []
-    held_elsewhere, recorded = torch_api.held_elsewhere, settings.recorded
-    for recorder, grad in zip(recorders, grads, strict=True):
-        if grad is None:
-            continue
-        dense, param, recorder.outer_pass = recorder.dense, recorder.param(), -1
-        memory = dense.memory
-        if (
-            not early
-            or recorder.pass_id == pass_id  # not the only one of this pass
-            or memory is None
-            or param is None
-            or dense.leaf is not recorder.leaf
-            or len(memory) != 1
-            or held_elsewhere(memory)
-        ):
-            recorder.single.pass_id = pass_id
-            continue
-        recorder.pass_id, dense.offset, dense.written, recorder.single.taken = pass_id, 0, None, grad
-        recorded[id(param)] = recorder.param
-        param.grad_sample = memory.detach()  # type: ignore[attr-defined]
-        rows.append(memory)
-        taken.append(grad)
-    if rows:
-        settings.rows = 1
-        torch_api.copy_each(rows, taken)
 
 
 class _WeakHook:

@@ -4,16 +4,18 @@ A recorder hands every use's factor to one (`Recorder.sink`), which forms the ro
 (`make`), and what autograd or a loop has formed already is stored by it, too (`store`). `DenseRows` keeps
 them in `grad_sample`; `Streaming` hands them on at once (`ps.streaming`). Beside these stand `SingleSample`,
 for batches of one, whose row is what arrives at the parameter, and `sharding.Holder`, which finds the tensor
-that carries `grad_sample`. A new destination is a further class here, and a line in `Recorder.sink`.
+that carries `grad_sample`. A new destination is a further class here, which a block puts in the place of all
+others (`Settings.sink`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import torch_api
+from . import sharding
 from .factors import Factor
 
 if TYPE_CHECKING:
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 
 class Sink:
     """Rows in new memory, which nobody stores: of weights that are no recorded parameter's."""
+
+    adds_up = True  # rows that come one after the other, as from several ops on one expanded tensor
+
+    def fit(self, recorder: "Recorder", leaf: Tensor) -> None:
+        """Note a new rows leaf, whose gradient will come."""
 
     def buffer(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
         """Memory for rows like `like`, uninitialised."""
@@ -61,11 +68,11 @@ class DenseRows(Sink):
         self.written: tuple[Tensor, int] | None = None
         self.offset = 0  # rows that earlier passes have appended
 
-    def fit(self, leaf: Tensor, allocated: bool) -> None:
+    def fit(self, recorder: "Recorder", leaf: Tensor) -> None:
         """Have memory for the rows of a new leaf: the old one's where it fits.
 
-        On CPUs it is `allocated` now: in the backward pass it would lie where the next forward pass wants its
-        activations again.
+        On CPUs it is allocated now, but for rows that are kept beside others: in the backward pass it would
+        lie where the next forward pass wants its activations again.
         """
         memory = self.memory
         if memory is not None and (memory.shape, memory.dtype, memory.device) == (
@@ -74,7 +81,7 @@ class DenseRows(Sink):
             leaf.device,
         ):
             self.leaf = leaf
-        elif allocated and leaf.device.type == "cpu":
+        elif recorder.settings.accumulation == "replace" and leaf.device.type == "cpu":
             self.memory, self.leaf, self.written = torch.empty(leaf.shape, dtype=leaf.dtype), leaf, None
 
     def release(self) -> None:
@@ -84,7 +91,7 @@ class DenseRows(Sink):
     def buffer(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
         """The last rows' memory, unless somebody holds it, or rows are to be kept beside them."""
         memory = self.memory
-        if memory is not None and like is self.leaf and recorder is not None and recorder.replaces():
+        if memory is not None and like is self.leaf and recorder is not None and _replaces(recorder):
             if (holder := recorder.holder.tensor()) is not None:
                 # about to be replaced: let it go, then see who else holds it
                 holder.grad_sample = None  # type: ignore[attr-defined]
@@ -148,12 +155,19 @@ class DenseRows(Sink):
         return now + rows
 
 
+def _replaces(recorder: "Recorder") -> bool:
+    """Whether rows that come now take the place of those that are there."""
+    return recorder.settings.accumulation == "replace" and recorder.pass_id != recorder.current_pass()
+
+
 class Streaming(Sink):
     """Rows handed to a function, one parameter after the other, in memory that all of them share.
 
     Args:
         take: ``take(name, rows)``.
     """
+
+    adds_up = False
 
     def __init__(self, take: Callable[[str, Tensor], object]) -> None:
         self.take = take
@@ -215,3 +229,41 @@ class SingleSample:
             row = recorder.sink.buffer(recorder, like).copy_(row)
         recorder.store(row)
         return True
+
+
+def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]) -> None:
+    """Gradients on their way to parameters, as the rows of one sample; what cannot be taken so early is when
+    it arrives.
+    """
+    settings, pass_id = recorders[0].settings, torch_api.current_pass()
+    early = settings.sink is None and settings.accumulation == "replace" and not sharding.in_use()
+    if early and pass_id != settings.pass_id:
+        settings.begin_pass(pass_id)
+    early = early and settings.rows in (-1, 1)
+    rows: list[Tensor] = []
+    taken: list[Tensor] = []
+    held_elsewhere, recorded = torch_api.held_elsewhere, settings.recorded
+    for recorder, grad in zip(recorders, grads, strict=True):
+        if grad is None:
+            continue
+        dense, param, recorder.outer_pass = recorder.dense, recorder.param(), -1
+        memory = dense.memory
+        if (
+            not early
+            or recorder.pass_id == pass_id  # not the only one of this pass
+            or memory is None
+            or param is None
+            or dense.leaf is not recorder.leaf
+            or len(memory) != 1
+            or held_elsewhere(memory)
+        ):
+            recorder.single.pass_id = pass_id
+            continue
+        recorder.pass_id, dense.offset, dense.written, recorder.single.taken = pass_id, 0, None, grad
+        recorded[id(param)] = recorder.param
+        param.grad_sample = memory.detach()  # type: ignore[attr-defined]
+        rows.append(memory)
+        taken.append(grad)
+    if rows:
+        settings.rows = 1
+        torch_api.copy_each(rows, taken)

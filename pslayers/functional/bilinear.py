@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
 from .common import bias_factor, check_rows, owned
-from .factors import Outer
 from .linear import linear
+from .linear_factor import Outer
 
 
 def bilinear(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
 from .common import bias_factor, by_sample, check_rows, of_dtype, owned
-from .factors import Outer
+from .linear_factor import Outer
 from .products import affine
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.expansion import Expansion, Op, composite_backward, needed_grads
 from ..core.factors import Dense
 from .cells import Cell, Pass
-from .factors import Outer
+from .linear_factor import Outer
 from .products import affine
 from .sequences import Steps
 

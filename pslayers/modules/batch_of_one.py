@@ -11,7 +11,8 @@ from torch import Tensor
 from .. import torch_api
 from ..core.context import Place, Settings, by_original_layers, in_place_of
 from ..core.expansion import Op, of_one, will_execute
-from ..core.recorder import Recorder, recorder_of, store_single
+from ..core.recorder import Recorder, recorder_of
+from ..core.sinks import store_single
 from .inventory import Inventory
 
 

@@ -22,8 +22,8 @@ from ..core.converted_module import ConvertedModule
 from ..core.recorder import recorder_of
 from ..core.trees import own_parameters, tensors_in
 from .batch_of_one import run_alone, run_plain
+from .first_call import Kind, ModelCall
 from .inventory import Inventory
-from .model_call import Kind, ModelCall
 
 
 class State:

@@ -1,4 +1,5 @@
-"""linear with per-sample weights against torch's own on the rows of each sample."""
+"""linear with per-sample weights against torch's own on the rows of each sample; what it hands over
+(`linear_factor.py`) is tested with all factors, in tests/core."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from ..core.context import Batch, in_place_of, places_of
 from ..core.trees import ndims, tensors_in
 
 
-def settle(
+def choose_how_modules_run(
     model: Any,
     run: Callable[..., Any],
     args: tuple[Any, ...],

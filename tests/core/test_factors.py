@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pslayers.core.expansion import Expansion
-from pslayers.core.factors import Dense, Factor
+from pslayers.core.factors import Blocks, Dense, Factor
 from pslayers.functional.bags import Bagged, _Bags
 from pslayers.functional.conv import Patches
 from pslayers.functional.conv_rows import Geometry
 from pslayers.functional.embedding import Gather
-from pslayers.functional.factors import Blocks, Outer
 from pslayers.functional.grouped import Grouped
+from pslayers.functional.linear_factor import Outer
 
 from ..oracle import true_rows
 

@@ -1,9 +1,9 @@
-"""Factors that several families of ops hand over.
+"""What every linear map in an op hands over: of linear and bilinear layers, attention, recurrent layers.
 
 Shapes: B samples, N = k * B rows, k a sample; t positions a sample, O and I out and in features.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -55,25 +55,3 @@ class Outer(Factor):
 def product(gy: Tensor, x: Tensor) -> Tensor:
     """``gy.T @ x`` over all rows, in ops that can be differentiated: (..., O) and (..., I) give (O, I)."""
     return gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-
-
-class Blocks(Factor):
-    """Of weights that are packed in one: a factor for each block of dim 0 of the weight."""
-
-    def __init__(self, parts: Sequence[Factor], shape: torch.Size) -> None:
-        self.parts, self.shape = parts, shape
-        self.positions = min(part.positions for part in parts)
-
-    def total(self) -> Tensor:
-        """Block by block."""
-        return torch.cat([part.total() for part in self.parts])
-
-    def write(self, out: Tensor, scale: float) -> None:
-        """Block by block."""
-        sizes = [part.shape[1] for part in self.parts]
-        for part, into in zip(self.parts, out.split(sizes, 1), strict=True):
-            part.write(into, scale)
-
-    def rows(self) -> Tensor:
-        """Block by block."""
-        return torch.cat([part.rows() for part in self.parts], 1)

@@ -2,8 +2,8 @@
 
 A call of a kind that was proved before is run (`ModelCall.again`). The first one of a kind is run and
 verified (`first`); where that leaves open which rows are whose, what the layers are given is tracked, how
-each module is to be run is settled (settling.py), and the call is run and proved (`learn`). Each step returns
-the output, or UNDECIDED, and then the next one follows.
+each module is to be run is settled (how_modules_run.py), and the call is run and proved (`learn`). Each step
+returns the output, or UNDECIDED, and then the next one follows.
 """
 
 import functools
@@ -31,7 +31,7 @@ from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, run_tracked, tr
 from ..core import sharding
 from ..core.context import Batch, local
 from ..core.trees import map_tensors, tensors_in
-from .settling import settle
+from .how_modules_run import choose_how_modules_run
 
 UNDECIDED: Any = object()
 
@@ -203,7 +203,7 @@ class ModelCall:
             found, tracker = track(run, model, self.args, self.kwargs, batch)
             for (key, call, place, ndim), layout in found.items():
                 modules[key]._ps_state().layouts[call, place, ndim] = layout
-            settle(model, run, self.args, self.kwargs, tracker, batch)
+            choose_how_modules_run(model, run, self.args, self.kwargs, tracker, batch)
             del found, tracker  # which hold what the layers were given
             if self.settings.recording and torch.is_grad_enabled():
                 model._ps_make_room(size)
