@@ -227,6 +227,7 @@ def held_elsewhere(t: Tensor) -> bool:
 
 # ---------------------------------------------------------------------------------------------------- classes
 AnyBatchNorm = torch.nn.modules.batchnorm._BatchNorm
+AnyConv = torch.nn.modules.conv._ConvNd
 AdaptiveOutput = torch.nn.modules.adaptive._ASMoutput
 
 # ---------------------------------------------------------------------------------------------------- kernels

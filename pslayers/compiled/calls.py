@@ -16,13 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import torch_api
 from ..attribution.snapshot import trial
 from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
 from ..core.context import UNSCALED, Batch, Settings, local
-from ..core.converted_module import ConvertedLayer, ConvertedModule
+from ..core.converted_module import ConvertedLayer, ConvertedModule, state_of
 from ..core.trees import ndims
 from .layers import FAST
 from .registry import modules
@@ -51,7 +51,7 @@ def call_container(
     module: ConvertedModule, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A module with layers below it."""
-    state = module._ps
+    state = state_of(module)
     if state.per_sample_forward and (
         records(state.settings) or module._ps_given(own=not state.includes_children)
     ):
@@ -73,7 +73,7 @@ def _is_proved(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str,
     """Whether such a call was proved; or is now, by inputs of these shapes: one that is traced depends on
     nothing else.
     """
-    number, training, dims = module._ps.number, module.training, ndims((args, kwargs))
+    number, training, dims = state_of(module).number, module.training, ndims((args, kwargs))
     if _known(number, training, dims):
         return True
     form = _form((args, kwargs))
@@ -118,13 +118,13 @@ def _made(form: Any) -> Any:
 
 def _known(number: int, training: bool, dims: tuple[int, ...]) -> bool:
     """Whether a kind of call was proved; as before, where the compiler begins anew with what it was at."""
-    module: Any = modules[number]
-    return _proved(module, dims) and module._ps.proved_in != torch_api.compile_id()
+    module = modules[number]
+    return _proved(module, dims) and state_of(module).proved_in != torch_api.compile_id()
 
 
 def _prove(number: int, form: Any) -> bool:
     """Prove a kind of call by a recorded one of such a form; whether that could be done."""
-    module: Any = modules[number]
+    module = modules[number]
     try:
         with torch_api.not_compiling(), trial(module), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")  # of what is run sample by sample, and cannot be compiled
@@ -132,7 +132,7 @@ def _prove(number: int, form: Any) -> bool:
             module.forward(*args, **kwargs)
     except Exception:
         return False
-    module._ps.proved_in = torch_api.compile_id()
+    state_of(module).proved_in = torch_api.compile_id()
     return _proved(module, ndims((args, kwargs)))
 
 
@@ -142,9 +142,9 @@ torch_api.mark_constant(_known)
 torch_api.mark_constant(_prove)
 
 
-def _proved(module: ConvertedModule, dims: tuple[int, ...]) -> bool:
+def _proved(module: nn.Module, dims: tuple[int, ...]) -> bool:
     """Whether a call with inputs of such dims was proved, whatever their sizes were."""
-    for training, inputs, given in module._ps.proved:  # torch.compile traces no generator here
+    for training, inputs, given in state_of(module).proved:  # torch.compile traces no generator here
         if training == module.training and not given and tuple([n for n, _ in inputs]) == dims:
             return True
     return False
@@ -205,7 +205,7 @@ def _run_layer(
 
 def _given(layer: ConvertedLayer) -> bool:
     """Whether per-sample weights were given in place of parameters."""
-    own = layer._ps.ndims
+    own = state_of(layer).ndims
     return any(p is not None and p.ndim != own.get(name, p.ndim) for name, p in layer._parameters.items())
 
 
@@ -215,7 +215,7 @@ def _inside(module: Any) -> bool:
         return False
     if not isinstance(local.batch, Traced):
         raise RuntimeError(
-            f"`{module._ps.path}` ({type(module).__name__}) is compiled by itself inside of a converted"
+            f"`{state_of(module).path}` ({type(module).__name__}) is compiled by itself inside of a converted"
             " model: compile the whole model, or convert this part alone."
         )
     return True
@@ -233,7 +233,7 @@ def _outermost(
     size = local.explicit if local.explicit is not None else module._ps_batch_size(*taken)
     if size is None:
         return run(module, *args, **kwargs)
-    local.batch = Traced(size, module._ps.settings, trackable)
+    local.batch = Traced(size, state_of(module).settings, trackable)
     try:
         return run(module, *args, **kwargs)
     finally:
@@ -242,7 +242,7 @@ def _outermost(
 
 def layout(layer: ConvertedLayer, x: Tensor, size: int) -> Layout:
     """How `x` holds the samples: as eager calls have found, else by its shape where that is enough."""
-    state, batch = layer._ps, local.batch
+    state, batch = state_of(layer), local.batch
     free = 1 if layer.event_dims is None else x.ndim - layer.event_dims
     if free <= 0 or x.ndim == 0:
         return TABLE

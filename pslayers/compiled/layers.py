@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import torch_api
 from ..core.context import local
+from ..core.converted_module import state_of
 from ..core.expansion import Expansion
 from ..core.factors import Factor
 from ..functional.common import bias_factor
@@ -21,7 +22,7 @@ from .registry import use_number
 from .weights import expansion_of, is_recorded
 
 
-def _tap(layer: Any, kind: str, y: Tensor, x: Tensor, how: list[int]) -> Tensor:
+def _tap(layer: nn.Module, kind: str, y: Tensor, x: Tensor, how: list[int]) -> Tensor:
     """`y`, computed from `x` by the shared weights without gradients; on the way back weight and bias get
     theirs.
     """
@@ -32,7 +33,9 @@ def _tap(layer: Any, kind: str, y: Tensor, x: Tensor, how: list[int]) -> Tensor:
     if not wants:
         return y
     size = local.batch.size  # type: ignore[union-attr]
-    tapped: Tensor = _Tap.apply(y, x, weight, bias, layer._ps.token, size, kind, wants, how, use_number())
+    tapped: Tensor = _Tap.apply(
+        y, x, weight, bias, state_of(layer).token, size, kind, wants, how, use_number()
+    )
     return tapped
 
 
@@ -142,12 +145,12 @@ _FACTORS = {
 }
 
 
-def _linear(layer: Any, input: Tensor) -> Tensor:
+def _linear(layer: nn.Linear, input: Tensor) -> Tensor:
     bias = None if layer.bias is None else layer.bias.detach()
     return _tap(layer, "linear", F.linear(input, layer.weight.detach(), bias), input, [])
 
 
-def _conv(layer: Any, input: Tensor) -> Tensor:
+def _conv(layer: torch_api.AnyConv, input: Tensor) -> Tensor:
     weight, bias, n = (
         layer.weight.detach(),
         None if layer.bias is None else layer.bias.detach(),
@@ -161,20 +164,22 @@ def _conv(layer: Any, input: Tensor) -> Tensor:
     return _tap(layer, "conv", convolution(x, weight, bias, geometry), x, how)
 
 
-def _embedding(layer: Any, input: Tensor) -> Tensor:
+def _embedding(layer: nn.Embedding, input: Tensor) -> Tensor:
     _renormalise(layer, input)
     padding = layer.padding_idx
     y = F.embedding(input, layer.weight.detach(), padding)
     return _tap(layer, "embedding", y, input, [] if padding is None else [padding])
 
 
-def _renormalise(layer: Any, ids: Tensor) -> None:
+def _renormalise(layer: nn.Embedding | nn.EmbeddingBag, ids: Tensor) -> None:
     if layer.max_norm is not None:
         with torch.no_grad():
             torch.embedding_renorm_(layer.weight.detach(), ids.contiguous(), layer.max_norm, layer.norm_type)
 
 
-def _bag(layer: Any, ids: Tensor, offsets: Tensor | None = None, factors: Tensor | None = None) -> Tensor:
+def _bag(
+    layer: nn.EmbeddingBag, ids: Tensor, offsets: Tensor | None = None, factors: Tensor | None = None
+) -> Tensor:
     """Bags by their entries: (N, L), or (M,) with offsets."""
     _renormalise(layer, ids)
     if offsets is None:

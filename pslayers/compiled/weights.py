@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.context import Scale, Settings, local
+from ..core.converted_module import ModuleState, state_of
 from ..core.expansion import Expansion
 from ..core.factors import Dense
 from ..core.recorder import recorder_of
@@ -17,12 +18,12 @@ def records(settings: Settings) -> bool:
     return settings.recording and torch.is_grad_enabled()
 
 
-def weights(layer: Any, name: str) -> Tensor | None:
+def weights(layer: nn.Module, name: str) -> Tensor | None:
     """The parameter `name` as per-sample weights (B, *S), an ordinary tensor to the compiler."""
     weight: Tensor | None = getattr(layer, name)
     if weight is None:
         return None
-    state, size = layer._ps, local.batch.size  # type: ignore[union-attr]
+    state, size = state_of(layer), local.batch.size  # type: ignore[union-attr]
     if weight.ndim != state.ndims.get(name, weight.ndim):  # given in place of the parameter
         return weight
     if not is_recorded(layer, name):
@@ -31,16 +32,16 @@ def weights(layer: Any, name: str) -> Tensor | None:
     return expanded
 
 
-def check_own_weights(layer: Any) -> None:
+def check_own_weights(layer: nn.Module) -> None:
     """An error where a layer's weights are no longer its parameters."""
     if "parametrizations" in layer._modules:
         raise RuntimeError(
-            f"`{layer._ps.path}` ({type(layer).__name__}) was parametrised after it was converted, so its"
-            " weights are no longer its parameters: call ps.convert_model(model) again."
+            f"`{state_of(layer).path}` ({type(layer).__name__}) was parametrised after it was converted, so"
+            " its weights are no longer its parameters: call ps.convert_model(model) again."
         )
 
 
-def is_recorded(layer: Any, name: str) -> bool:
+def is_recorded(layer: nn.Module, name: str) -> bool:
     """Whether a parameter of a layer gets rows."""
     check_own_weights(layer)
     weight = getattr(layer, name)
@@ -48,7 +49,7 @@ def is_recorded(layer: Any, name: str) -> bool:
         weight is not None
         and weight.requires_grad
         and isinstance(weight, nn.Parameter)
-        and records(layer._ps.settings)
+        and records(state_of(layer).settings)
     )
 
 
@@ -95,11 +96,12 @@ class _Delivered(Expansion):
 
 def expansion_of(token: Tensor, name: str, size: int) -> Expansion:
     """At run time: the parameter's expansion, with where its rows go."""
-    module: Any = modules.get(int(token))
+    module = modules.get(int(token))
     if module is None:
         raise RuntimeError(f"A compiled model's `{name}` is gone: it was deleted before its backward pass.")
-    state, param = module.__dict__.get("_ps"), module._parameters[name]
-    if state is None:
+    state: ModuleState | None = module.__dict__.get("_ps")
+    param = module._parameters[name]
+    if state is None or param is None:
         raise RuntimeError(
             f"A compiled model's `{name}` was restored (ps.restore_model) before its backward pass."
         )

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
 class ModuleState(Protocol):
     """What conversion leaves on a module."""
 
+    proved_in: Any  # what the compiler was at when a call was proved
+    number: int  # that stands for the module in compiled code
+    token: Tensor  # which holds it
+    proved: set[Any]  # kinds of calls whose rows were proved
+    ndims: dict[str, int]  # of its parameters, where weights for each sample may take their place
+
     settings: "Settings"
     path: str  # of the module in the model
     prefix: str  # of its parameters' names
@@ -35,7 +41,7 @@ class ConvertedModule(nn.Module):
     time.
     """
 
-    _ps: Any  # its state, if it has been asked for
+    _ps: ModuleState | None  # its state, if it has been asked for
     _ps_layer: ClassVar[bool]  # a layer, not a container of layers
 
     def _ps_state(self) -> ModuleState:
@@ -84,3 +90,8 @@ class ConvertedLayer(ConvertedModule):
     ) -> tuple[tuple[Any, ...], dict[str, Any], int, Any]:
         """The inputs with k * size rows in dim 0, how many these are, and what brings an output back."""
         raise NotImplementedError
+
+
+def state_of(module: nn.Module) -> ModuleState:
+    """The state of a converted module that has been run, to torch.compile, too."""
+    return module._ps  # type: ignore[return-value]

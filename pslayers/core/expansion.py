@@ -177,7 +177,7 @@ class Expansion:
         if weight_grad is not None:
             recorder.note(weight_grad)
         if rows_grad is not None and not recorder.settings.collecting_grads:
-            at_once = recorder.uses <= 1 and (recorder.sink.adds_up or not self.joined)
+            at_once = recorder.uses <= 1 and (not self.joined or recorder.sink.adds_up)
             if not torch.is_grad_enabled() and (at_once or not recorder.whole_pass()):
                 recorder.store(rows_grad, entries if recorder.uses <= 1 else None)
                 return weight_grad, None

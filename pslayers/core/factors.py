@@ -23,13 +23,8 @@ class Factor:
     # how many products `total` sums, of all samples together; with more than `worth_summing` for each sample,
     # it is cheaper to sum dense rows that are there
     positions, worth_summing = 0, 16
-
-    @property
-    def entries(self) -> Tensor | None:
-        """Of the samples' tables (B, V, D), laid end to end, those in which rows may not be zero; None:
-        all.
-        """
-        return None
+    # of the samples' tables (B, V, D), laid end to end, those in which rows may not be zero; None: all
+    entries: Tensor | None = None
 
     def total(self) -> Tensor:
         """The plain gradient, (*S): the sum over samples."""

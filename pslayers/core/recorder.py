@@ -84,10 +84,6 @@ class Recorder:
         # count the outer one
         self.outer_pass = torch_api.outer_pass()
 
-    def current_pass(self) -> int:
-        """The id of the backward pass that is running."""
-        return torch_api.running_pass(self.outer_pass)
-
     @property
     def sink(self) -> Sink:
         """Where the rows go now."""
@@ -113,7 +109,9 @@ class Recorder:
         """
         notes, self.notes, self.checked, pass_id = self.notes, [], True, torch_api.current_pass()
         noted = bool(notes) and self.notes_pass == pass_id
-        if self.single.arrived(self, grad, noted, pass_id):
+        single = self.single  # no call for batches of several
+        awaited = single.pass_id == pass_id or single.taken is not None
+        if awaited and single.arrived(self, grad, noted, pass_id):
             return
         if not noted:
             if not self.unexpanded:
@@ -172,11 +170,11 @@ class Recorder:
         """Hand the gradient of the expansion to the sink; all rows but `entries` of the tables are zero."""
         if (holder := self.holder.tensor()) is None:  # the model is gone
             return
-        pass_id, settings = self.current_pass(), self.settings
+        pass_id, settings = torch_api.running_pass(self.outer_pass), self.settings
         if pass_id != settings.pass_id:
             settings.begin_pass(pass_id)
         first, self.pass_id = self.pass_id != pass_id, pass_id
-        self.sink.store(self, holder, rows, first, entries)
+        (settings.sink or self.dense).store(self, holder, rows, first, entries)
 
     def of_two_sizes(self, one: int, other: int) -> RuntimeError:
         """What is raised where rows of `other` samples meet rows of `one`."""

@@ -91,7 +91,11 @@ class DenseRows(Sink):
     def buffer(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
         """The last rows' memory, unless somebody holds it, or rows are to be kept beside them."""
         memory = self.memory
-        if memory is not None and like is self.leaf and recorder is not None and _replaces(recorder):
+        if memory is None or like is not self.leaf or recorder is None:
+            return super().buffer(recorder, like)
+        if recorder.settings.accumulation == "replace" and recorder.pass_id != torch_api.running_pass(
+            recorder.outer_pass
+        ):
             if (holder := recorder.holder.tensor()) is not None:
                 # about to be replaced: let it go, then see who else holds it
                 holder.grad_sample = None  # type: ignore[attr-defined]
@@ -153,11 +157,6 @@ class DenseRows(Sink):
         if self.offset:
             return torch.cat([now[: self.offset], now[self.offset :] + rows])
         return now + rows
-
-
-def _replaces(recorder: "Recorder") -> bool:
-    """Whether rows that come now take the place of those that are there."""
-    return recorder.settings.accumulation == "replace" and recorder.pass_id != recorder.current_pass()
 
 
 class Streaming(Sink):

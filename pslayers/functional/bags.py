@@ -146,7 +146,7 @@ class Bagged(Factor):
         self.bags, self.gy, self.factors, self.chosen, self.shape = bags, gy, factors, chosen, shape
 
     @functools.cached_property
-    def entries(self) -> Tensor:
+    def entries(self) -> Tensor:  # type: ignore[override]
         """(M,): those that were looked up."""
         return self._tables(self.bags.bag, self.shape) + self.bags.ids
 

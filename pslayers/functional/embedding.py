@@ -89,7 +89,7 @@ class Gather(Factor):
         self.ids, self.gy, self.shape, self.padding_idx, self.samples = ids, gy, shape, padding_idx, samples
 
     @functools.cached_property
-    def entries(self) -> Tensor:
+    def entries(self) -> Tensor:  # type: ignore[override]
         """(M,): those that were looked up."""
         size, entries, _ = self.shape
         flat = _flat(self.ids, size, entries) if self.samples is None else self.samples * entries + self.ids

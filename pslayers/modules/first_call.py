@@ -9,7 +9,7 @@ returns the output, or UNDECIDED, and then the next one follows.
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from ..core.context import Batch, local
 from ..core.trees import map_tensors, tensors_in
 from .how_modules_run import choose_how_modules_run
 
+if TYPE_CHECKING:
+    from .converted import Converted
+
 UNDECIDED: Any = object()
 
 # of a call: training, and of every input its dims, and whether it has as many rows as there are samples
@@ -55,7 +58,7 @@ class ModelCall:
 
     def __init__(
         self,
-        model: Any,
+        model: "Converted",
         run: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -193,7 +196,8 @@ class ModelCall:
         run.
         """
         model, size = self.model, self.size
-        batch, modules = Batch(size, self.settings), {id(m): m for m in model.modules()}
+        batch = Batch(size, self.settings)
+        modules = {id(m): cast("Converted", m) for m in model.modules()}
         states = [m._ps_state() for m in modules.values() if hasattr(m, "_ps_state")]
         before = [(state, state.learned()) for state in states]
         model._ps_inventory().check_given(size)

@@ -3,7 +3,7 @@ replacement by a plan of its own, or both as a part of the module that calls the
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
@@ -12,9 +12,13 @@ from ..attribution.tracking import PICKED, TABLE, Tracker, parameters_used
 from ..core.context import Batch, in_place_of, places_of
 from ..core.trees import ndims, tensors_in
 
+if TYPE_CHECKING:
+    from .base import PSLayer
+    from .converted import Converted
+
 
 def choose_how_modules_run(
-    model: Any,
+    model: "Converted",
     run: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -27,7 +31,7 @@ def choose_how_modules_run(
     Raises:
         ValueError: one has no caller, or the model itself cannot be run.
     """
-    modules: dict[int, Any] = {id(m): m for m in model.modules()}
+    modules = {id(m): cast("Converted", m) for m in model.modules()}
     names = model._ps_given()
     first = {name: nn.Parameter(p.detach()[0]) for name, p in model.named_parameters() if name in names}
     with in_place_of(places_of(model, first, tied=True)):
@@ -40,10 +44,10 @@ def choose_how_modules_run(
         _whole(modules, transformer, modules[transformer])
     why: ValueError | None = None
     for (key, call, _, _), x in tracker.seen.items():
-        module: Any = modules[key]
-        if module._ps_layer and module._ps_unattributable(x, call):
-            _whole(modules, tracker.callers.get((key, call)), module)
-            why = why or module._ps_not_attributable(x, batch.size)
+        layer = cast("PSLayer", modules[key])
+        if layer._ps_layer and layer._ps_unattributable(x, call):
+            _whole(modules, tracker.callers.get((key, call)), layer)
+            why = why or layer._ps_not_attributable(x, batch.size)
     made: list[Any] = list(tracker.made)
     if shared := model._ps_state().shared:
         for (key, call, (slot, _), ndim), _ in tracker.seen.items():
@@ -95,7 +99,10 @@ def _take_gradients(tracker: Tracker, recorded: Tracker) -> None:
 
 
 def _whole(
-    modules: dict[int, Any], caller: int | None, module: Any, why: str = "its rows are picked by data"
+    modules: dict[int, "Converted"],
+    caller: int | None,
+    module: "Converted",
+    why: str = "its rows are picked by data",
 ) -> None:
     if caller is None:
         raise ValueError(
@@ -106,7 +113,7 @@ def _whole(
     state.per_sample_forward = state.includes_children = True
 
 
-def _escalate(modules: dict[int, Any], tracker: Tracker, key: int, params: set[int]) -> None:
+def _escalate(modules: dict[int, "Converted"], tracker: Tracker, key: int, params: set[int]) -> None:
     """Let the module that uses parameters of others be run whole, or the first of its callers that holds them
     all.
     """
