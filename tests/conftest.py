@@ -15,12 +15,12 @@ gc.freeze()
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen() -> Iterator[None]:
-    """What a module's tests have imported and cached (torch's compiler) is not searched through again and
-    again after them.
+    """What pytest has collected, and what earlier tests have imported and cached (torch's compiler), is not
+    searched through again and again for leaks.
     """
-    yield
     gc.collect()
     gc.freeze()
+    yield
 
 
 @pytest.fixture(autouse=True)
