@@ -1,7 +1,6 @@
 """Settings of all tests, and the cases of the layers' suite."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,13 +13,12 @@ gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _frozen() -> Iterator[None]:
+def _frozen() -> None:
     """What pytest has collected, and what earlier tests have imported and cached (torch's compiler), is not
     searched through again and again for leaks.
     """
     gc.collect()
     gc.freeze()
-    yield
 
 
 @pytest.fixture(autouse=True)

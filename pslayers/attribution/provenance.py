@@ -15,7 +15,8 @@ class RowProvenance:
     Args:
         sample_ids: (k,), the sample of each row; None where an op is not known to leave rows where they are.
         limit: the most rows that one sample can have, whatever the data.
-        picked: they are not (all of) the batch's, each sample's together and as many; or are only by chance.
+        picked: False if the rows are the whole batch's, each sample's together and equally many; True
+            otherwise, or if that holds only by chance.
         one: (1,), the sample whose all of them are, if that is known, even where there are none.
         rows: (k,), which rows of the batch's they are, where numbers of rows picked them.
         by_data: which they are may be another in every batch; else they were only moved, or repeated.

@@ -15,7 +15,7 @@ from ..core.expansion import Expansion
 from ..core.factors import Factor
 from ..functional.common import bias_factor
 from ..functional.conv import Patches, each, padded
-from ..functional.conv_rows import Geometry, convolution
+from ..functional.conv_weight_grads import Geometry, convolution
 from ..functional.embedding import Gather
 from ..functional.linear import weight_factor
 from .registry import use_number

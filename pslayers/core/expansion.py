@@ -133,23 +133,24 @@ class Expansion:
 
     def take(self, factor: Factor, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of (weight, rows) of a use of the weight, for autograd to pass on."""
-        total = rows = entries = None
         if torch.is_grad_enabled():
             total = factor.total() if need_weight else None
             return self.finish_differentiable(total, factor.rows() if need_rows else None)
+        total = rows = None
+        recorder, scale = self.recorder, self.scale
         if need_rows:
-            assert self.rows is not None
-            sink = UNRECORDED if self.recorder is None else self.recorder.sink
-            rows = sink.make(self.recorder, factor, self.rows, self.scale.rows)
-            entries = factor.entries
+            sink = UNRECORDED if recorder is None else recorder.settings.sink or recorder.dense
+            rows = sink.make(recorder, factor, self.rows, scale.rows)  # type: ignore[arg-type]
         if need_weight:
             if rows is not None and 0 < rows.shape[0] * factor.worth_summing < factor.positions:
-                total = rows.sum(0) * (1 / self.scale.rows)
+                total = rows.sum(0) * (1 / scale.rows)
             else:
                 total = factor.total()
-            total = total if total.dtype == self.weight.dtype else total.to(self.weight.dtype)
-            total = total if self.scale.inside == 1 else total * self.scale.weight
-        return self.route(total, rows, entries)
+            if total.dtype is not self.weight.dtype:
+                total = total.to(self.weight.dtype)
+            if scale.inside != 1:
+                total = total * scale.weight
+        return self.route(total, rows, factor.entries)
 
     def finish_differentiable(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None

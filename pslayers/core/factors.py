@@ -1,8 +1,8 @@
 """Factors: the per-sample gradients of one use of a weight, which nobody has formed yet.
 
 The backward pass of every op ends by handing one over (`Expansion.take`). Dense rows are what a sink makes of
-it (sinks.py), in one place for all ops, by `write`. Factors that only one family of ops has lie in its file
-in `functional`.
+it (sinks.py), in one place for all ops, by `write`. Those of particular ops lie in `functional`: a linear
+map's in `linear_factor.py`, all others beside their ops (`Patches` in `conv.py`).
 
 Shapes: B samples, N = k * B rows, k a sample; S the weight's own shape.
 """

@@ -109,9 +109,7 @@ class Recorder:
         """
         notes, self.notes, self.checked, pass_id = self.notes, [], True, torch_api.current_pass()
         noted = bool(notes) and self.notes_pass == pass_id
-        single = self.single  # no call for batches of several
-        awaited = single.pass_id == pass_id or single.taken is not None
-        if awaited and single.arrived(self, grad, noted, pass_id):
+        if self.single.pass_id == pass_id and self.single.arrived(self, grad, noted):
             return
         if not noted:
             if not self.unexpanded:
@@ -222,7 +220,7 @@ class _Arrival(_WeakHook):
         if owner is None:
             return
         if tensor is owner.single.taken:
-            owner.single.taken = None
+            owner.single.taken, owner.single.pass_id = None, -1
         else:
             owner.check(tensor)
 

@@ -2,10 +2,9 @@
 
 A recorder hands every use's factor to one (`Recorder.sink`), which forms the rows in memory of its own
 (`make`), and what autograd or a loop has formed already is stored by it, too (`store`). `DenseRows` keeps
-them in `grad_sample`; `Streaming` hands them on at once (`ps.streaming`). Beside these stand `SingleSample`,
-for batches of one, whose row is what arrives at the parameter, and `sharding.Holder`, which finds the tensor
-that carries `grad_sample`. A new destination is a further class here, which a block puts in the place of all
-others (`Settings.sink`).
+them in `grad_sample`; `Streaming` hands them on at once. A new destination is a further `Sink` here; a `with`
+block sets it as `Settings.sink`, as `ps.streaming` does. For batches of one, whose row is what arrives at the
+parameter, there is `SingleSample`.
 """
 
 from collections.abc import Callable, Sequence
@@ -118,11 +117,12 @@ class DenseRows(Sink):
     ) -> None:
         """Put them on the parameter, by the rules of accumulation."""
         settings, size = recorder.settings, rows.shape[0]
-        if size != settings.rows != -1:
-            raise recorder.of_two_sizes(settings.rows, size)
-        if settings.rows == -1 and settings.accumulation == "append":
-            settings.line_up(size)
-        settings.rows = size
+        if size != settings.rows:
+            if settings.rows != -1:
+                raise recorder.of_two_sizes(settings.rows, size)
+            if settings.accumulation == "append":
+                settings.line_up(size)
+            settings.rows = size
         self._remember(rows, recorder.leaf)
         if first:
             self.offset = recorder.holder.enter(holder, recorder)
@@ -205,12 +205,12 @@ class SingleSample:
         self.pass_id = -1  # in which all that arrives is one sample's, and is yet to be taken
         self.taken: Tensor | None = None  # on its way
 
-    def arrived(self, recorder: "Recorder", grad: Tensor, noted: bool, pass_id: int) -> bool:
-        """Whether a gradient that arrives in this pass is that of one sample, and is stored.
+    def arrived(self, recorder: "Recorder", grad: Tensor, noted: bool) -> bool:
+        """Whether a gradient that arrives in that pass is that of one sample, and is stored.
 
         `noted`: expansions have passed on some of it.
         """
-        if self.taken is not None and recorder.pass_id == pass_id:  # that part was taken on its way
+        if self.taken is not None and recorder.pass_id == self.pass_id:  # that part was taken on its way
             taken, self.taken, self.pass_id = self.taken, None, -1
             if noted:
                 raise RuntimeError(
@@ -220,7 +220,7 @@ class SingleSample:
                 )
             recorder.store((grad - taken).unsqueeze(0))
             return True
-        if self.pass_id != pass_id or (noted and recorder.settings.rows == 1):
+        if noted and recorder.settings.rows == 1:
             return False
         row, leaf, self.pass_id = grad.unsqueeze(0), recorder.leaf, -1
         if not torch.is_grad_enabled():
@@ -258,7 +258,8 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
         ):
             recorder.single.pass_id = pass_id
             continue
-        recorder.pass_id, dense.offset, dense.written, recorder.single.taken = pass_id, 0, None, grad
+        recorder.pass_id, dense.offset, dense.written = pass_id, 0, None
+        recorder.single.pass_id, recorder.single.taken = pass_id, grad
         recorded[id(param)] = recorder.param
         param.grad_sample = memory.detach()  # type: ignore[attr-defined]
         rows.append(memory)

@@ -13,7 +13,14 @@ from torch.nn import functional as F
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
 from ..core.factors import Factor
 from .common import bias_factor, check_rows, of_dtype, owned
-from .conv_rows import Geometry, as_groups, convolution, convolution_backward, differentiable_rows, write_rows
+from .conv_weight_grads import (
+    Geometry,
+    as_groups,
+    convolution,
+    convolution_backward,
+    differentiable_rows,
+    write_rows,
+)
 
 Size = int | tuple[int, ...]
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from ..core.expansion import Expansion
 from .conv import Size, add_bias, apply, check_shapes, each
-from .conv_rows import Geometry
+from .conv_weight_grads import Geometry
 
 
 def conv_transpose1d(

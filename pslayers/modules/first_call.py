@@ -41,8 +41,8 @@ UNDECIDED: Any = object()
 # of a call: training, and of every input its dims, and whether it has as many rows as there are samples
 Kind = tuple[bool, tuple[tuple[int, bool], ...]]
 
-# what is tried in turn: the kinds of layouts (of what all samples share) for which not the layer that takes
-# it, but the module that calls it is run with per-sample parameters; and whether the whole model is
+# what is tried in turn: for which inputs that all samples share not the layer, but the module that calls it
+# is run with per-sample parameters; and whether the whole model is
 ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
     (set(), False),
     ({TABLE}, False),

@@ -3,9 +3,9 @@ a forward runs once, for the whole batch, as it is written.
 
 It has the parameter's shape S, and knows the B values (B, *S) that it stands for. A torch function that is
 given one has a rule here, or in `op_dispatch` (the ops of torch.nn, in their fast form); any other is run for
-each sample by itself. Of such tensors, and of what all samples share, an op makes another `PerSample`. With a
-tensor of the batch it makes an ordinary tensor, in which each sample's rows have met that sample's own
-values.
+each sample by itself. An op on such tensors, and on what all samples share, gives another `PerSample`. An op
+that also takes a tensor of the batch gives an ordinary one: each sample's rows were combined with that
+sample's own values. Modules without a replacement are run so ("direct", in `general`).
 
 Which rows of a batch's tensor are whose is never guessed from a multiple of B. Where rows are followed
 (`attribution/gathered.py`), that tells. Else a `PerSample` meets only the module's own inputs and views of
@@ -43,8 +43,8 @@ class Standing:
         includes_children: parameters of all modules below are stood for, too.
         weights: (B, *S) each, by their names.
         follows: whose the rows of other tensors are is followed.
-        choices: what was made of shapes that fit the batch, one choice after the other, when this was proved;
-            None while it is.
+        choices: for each tensor with as many rows as the batch, in order, whether the run that proved this
+            took it for the batch's; None during that run.
     """
 
     def __init__(

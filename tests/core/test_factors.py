@@ -11,7 +11,7 @@ from pslayers.core.expansion import Expansion
 from pslayers.core.factors import Blocks, Dense, Factor
 from pslayers.functional.bags import Bagged, _Bags
 from pslayers.functional.conv import Patches
-from pslayers.functional.conv_rows import Geometry
+from pslayers.functional.conv_weight_grads import Geometry
 from pslayers.functional.embedding import Gather
 from pslayers.functional.grouped import Grouped
 from pslayers.functional.linear_factor import Outer

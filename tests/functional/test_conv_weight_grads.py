@@ -11,14 +11,14 @@ from torch.autograd import grad
 
 from pslayers.core.context import Scale
 from pslayers.core.expansion import Expansion
-from pslayers.functional import conv2d, conv_rows
+from pslayers.functional import conv2d, conv_weight_grads
 
 from .test_conv import check, data, loop
 
 
-@pytest.fixture(params=sorted(conv_rows.ROWS))
+@pytest.fixture(params=sorted(conv_weight_grads.ROWS))
 def method(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(conv_rows, "fastest", lambda *_: request.param)
+    monkeypatch.setattr(conv_weight_grads, "fastest", lambda *_: request.param)
     return request.param
 
 
@@ -29,7 +29,7 @@ def method(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_methods(
     method: str, n: int, groups: int, out: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(conv_rows.CHUNK_BYTES, "cpu", chunk)
+    monkeypatch.setitem(conv_weight_grads.CHUNK_BYTES, "cpu", chunk)
     for k, (stride, padding, dilation) in itertools.product(
         (1, 2), ((1, 1, 1), (2, 1, 1), (3, 2, 1), (1, 2, 2), (2, 0, 2))
     ):
@@ -53,19 +53,19 @@ SHAPES = (1, 8, 1, 20), (32, 32, 1, 20), (32, 32, 32, 20), (256, 256, 1, 4), (32
 def test_the_rule_takes_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = set()
     for onednn, shape in itertools.product((False, True), SHAPES):
-        monkeypatch.setattr(conv_rows, "onednn_is_faster", lambda onednn=onednn: onednn)
+        monkeypatch.setattr(conv_weight_grads, "onednn_is_faster", lambda onednn=onednn: onednn)
         channels, out, groups, space = shape
         x, weight, bias = data(2, 4, 1, channels, out, groups, space, dtype=torch.float32)
         chosen.add(
-            conv_rows.fastest(
+            conv_weight_grads.fastest(
                 x,
                 torch.empty(4, out, space - 2, space - 3),
                 torch.Size((4, *weight.shape)),
-                conv_rows.Geometry((1, 1), (0, 0), (1, 1), groups),
+                conv_weight_grads.Geometry((1, 1), (0, 0), (1, 1), groups),
             )
         )
         check(x, weight, bias, 4, {"rtol": 1e-3, "atol": 1e-3}, groups=groups)
-    assert chosen == set(conv_rows.ROWS)
+    assert chosen == set(conv_weight_grads.ROWS)
 
 
 @pytest.mark.parametrize("layout", ["channels_last", "transposed", "sliced", "expanded"])
