@@ -65,6 +65,7 @@ class DenseRows(Sink):
         self.leaf: Tensor | None = None  # that they were the gradient of
         # the entries in that memory that are not zero, and its version at that time
         self.written: tuple[Tensor, int] | None = None
+        self.lent: Tensor | None = None  # that memory, to whoever writes the next rows
         self.offset = 0  # rows that earlier passes have appended
 
     def fit(self, recorder: "Recorder", leaf: Tensor) -> None:
@@ -85,11 +86,11 @@ class DenseRows(Sink):
 
     def release(self) -> None:
         """Let go of the memory."""
-        self.memory = self.leaf = self.written = None
+        self.memory = self.leaf = self.written = self.lent = None
 
     def buffer(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
         """The last rows' memory, unless somebody holds it, or rows are to be kept beside them."""
-        memory = self.memory
+        memory, self.lent = self.memory, None
         if memory is None or like is not self.leaf or recorder is None:
             return super().buffer(recorder, like)
         if recorder.settings.accumulation == "replace" and recorder.pass_id != torch_api.running_pass(
@@ -99,7 +100,8 @@ class DenseRows(Sink):
                 # about to be replaced: let it go, then see who else holds it
                 holder.grad_sample = None  # type: ignore[attr-defined]
             if not torch_api.held_elsewhere(memory):
-                return memory.detach()
+                self.lent = memory.detach()
+                return self.lent
         return super().buffer(recorder, like)
 
     def zeros(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
@@ -123,7 +125,9 @@ class DenseRows(Sink):
             if settings.accumulation == "append":
                 settings.line_up(size)
             settings.rows = size
-        self._remember(rows, recorder.leaf)
+        if rows is not self.lent:
+            self._remember(rows, recorder.leaf)
+        self.lent = self.written = None
         if first:
             self.offset = recorder.holder.enter(holder, recorder)
         if not first or settings.accumulation != "replace":
@@ -134,7 +138,7 @@ class DenseRows(Sink):
 
     def _remember(self, rows: Tensor, leaf: Tensor | None) -> None:
         """Keep the memory of these rows for the next ones."""
-        memory, self.written = self.memory, None
+        memory = self.memory
         if rows.requires_grad:
             self.release()
         elif memory is None or rows.data_ptr() != memory.data_ptr() or rows.shape != memory.shape:
