@@ -8,6 +8,7 @@ from . import functional, layers
 from .check import Check, check_layer, check_model
 from .convert import ConversionError, convert_model, restore_model
 from .core.context import batch_size
+from .factored import FactoredGrad, FactoredGrads, clipping, factored, reweighting
 from .gradients import accumulating, clear_grad_samples, expand_params, per_sample_grads, recording, streaming
 from .layers import *
 from .replace import replace_batch_norm
@@ -29,6 +30,12 @@ __all__ = [
     "streaming",
     "batch_size",
     "clear_grad_samples",
+    # computing with them, without forming them
+    "factored",
+    "FactoredGrads",
+    "FactoredGrad",
+    "clipping",
+    "reweighting",
     # checking them
     "check_model",
     "check_layer",

@@ -29,7 +29,8 @@ _CONVERTING = RLock()  # of threads that convert a model for one call alone
 
 
 @contextmanager
-def _changed(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
+def changed(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
+    """Inside the block a model's settings have another value."""
     before = [(settings, getattr(settings, attribute)) for settings in settings_of(model)]
     for settings, _ in before:
         setattr(settings, attribute, value)
@@ -81,7 +82,7 @@ def accumulating(model: nn.Module, how: str) -> Iterator[None]:
     """
     if how not in ACCUMULATION:
         raise ValueError(f"`how` must be one of {', '.join(map(repr, ACCUMULATION))}; got {how!r}.")
-    with _changed(model, "accumulation", how):
+    with changed(model, "accumulation", how):
         yield
 
 
@@ -114,7 +115,7 @@ def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterat
     """
     if not callable(take):
         raise TypeError(f"`take` must be a function of a name and a tensor; got {type(take).__name__}.")
-    with _changed(model, "sink", Streaming(take)):
+    with changed(model, "sink", Streaming(take)):
         yield
 
 

@@ -91,6 +91,7 @@ def after_pass(callback: Callable[[], None]) -> None:
 
 class _Outer(threading.local):
     task = -1
+    callbacks: tuple[Callable[[], None], ...] = ()
 
 
 _outer = _Outer()
@@ -123,9 +124,20 @@ def running_pass(noted: int = -1) -> int:
     return task if task == -1 or _outer.task == -1 else _outer.task
 
 
+def after_outer_pass(callback: Callable[[], None]) -> None:
+    """Call back at the end of the outermost backward pass that runs here."""
+    if _outer.task in (-1, current_pass()):
+        after_pass(callback)
+    else:
+        _outer.callbacks += (callback,)
+
+
 def _end_of_outer_pass() -> None:
     _with_others.discard(_outer.task)
-    _outer.task = -1
+    whole, callbacks = current_pass() == _outer.task, _outer.callbacks
+    _outer.task, _outer.callbacks = -1, ()
+    for callback in callbacks if whole else ():  # not after one that broke off
+        callback()
 
 
 def saved_tensors_packed(by: object) -> bool:
@@ -251,6 +263,8 @@ onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not
 
 # RMSNorm, and the reciprocal of the root of the mean square: (N, ..., 1, ..)
 fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = _find("ops.aten._fused_rms_norm")
+# the DistributedDataParallel whose forward runs, if one does
+active_ddp: Callable[[], Any] = _find("nn.parallel.DistributedDataParallel._get_active_ddp_module")
 Dropouts = _find("nn.modules.dropout._DropoutNd")  # what nn.Dropout and its like have in common
 dispatch_mode = _find("utils._python_dispatch.TorchDispatchMode")  # sees every op that runs
 
@@ -425,6 +439,7 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
             with ctx._ps_context():
                 return backward(ctx, *grads)
         except BaseException:
+            _outer.callbacks = ()
             _end_of_outer_pass()
             raise
 

@@ -1,6 +1,7 @@
 """The oracle of all tests: a loop over samples with plain torch, in float64."""
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -110,3 +111,37 @@ def assert_rows_right(
         if expected.get(name) is not None:
             torch.testing.assert_close(p.grad, expected[name].mean(0), rtol=1e-8, atol=1e-9)
     return ours
+
+
+def flat(rows: Mapping[str, Tensor | None], names: Any = None) -> Tensor:
+    """The matrix (B, P) of the rows of these names."""
+    chosen = [rows[name] for name in (rows if names is None else names)]
+    return torch.cat([r.reshape(len(r), r[:1].numel() or 1) for r in chosen if r is not None], 1)
+
+
+def assert_factored(grads: Any, rows: Mapping[str, Tensor], rtol: float = 1e-8, atol: float = 1e-9) -> None:
+    """Every method of factored gradients gives what these dense rows give."""
+    near = functools.partial(torch.testing.assert_close, rtol=rtol, atol=atol)
+    rows = {name: r for name, r in rows.items() if name in grads}
+    matrix, size = flat(rows), len(next(iter(rows.values())))
+    draw = torch.Generator().manual_seed(5)
+    weights = torch.randn(size, generator=draw, dtype=matrix.dtype)
+    direction = {
+        name: torch.randn(r.shape[1:], generator=draw, dtype=matrix.dtype) for name, r in rows.items()
+    }
+    assert list(grads) and grads.size == size
+    near(grads.norms(), matrix.square().sum(1).sqrt())
+    near(grads.gram(), matrix @ matrix.t())
+    near(grads.dot(direction), matrix @ torch.cat([v.flatten() for v in direction.values()]))
+    sums = grads.weighted_sum(weights)
+    for name, r in rows.items():
+        one, own = grads[name], flat({name: r})
+        assert one.shape == r.shape
+        near(one.dense(), r)
+        near(one[size - 1], r[-1])
+        near(one.norms(), own.square().sum(1).sqrt())
+        near(one.gram(), own @ own.t())
+        near(one.dot(direction[name]), own @ direction[name].flatten())
+        near(sums[name], torch.tensordot(weights, r, 1))
+        near(one.factor.select(torch.tensor([size - 1, 0])).dense(), r[[size - 1, 0]])
+        assert not [t for *_, t in one.factor.tensors() if t.requires_grad]

@@ -23,7 +23,15 @@ ROOMS = [
     "modules",
     "layers",
 ]
-DOORS = [["reports"], ["convert", "replace"], ["gradients"], ["checking"], ["check"], ["__init__"]]
+DOORS = [
+    ["reports"],
+    ["convert", "replace"],
+    ["gradients"],
+    ["factored"],
+    ["checking"],
+    ["check"],
+    ["__init__"],
+]
 LEVELS = {room: level for level, room in enumerate(ROOMS)} | {
     door: len(ROOMS) + level for level, doors in enumerate(DOORS) for door in doors
 }

@@ -125,7 +125,7 @@ def _linear_factor(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Facto
 def _conv_factor(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Factor:
     n = len(how) // 3
     geometry = Geometry(tuple(how[:n]), tuple(how[n : 2 * n]), tuple(how[2 * n : 3 * n]), how[-1])
-    return Patches(x, gy, e, geometry)
+    return Patches(x, gy, e.weight, e.shape, geometry)
 
 
 def _embedding_factor(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Factor:

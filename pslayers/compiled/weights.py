@@ -10,6 +10,7 @@ from ..core.converted_module import ModuleState, state_of
 from ..core.expansion import Expansion
 from ..core.factors import Dense
 from ..core.recorder import recorder_of
+from ..core.sinks import Keeping
 from .registry import modules, use_number
 
 
@@ -104,6 +105,12 @@ def expansion_of(token: Tensor, name: str, size: int) -> Expansion:
     if state is None or param is None:
         raise RuntimeError(
             f"A compiled model's `{name}` was restored (ps.restore_model) before its backward pass."
+        )
+    if isinstance(state.settings.sink, Keeping):
+        raise RuntimeError(
+            f"`{state.prefix}{name}` is a compiled model's, whose memory is used again before its factors"
+            " could be read: inside ps.factored, ps.clipping and ps.reweighting call the model without"
+            " torch.compile."
         )
     recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, module)
     scale = Scale(float(max(size, 1)) if state.settings.loss_reduction == "mean" else 1.0)

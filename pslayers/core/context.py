@@ -145,12 +145,14 @@ class Settings:
         pass_id = torch_api.current_pass()
         if self.bare_pass != pass_id:
             self.bare_pass, self.bare = pass_id, []
-            torch_api.after_pass(self._check_bare)
+            torch_api.after_pass(self.check_bare)
         self.bare.append(recorder)
 
-    def _check_bare(self) -> None:
+    def check_bare(self) -> None:
+        """An error where the pass that ends has given a parameter a gradient, and no row of it."""
         found, self.bare = self.bare, []
-        names = [f"`{r.name}`" for r in found if r.pass_id != self.pass_id]
+        without = self.sink is not None and not self.sink.sums  # then nothing comes by way of expansions
+        names = [f"`{r.name}`" for r in found if without or r.pass_id != self.pass_id]
         if names and self.pass_id == self.bare_pass and not self.partial:
             some = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
             raise RuntimeError(

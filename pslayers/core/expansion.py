@@ -141,7 +141,7 @@ class Expansion:
         if need_rows:
             sink = UNRECORDED if recorder is None else recorder.settings.sink or recorder.dense
             rows = sink.make(recorder, factor, self.rows, scale.rows)  # type: ignore[arg-type]
-        if need_weight:
+        if need_weight and (recorder is None or recorder.sink.sums):
             if rows is not None and 0 < rows.shape[0] * factor.worth_summing < factor.positions:
                 total = rows.sum(0) * (1 / scale.rows)
             else:
@@ -176,7 +176,10 @@ class Expansion:
         if recorder is None:
             return weight_grad, rows_grad
         if weight_grad is not None:
-            recorder.note(weight_grad)
+            if (sink := recorder.settings.sink) is not None and not sink.sums:
+                weight_grad = None
+            else:
+                recorder.note(weight_grad)
         if rows_grad is not None and not recorder.settings.collecting_grads:
             at_once = recorder.uses <= 1 and (not self.joined or recorder.sink.adds_up)
             if not torch.is_grad_enabled() and (at_once or not recorder.whole_pass()):

@@ -7,10 +7,12 @@ map's in `linear_factor.py`, all others beside their ops (`Patches` in `conv.py`
 Shapes: B samples, N = k * B rows, k a sample; S the weight's own shape.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+CHUNK_BYTES = 16 << 20  # of dense rows that are made on the side
 
 
 class Factor:
@@ -40,6 +42,106 @@ class Factor:
         Ops whose differentiable backward pass is a composite's have no such form.
         """
         raise NotImplementedError
+
+    # ------------------------------------------------------------------------------- without the dense rows
+    unread: tuple[str, ...] = ()  # attributes of which only shape and dtype count
+
+    def tensors(self) -> Iterator[tuple["Factor", str, Tensor]]:
+        """What it holds: of which factor, its name there, and the tensor."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name not in self.unread:
+                yield self, name, value
+            elif name == "parts":
+                for part in value:
+                    yield from part.tensors()
+
+    def detach_(self) -> None:
+        """Let go of the graph that it came from."""
+        for factor, name, t in list(self.tensors()):
+            if t.requires_grad:
+                setattr(factor, name, t.detach())
+
+    def select(self, index: "slice | Tensor") -> "Factor":
+        """That of some of the samples."""
+        raise NotImplementedError
+
+    def to(self, dtype: torch.dtype) -> "Factor":
+        """The same in another precision."""
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        """The dense rows, (B, *S), in new memory."""
+        like = self.like()
+        out = like.new_empty(self.shape) if self.entries is None else like.new_zeros(self.shape)
+        self.write(out, 1.0)
+        return out
+
+    def like(self) -> Tensor:
+        """A tensor of its dtype, on its device."""
+        raise NotImplementedError
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Dense rows of some samples at a time, which take at most `CHUNK_BYTES`, or are one sample's."""
+        row = self.shape[1:].numel() * self.like().element_size()
+        step = max(1, CHUNK_BYTES // max(row, 1))
+        for start in range(0, self.shape[0], step):
+            some = slice(start, min(start + step, self.shape[0]))
+            yield some, self.select(some).dense()
+
+    def sq_norms(self) -> Tensor:
+        """The squared norm of each sample's gradient, (B,)."""
+        return _stacked([flat(rows).square().sum(1) for _, rows in self.chunks()], self.like())
+
+    def inner(self, other: "Factor") -> Tensor:
+        """The product of each sample's gradient with that of another use of the same weight, (B,)."""
+        for one, two in ((self, other), (other, self)):
+            if (found := one.meet(two)) is not None:
+                return found
+        pairs = ((rows, other.select(some).dense()) for some, rows in self.chunks())
+        return _stacked([flat(rows * rest).sum(1) for rows, rest in pairs], self.like())
+
+    def meet(self, other: "Factor") -> Tensor | None:
+        """`inner` by a form that is cheaper than by dense rows, if there is one; `other` may be itself."""
+        return None
+
+    def gram(self, other: "Factor") -> Tensor:
+        """The product of each gradient with each of another batch, (B, B')."""
+        if (found := self.meet_all(other)) is not None:
+            return found
+        if (found := other.meet_all(self)) is not None:
+            return found.t()
+        out = self.like().new_zeros(self.shape[0], other.shape[0])
+        for some, rows in self.chunks():
+            for rest, others in (
+                ((some, rows),) if other is self and len(rows) == len(out) else other.chunks()
+            ):
+                out[some, rest] = flat(rows) @ flat(others).t()
+        return out
+
+    def meet_all(self, other: "Factor") -> Tensor | None:
+        """`gram` by a form that is cheaper than by dense rows, if there is one."""
+        return None
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """The sum over samples, each times its weight (B,): (*S)."""
+        out = self.like().new_zeros(self.shape[1:])
+        for some, rows in self.chunks():
+            out += torch.tensordot(weights[some].to(rows.dtype), rows, 1)
+        return out
+
+    def dot(self, direction: Tensor) -> Tensor:
+        """The product of each sample's gradient with a direction (*S): (B,)."""
+        found = [flat(rows) @ direction.reshape(-1).to(rows.dtype) for _, rows in self.chunks()]
+        return _stacked(found, self.like())
+
+
+def flat(rows: Tensor) -> Tensor:
+    """(B, *S) as (B, p)."""
+    return rows.unsqueeze(1) if rows.ndim == 1 else rows.flatten(1)
+
+
+def _stacked(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(list(parts)) if parts else like.new_zeros(0)
 
 
 class Dense(Factor):
@@ -76,6 +178,19 @@ class Dense(Factor):
         """By one sum."""
         return self._by_sample().sum(1)
 
+    def _of(self, each: Tensor, size: int) -> "Dense":
+        return Dense(each, torch.Size((size, *self.shape[1:])))
+
+    def select(self, index: slice | Tensor) -> Factor:
+        some = self._by_sample()[index]
+        return self._of(some.flatten(0, 1), len(some))
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        return self._of(self.each.to(dtype), self.shape[0])
+
+    def like(self) -> Tensor:
+        return self.each
+
 
 class Blocks(Factor):
     """Of weights that are packed in one: a factor for each block of dim 0 of the weight."""
@@ -97,3 +212,110 @@ class Blocks(Factor):
     def rows(self) -> Tensor:
         """Block by block."""
         return torch.cat([part.rows() for part in self.parts], 1)
+
+    def select(self, index: slice | Tensor) -> Factor:
+        return self._of([part.select(index) for part in self.parts])
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        return self._of([part.to(dtype) for part in self.parts])
+
+    def _of(self, parts: list[Factor]) -> "Blocks":
+        return Blocks(parts, torch.Size((parts[0].shape[0], *self.shape[1:])))
+
+    def like(self) -> Tensor:
+        return self.parts[0].like()
+
+    def _split(self, t: Tensor) -> Sequence[Tensor]:
+        return t.split([part.shape[1] for part in self.parts])
+
+    def sq_norms(self) -> Tensor:
+        return _total([part.sq_norms() for part in self.parts])
+
+    def meet(self, other: Factor) -> Tensor | None:
+        if not isinstance(other, Blocks) or [p.shape for p in self.parts] != [p.shape for p in other.parts]:
+            return None
+        return _total([a.inner(b) for a, b in zip(self.parts, other.parts, strict=True)])
+
+    def meet_all(self, other: Factor) -> Tensor | None:
+        if not isinstance(other, Blocks) or [p.shape[1:] for p in self.parts] != [
+            p.shape[1:] for p in other.parts
+        ]:
+            return None
+        return _total([a.gram(b) for a, b in zip(self.parts, other.parts, strict=True)])
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return torch.cat([part.weighted_sum(weights) for part in self.parts])
+
+    def dot(self, direction: Tensor) -> Tensor:
+        pairs = zip(self.parts, self._split(direction), strict=True)
+        return _total([part.dot(v) for part, v in pairs])
+
+
+def _total(parts: Sequence[Tensor]) -> Tensor:
+    first, *others = parts
+    for other in others:
+        first = first + other
+    return first
+
+
+CANCELLED = 0.05  # of the squared norms of several uses, below which that of their sum is computed anew
+
+
+class Sum(Factor):
+    """Of several uses of one weight, each times a number: cross terms are part of every product.
+
+    Args:
+        parts: of the same shape.
+        scales: of each.
+    """
+
+    def __init__(self, parts: Sequence[Factor], scales: Sequence[float]) -> None:
+        self.parts, self.scales, self.shape = list(parts), list(scales), parts[0].shape
+
+    def _of(self, parts: list[Factor]) -> "Sum":
+        return Sum(parts, self.scales)
+
+    def select(self, index: slice | Tensor) -> Factor:
+        return self._of([part.select(index) for part in self.parts])
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        return self._of([part.to(dtype) for part in self.parts])
+
+    def like(self) -> Tensor:
+        return self.parts[0].like()
+
+    def total(self) -> Tensor:
+        return _total([s * part.total() for s, part in zip(self.scales, self.parts, strict=True)])
+
+    def write(self, out: Tensor, scale: float) -> None:
+        (first, *others), (s, *rest) = self.parts, self.scales
+        if first.entries is not None:
+            out.zero_()
+        first.write(out, s * scale)
+        for part, s in zip(others, rest, strict=True):
+            out += part.dense().mul_(s * scale)
+
+    def sq_norms(self) -> Tensor:
+        pairs = list(zip(self.scales, self.parts, strict=True))
+        found = [s * s * part.sq_norms() for s, part in pairs]
+        for i, (s, part) in enumerate(pairs):
+            found += [2 * s * r * part.inner(other) for r, other in pairs[:i]]
+        total, apart = _total(found), _total(found[: len(pairs)])
+        if len(pairs) > 1:  # uses that cancel each other leave what is lost in their rounding
+            lost = (~(total >= apart * CANCELLED)).nonzero().squeeze(1)
+            if len(lost):
+                total[lost] = Factor.sq_norms(self.select(lost))
+        return total
+
+    def meet(self, other: Factor) -> Tensor | None:
+        return _total([s * part.inner(other) for s, part in zip(self.scales, self.parts, strict=True)])
+
+    def meet_all(self, other: Factor) -> Tensor | None:
+        return _total([s * part.gram(other) for s, part in zip(self.scales, self.parts, strict=True)])
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        pairs = zip(self.scales, self.parts, strict=True)
+        return _total([part.weighted_sum(weights * s) for s, part in pairs])
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return _total([s * part.dot(direction) for s, part in zip(self.scales, self.parts, strict=True)])

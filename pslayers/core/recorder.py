@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from .. import torch_api
 from . import sharding
-from .context import Settings
+from .context import Scale, Settings
+from .expansion import Expansion
 from .sinks import DenseRows, SingleSample, Sink
 
 
@@ -36,6 +37,7 @@ class Recorder:
         self.notes: list[tuple[int, int] | Tensor] = []
         self.compiled = False  # the notes come from compiled code
         self.unexpanded = False  # a layer's last call did not expand this parameter
+        self.blank = False  # its `.grad` is zeros in the place of None
         with torch_api.without_torch_function():  # nobody wraps it
             self.hook = param.register_hook(_Arrival(self))
         if hooks := param._backward_hooks:  # before hooks of the user's, which may change what arrives
@@ -46,10 +48,13 @@ class Recorder:
     def __reduce__(self) -> tuple[Any, ...]:  # copies and pickles of a parameter start without one
         return _no_recorder, ()
 
-    def rows(self, size: int) -> Tensor:
-        """The leaf (size, *S), for an expansion of the parameter."""
+    def expansion(self, param: Tensor, size: int, scale: Scale) -> Expansion:
+        """The parameter, expanded to a batch. Where its plain gradient is not wanted, none can reach it."""
         self.use()
-        return self.rows_leaf(size)
+        sink, shared = self.settings.sink, param
+        if sink is not None and not sink.sums:
+            shared = param.detach()
+        return Expansion(shared, self.rows_leaf(size), scale, self)
 
     def rows_leaf(self, size: int) -> Tensor:
         """The leaf (size, *S) on the parameter's memory; made anew when batch size or memory have changed."""
@@ -166,13 +171,28 @@ class Recorder:
 
     def store(self, rows: Tensor, entries: Tensor | None = None) -> None:
         """Hand the gradient of the expansion to the sink; all rows but `entries` of the tables are zero."""
-        if (holder := self.holder.tensor()) is None:  # the model is gone
-            return
-        pass_id, settings = torch_api.running_pass(self.outer_pass), self.settings
-        if pass_id != settings.pass_id:
-            settings.begin_pass(pass_id)
-        first, self.pass_id = self.pass_id != pass_id, pass_id
-        (settings.sink or self.dense).store(self, holder, rows, first, entries)
+        before = self.pass_id
+        if (holder := self.enter()) is not None:
+            sink = self.settings.sink or self.dense
+            sink.store(self, holder, rows, before != self.pass_id, entries)
+
+    def enter(self) -> Tensor | None:
+        """Note that the pass that runs gives the parameter rows; what carries them, None where the model is
+        gone.
+        """
+        if (holder := self.holder.tensor()) is not None:
+            pass_id, settings = torch_api.running_pass(self.outer_pass), self.settings
+            if pass_id != settings.pass_id:
+                settings.begin_pass(pass_id)
+            self.pass_id = pass_id
+        return holder
+
+    def drop_blank(self) -> None:
+        """Have no `.grad` again where there was none, and nothing was added to the zeros since."""
+        param = self.param() if self.blank else None
+        if param is not None and param.grad is not None and not param.grad.any():
+            param.grad = None
+        self.blank = False
 
     def of_two_sizes(self, one: int, other: int) -> RuntimeError:
         """What is raised where rows of `other` samples meet rows of `one`."""
@@ -215,14 +235,20 @@ class _Arrival(_WeakHook):
     def __init__(self, owner: Recorder) -> None:
         super().__init__(owner, Recorder.check)
 
-    def __call__(self, tensor: Tensor) -> None:
+    def __call__(self, tensor: Tensor | None) -> Tensor | None:  # type: ignore[override]
         owner = self.owner()
-        if owner is None:
-            return
+        if owner is None or tensor is None:
+            return None
         if tensor is owner.single.taken:
             owner.single.taken, owner.single.pass_id = None, -1
-        else:
-            owner.check(tensor)
+            return None
+        sink, alone = owner.settings.sink, owner.single.pass_id == torch_api.current_pass()
+        owner.check(tensor)
+        if sink is None or sink.sums or not alone:
+            return None
+        param = owner.param()
+        owner.blank = param is not None and param.grad is None
+        return tensor.new_zeros(()).expand_as(tensor)  # the one sample's, which is kept as its row
 
 
 def recorder_of(param: Tensor, name: str, settings: Settings, module: nn.Module | None = None) -> Recorder:

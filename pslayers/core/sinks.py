@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import torch_api
 from . import sharding
-from .factors import Factor
+from .factors import Dense, Factor
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -25,6 +25,10 @@ class Sink:
     """Rows in new memory, which nobody stores: of weights that are no recorded parameter's."""
 
     adds_up = True  # rows that come one after the other, as from several ops on one expanded tensor
+    sums = True  # the plain gradients are wanted, too
+
+    def at_call(self) -> None:
+        """Called before a call of the model: an error where what it computes could not be taken."""
 
     def fit(self, recorder: "Recorder", leaf: Tensor) -> None:
         """Note a new rows leaf, whose gradient will come."""
@@ -37,8 +41,8 @@ class Sink:
         """The same, of zeros."""
         return self.buffer(recorder, like).zero_()
 
-    def make(self, recorder: "Recorder | None", factor: Factor, like: Tensor, scale: float) -> Tensor:
-        """The dense rows of a factor, times `scale`."""
+    def make(self, recorder: "Recorder | None", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
+        """The dense rows of a factor, times `scale`; None where it is kept as it is."""
         out = self.buffer(recorder, like) if factor.entries is None else self.zeros(recorder, like)
         factor.write(out, scale)
         return out
@@ -197,6 +201,72 @@ class Streaming(Sink):
             )
         recorder.dense.release()
         self.take(recorder.name, rows)
+
+
+class Keeping(Sink):
+    """The factors themselves, of one backward pass, from which no dense rows are made (`ps.factored`).
+
+    Args:
+        sums: the plain gradients are wanted, too.
+        carry: ``carry(recorder)``, what a parameter carries as `grad_sample`.
+        begin: called before the first factor of a backward pass.
+        end: called at the end of such a pass.
+    """
+
+    def __init__(
+        self,
+        sums: bool,
+        carry: Callable[["Recorder"], object],
+        begin: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        self.sums, self.carry, self.begin, self.end = sums, carry, begin, end
+        self.pass_id = -1
+        self.uses: dict[Recorder, list[tuple[Factor, float]]] = {}
+
+    def at_call(self) -> None:
+        """An error where gradients are reduced over processes before they could be weighed."""
+        if not self.sums and sharding.in_ddp():
+            raise RuntimeError(
+                "DistributedDataParallel reduces gradients before they could be weighed: inside ps.clipping,"
+                " ps.reweighting and ps.factored(grad=False) call the model itself, not its wrapper, and"
+                " torch.distributed.all_reduce every `.grad` after the backward pass."
+            )
+
+    def make(self, recorder: "Recorder | None", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
+        """None: the factor is kept."""
+        if recorder is None or recorder.settings.collecting_grads:
+            return super().make(recorder, factor, like, scale)
+        if (holder := recorder.enter()) is not None:
+            self._keep(recorder, holder, factor, scale)
+        return None
+
+    def store(
+        self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
+    ) -> None:
+        """Keep rows that somebody has formed."""
+        self._keep(recorder, holder, Dense(rows, rows.shape), 1.0)
+
+    def _keep(self, recorder: "Recorder", holder: Tensor, factor: Factor, scale: float) -> None:
+        settings, size = recorder.settings, factor.shape[0]
+        if settings.accumulation != "replace":
+            raise RuntimeError(
+                "Factored gradients are those of one backward pass, and `.grad` adds up by itself: leave"
+                f" ps.accumulating(model, {settings.accumulation!r}) away."
+            )
+        if size != settings.rows != -1:
+            raise recorder.of_two_sizes(settings.rows, size)
+        settings.rows, recorder.checked = size, True
+        if settings.pass_id != self.pass_id:
+            self.pass_id, self.uses = settings.pass_id, {}
+            self.begin()
+            torch_api.after_outer_pass(self.end)
+        uses = self.uses.setdefault(recorder, [])
+        if not uses:
+            recorder.holder.enter(holder, recorder)
+            holder.grad_sample = self.carry(recorder)  # type: ignore[attr-defined]
+        factor.detach_()
+        uses.append((factor, scale))
 
 
 class SingleSample:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from ..core.factors import Factor
 from .common import check_rows, owned
+from .embedding import Gather, places_of
 
 MODES = "sum", "mean", "max"  # by torch's numbers
 
@@ -172,6 +173,58 @@ class Bagged(Factor):
             first = self._tables(torch.arange(bags.count, device=gy.device), out.shape)
             gy = gy.masked_fill((bags.sizes == 0).unsqueeze(1), 0)
             tables.scatter_add_(0, first.unsqueeze(1) + self.chosen, gy)
+
+    # ------------------------------------------------------------------------------- without the dense rows
+    @functools.cached_property
+    def gathered(self) -> Gather:
+        """The same entry by entry; of maxima value by value, each an entry of one value."""
+        bags, (size, entries, width), gy = self.bags, self.shape, self.gy
+        k = max(bags.count // max(size, 1), 1)
+        if bags.mode != "max":
+            return Gather(bags.ids, bags.by_entry(gy, self.factors), self.shape, samples=bags.bag // k)
+        gy = gy.masked_fill((bags.sizes == 0).unsqueeze(1), 0)
+        dims, rows = torch.arange(width, device=gy.device), torch.arange(bags.count, device=gy.device)
+        values, shape = (self.chosen * width + dims).reshape(-1), torch.Size((size, entries * width, 1))
+        return Gather(values, gy.reshape(-1, 1), shape, samples=(rows // k).repeat_interleave(width))
+
+    def select(self, index: slice | Tensor) -> Factor:
+        bags, size = self.bags, self.shape[0]
+        k = bags.count // max(size, 1)
+        places, count = places_of(index, size, self.gy.device)
+        samples = places[bags.bag // max(k, 1)]
+        kept = samples >= 0
+        some = _Bags(bags.ids[kept], (samples * k + bags.bag % max(k, 1))[kept], count * k, bags.mode)
+        factors = None if self.factors is None else self.factors[kept]
+        gy = self.gy.unflatten(0, (size, k))[index].flatten(0, 1)
+        chosen = self.chosen
+        if bags.mode == "max":
+            chosen = chosen.unflatten(0, (size, k))[index].flatten(0, 1)
+        return Bagged(some, gy, factors, chosen, torch.Size((count, *self.shape[1:])))
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        return Bagged(self.bags, self.gy.to(dtype), self.factors, self.chosen, self.shape)
+
+    def like(self) -> Tensor:
+        return self.gy
+
+    def sq_norms(self) -> Tensor:
+        return self.gathered.sq_norms()
+
+    def meet(self, other: Factor) -> Tensor | None:
+        if isinstance(other, Bagged) and (other.bags.mode == "max") == (self.bags.mode == "max"):
+            return self.gathered.meet(other.gathered)
+        return None if self.bags.mode == "max" else self.gathered.meet(other)
+
+    def meet_all(self, other: Factor) -> Tensor | None:
+        if isinstance(other, Bagged) and (other.bags.mode == "max") == (self.bags.mode == "max"):
+            return self.gathered.meet_all(other.gathered)
+        return None if self.bags.mode == "max" else self.gathered.meet_all(other)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        return self.gathered.weighted_sum(weights).view(self.shape[1:])
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return self.gathered.dot(direction.reshape(self.gathered.shape[1:]))
 
 
 class _EmbeddingBag(Op):

@@ -4,14 +4,15 @@ Shapes: B samples, N = k * B rows, C and O in and out channels, G groups, K kern
 the result, T = k * L of them a sample, P the number of values in a weight.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
-from ..core.factors import Factor
+from ..core.factors import CHUNK_BYTES, Factor
 from .common import bias_factor, check_rows, of_dtype, owned
 from .conv_weight_grads import (
     Geometry,
@@ -19,8 +20,10 @@ from .conv_weight_grads import (
     convolution,
     convolution_backward,
     differentiable_rows,
+    patches_of,
     write_rows,
 )
+from .linear_factor import Outer
 
 Size = int | tuple[int, ...]
 
@@ -240,7 +243,9 @@ class _Conv(Op):
         gx = g_weight = g_rows = g_bias = g_bias_rows = None
         if need_rows or need_weight:  # before the input's, so that what this takes on the side is free again
             moved, fixed = (gy, x) if transposed else (x, gy)
-            g_weight, g_rows = w.take(Patches(moved, fixed, w, geometry), need_weight, need_rows)
+            g_weight, g_rows = w.take(
+                Patches(moved, fixed, w.weight, w.shape, geometry), need_weight, need_rows
+            )
         if b is not None and (need_bias or need_bias_rows):
             sums = gy.sum(tuple(range(2, gy.ndim)), dtype=b.weight.dtype)  # (N, O)
             g_bias, g_bias_rows = b.take(bias_factor(sums, b), need_bias, need_bias_rows)
@@ -273,15 +278,17 @@ class Patches(Factor):
     Args:
         x: the side that the kernel moves over, (N, C, *S): the input, or a transposed one's output gradient.
         gy: the other side, (N, O, *L).
-        w: the weight's expansion, whose dtype it gets.
+        weight: (O, C/G, *K), whose dtype it gets.
+        shape: (B, O, C/G, *K).
     """
 
     # above this many positions a sample, summing the rows is cheaper than a second convolution over the batch
     worth_summing = 32
+    unread = ("weight",)
 
-    def __init__(self, x: Tensor, gy: Tensor, w: Expansion, geometry: Geometry) -> None:
-        self.weight, self.shape, self.geometry = w.weight, w.shape, geometry
-        self.x, self.gy = of_dtype(x, w.weight.dtype), of_dtype(gy, w.weight.dtype)
+    def __init__(self, x: Tensor, gy: Tensor, weight: Tensor, shape: torch.Size, geometry: Geometry) -> None:
+        self.weight, self.shape, self.geometry = weight, shape, geometry
+        self.x, self.gy = of_dtype(x, weight.dtype), of_dtype(gy, weight.dtype)
         self.positions = gy.shape[0] * gy.shape[2:].numel()
 
     def total(self) -> Tensor:
@@ -297,3 +304,67 @@ class Patches(Factor):
     def rows(self) -> Tensor:
         """By a product with patches."""
         return differentiable_rows(self.x, self.gy, self.shape, self.geometry)
+
+    # ------------------------------------------------------------------------------- without the dense rows
+    def _of(self, x: Tensor, gy: Tensor, size: int, weight: Tensor | None = None) -> "Patches":
+        shape = torch.Size((size, *self.shape[1:]))
+        return Patches(x, gy, self.weight if weight is None else weight, shape, self.geometry)
+
+    def select(self, index: slice | Tensor) -> Factor:
+        x, gy = (t.unflatten(0, (self.shape[0], -1))[index] for t in (self.x, self.gy))
+        return self._of(x.flatten(0, 1), gy.flatten(0, 1), len(x))
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        return self._of(self.x, self.gy, self.shape[0], self.weight.detach().to(dtype))
+
+    def like(self) -> Tensor:
+        return self.gy
+
+    def _outer(self) -> Outer | None:
+        """As a linear map of patches, each group's a sample, where that is cheaper than dense rows."""
+        (size, o, *_), groups = self.shape, self.geometry.groups
+        t, width = self.positions // max(size, 1), self.shape[2:].numel()
+        if t * (o // groups + width) > o // groups * width or not self.gy.numel():
+            return None
+        patches, outs = patches_of(self.x, self.gy, self.shape, self.geometry)
+        columns = patches.reshape(size * groups, width, t)
+        shape = torch.Size((size * groups, o // groups, width))
+        return Outer(outs.transpose(1, 2), columns.transpose(1, 2), shape)
+
+    def sq_norms(self) -> Tensor:
+        """By the products of positions with each other, where these are few."""
+        found = [
+            Factor.sq_norms(part) if (maps := part._outer()) is None else _of_groups(maps.sq_norms(), part)
+            for part in self._parts()
+        ]
+        return torch.cat(found) if found else self.gy.new_zeros(0)
+
+    def _parts(self) -> Iterator["Patches"]:
+        """Some samples at a time, whose patches take little."""
+        (size, *_), width = self.shape, self.shape[2:].numel() * self.geometry.groups
+        each = width * self.positions // max(size, 1) * self.gy.element_size()
+        step = max(1, CHUNK_BYTES // max(each, 1))
+        for start in range(0, size, step):
+            yield cast(Patches, self.select(slice(start, start + step)))
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """By the convolution's own weight gradient, after the smaller side was multiplied."""
+        x, gy, size = self.x, self.gy, self.shape[0]
+        k = x.shape[0] // max(size, 1)
+
+        def weighted(t: Tensor) -> Tensor:
+            return t * weights.to(t.dtype).repeat_interleave(k).view(-1, *[1] * (t.ndim - 1))
+
+        x, gy = (weighted(x), gy) if x.numel() < gy.numel() else (x, weighted(gy))
+        return self._of(x, gy, size).total()
+
+    def dot(self, direction: Tensor) -> Tensor:
+        """By the convolution in that direction."""
+        y = convolution(self.x, direction.to(self.x.dtype), None, self.geometry)
+        for dim, length in enumerate(self.gy.shape[2:], 2):  # a transposed one's may have been cut
+            y = y.narrow(dim, 0, length)
+        return (y * self.gy).reshape(self.shape[0], -1).sum(1)
+
+
+def _of_groups(found: Tensor, factor: Patches) -> Tensor:
+    return found.view(factor.shape[0], -1).sum(1)

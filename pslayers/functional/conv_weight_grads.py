@@ -81,7 +81,7 @@ def write_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geome
 
 def differentiable_rows(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
     """The rows by a product that can be differentiated again."""
-    patches, outs = _factors(x, gy, shape, geometry)
+    patches, outs = patches_of(x, gy, shape, geometry)
     columns = patches.reshape(outs.shape[0], shape[2:].numel(), outs.shape[2])
     return (outs @ columns.transpose(1, 2)).view(shape)
 
@@ -120,13 +120,13 @@ def _product_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Ge
 def _by_chunks(
     x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Patches and output gradients as `_factors`, and the rows (B * G, O/G, C/G * K) to write, of some
+    """Patches and output gradients as `patches_of`, and the rows (B * G, O/G, C/G * K) to write, of some
     samples at a time.
     """
     k, width = x.shape[0] // out.shape[0], out[0, 0].numel()
     for start, stop in _chunks(out, width * geometry.groups * k * gy.shape[2:].numel()):
         some, rows = slice(start * k, stop * k), out[start:stop]
-        patches, outs = _factors(x[some], gy[some], rows.shape, geometry)
+        patches, outs = patches_of(x[some], gy[some], rows.shape, geometry)
         yield patches, outs, rows.view(outs.shape[0], -1, width)
 
 
@@ -169,7 +169,7 @@ def _chunks(out: Tensor, values: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, out.shape[0])
 
 
-def _factors(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> tuple[Tensor, Tensor]:
+def patches_of(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> tuple[Tensor, Tensor]:
     """The patches as a view (B, G, C/G, *K, k, *L), and the output gradients (B * G, O/G, T)."""
     stride, padding, dilation, groups = geometry
     size, n, kernel = shape[0], len(stride), shape[3:]

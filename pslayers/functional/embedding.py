@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
-from ..core.factors import Factor
+from ..core.factors import CHUNK_BYTES, Factor
 from .common import check_rows, of_dtype, owned
+from .linear_factor import Outer
 
 
 def embedding(ids: Tensor, weight: Tensor | Expansion, padding_idx: int | None = None) -> Tensor:
@@ -113,6 +114,121 @@ class Gather(Factor):
         out = self.gy.new_zeros(self.shape)
         self.write(out, 1)
         return out
+
+    # ------------------------------------------------------------------------------- without the dense rows
+    def _of(self, ids: Tensor, gy: Tensor, samples: Tensor | None, size: int) -> "Gather":
+        return Gather(ids, gy, torch.Size((size, *self.shape[1:])), self.padding_idx, samples)
+
+    def select(self, index: slice | Tensor) -> Factor:
+        size, gy = self.shape[0], self.gy
+        if self.samples is None:
+            ids, gy = (t.unflatten(0, (size, -1))[index] for t in (self.ids, gy))
+            return self._of(ids.flatten(0, 1), gy.flatten(0, 1), None, len(ids))
+        places, count = places_of(index, size, gy.device)
+        samples = places[self.samples]
+        kept = samples >= 0
+        return self._of(self.ids[kept], gy[kept], samples[kept], count)
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        return self._of(self.ids, self.gy.to(dtype), self.samples, self.shape[0])
+
+    def like(self) -> Tensor:
+        return self.gy
+
+    @functools.cached_property
+    def sparse(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Each entry of each sample once: samples (U,), ids (U,), and the sums of their gradients (U, D)."""
+        _, entries, width = self.shape
+        keys, gy = self.entries, self.gy.reshape(-1, width)
+        if self.padding_idx is not None:
+            kept = self.ids.reshape(-1) != self.padding_idx
+            keys, gy = keys[kept], gy[kept]
+        unique, places = keys.unique(return_inverse=True)
+        sums = gy.new_zeros(len(unique), width).index_add_(0, places, gy)
+        return unique // max(entries, 1), unique % max(entries, 1), sums
+
+    def by_sample(self, each: Tensor) -> Tensor:
+        """The sum over each sample's entries, (U,) as in `sparse`: (B,)."""
+        return each.new_zeros(self.shape[0]).index_add_(0, self.sparse[0], each)
+
+    def sq_norms(self) -> Tensor:
+        """Of sums by entry."""
+        return self.by_sample(self.sparse[2].square().sum(1))
+
+    def meet(self, other: Factor) -> Tensor | None:
+        """With another table, entry by entry; with a linear map (a tied one), its rows at the entries."""
+        samples, ids, sums = self.sparse
+        if isinstance(other, Gather):
+            theirs, their_ids, their_sums = other.sparse
+            entries = self.shape[1]
+            keys, wanted = theirs * entries + their_ids, samples * entries + ids
+            if not len(keys):
+                return sums.new_zeros(self.shape[0])
+            at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
+            both = (keys[at] == wanted).to(sums.dtype)
+            return self.by_sample((sums * their_sums[at]).sum(1) * both)
+        if isinstance(other, Outer):
+            return self.by_sample(torch.einsum("ut,ut->u", *self._at_entries(other, samples)))
+        return None
+
+    def _at_entries(self, other: Outer, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """For a linear map's rows at the entries: gradients there, and products with x, (U, t) each."""
+        gy, x = other.batch()
+        _, ids, sums = self.sparse
+        return gy[samples, :, ids], torch.einsum("uti,ui->ut", x[samples], sums)
+
+    def meet_all(self, other: Factor) -> Tensor | None:
+        samples, ids, sums = self.sparse
+        if isinstance(other, Outer):
+            gy, x = other.batch()
+            found = [
+                torch.einsum("tu,tu->u", one_gy[:, ids], one_x @ sums.t())
+                for one_gy, one_x in zip(gy, x, strict=True)
+            ]
+            return torch.stack([self.by_sample(each) for each in found], 1)
+        if not isinstance(other, Gather):
+            return None
+        theirs, their_ids, their_sums = other.sparse
+        out = sums.new_zeros(self.shape[0], other.shape[0])
+        used = ids.unique()
+        step = max(1, CHUNK_BYTES // max((len(out) + out.shape[1]) * sums.shape[1] * sums.element_size(), 1))
+        for some in used.split(step):
+            out += (
+                _at(some, samples, ids, sums, len(out))
+                @ _at(some, theirs, their_ids, their_sums, out.shape[1]).t()
+            )
+        return out
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """By torch's own, after the gradients were multiplied."""
+        if self.samples is not None:
+            each = weights[self.samples]
+        else:
+            each = weights.repeat_interleave(self.ids.shape[0] // max(len(weights), 1))
+        each = each.to(self.gy.dtype).view(-1, *[1] * (self.gy.ndim - 1))
+        return self._of(self.ids, self.gy * each, self.samples, self.shape[0]).total()
+
+    def dot(self, direction: Tensor) -> Tensor:
+        """At the entries."""
+        _, ids, sums = self.sparse
+        return self.by_sample((sums * direction.to(sums.dtype)[ids]).sum(1))
+
+
+def _at(some: Tensor, samples: Tensor, ids: Tensor, sums: Tensor, size: int) -> Tensor:
+    """The tables of all samples at some entries (sorted): (B, entries * D)."""
+    at = torch.searchsorted(some, ids).clamp_(max=len(some) - 1)
+    kept = some[at] == ids
+    out = sums.new_zeros(size, len(some), sums.shape[1])
+    out[samples[kept], at[kept]] = sums[kept]
+    return out.flatten(1)
+
+
+def places_of(index: slice | Tensor, size: int, device: torch.device) -> tuple[Tensor, int]:
+    """Where each of `size` samples comes among those chosen, -1 for the others; and how many these are."""
+    chosen = torch.arange(size, device=device)[index]
+    places = torch.full((size,), -1, device=device)
+    places[chosen] = torch.arange(len(chosen), device=device)
+    return places, len(chosen)
 
 
 class _Embedding(Op):

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from ..core.factors import Factor
 from .common import of_dtype, owned
+from .embedding import places_of
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -128,3 +129,24 @@ class Grouped(Factor):
         torch.bmm(
             left.view(-1, n, x.shape[1]).mT, right.view(-1, n, gy.shape[1]), out=out.view(-1, *out.shape[2:])
         )
+
+    # ------------------------------------------------------------------------------- without the dense rows
+    def _of(self, x: Tensor, gy: Tensor, group: Tensor, samples: Tensor, size: int) -> "Grouped":
+        return Grouped(x, gy, group, samples, torch.Size((size, *self.shape[1:])))
+
+    def select(self, index: slice | Tensor) -> Factor:
+        places, count = places_of(index, self.shape[0], self.x.device)
+        samples = places[self.samples]
+        kept = samples >= 0
+        return self._of(self.x[kept], self.gy[kept], self.group[kept], samples[kept], count)
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        return self._of(self.x.to(dtype), self.gy.to(dtype), self.group, self.samples, self.shape[0])
+
+    def like(self) -> Tensor:
+        return self.gy
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """As if all rows were one sample's, after they were multiplied."""
+        gy = self.gy * weights[self.samples].to(self.gy.dtype).unsqueeze(1)
+        return self._of(self.x, gy, self.group, self.samples, self.shape[0]).total()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..core.factors import Factor
+from ..core.factors import CHUNK_BYTES, Factor
 from .common import by_sample
 from .products import outer, outer_each
 
@@ -33,7 +33,8 @@ class Outer(Factor):
         self.gy, self.x, self.shape, self.batched = gy, x, shape, batched
         self.positions = gy.shape[0] if gy.ndim == 2 else gy.shape[:-1].numel()
 
-    def _by_sample(self) -> tuple[Tensor, Tensor]:
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Both sides by sample: (B, t, O) and (B, t, I)."""
         gy, x, size = self.gy, self.x, self.shape[0]
         return self.batched(gy, size, gy.shape[-1]), self.batched(x, size, x.shape[-1])
 
@@ -44,12 +45,102 @@ class Outer(Factor):
 
     def write(self, out: Tensor, scale: float) -> None:
         """By one batched product."""
-        outer_each(*self._by_sample(), scale, out if out.ndim == 3 else out.flatten(2))
+        outer_each(*self.batch(), scale, out if out.ndim == 3 else out.flatten(2))
 
     def rows(self) -> Tensor:
         """By one batched product."""
-        gy, x = self._by_sample()
+        gy, x = self.batch()
         return (gy.transpose(1, 2) @ x).view(self.shape)
+
+    # ------------------------------------------------------------------------------- without the dense rows
+    def _of(self, gy: Tensor, x: Tensor) -> "Outer":
+        return Outer(gy, x, torch.Size((len(gy), *self.shape[1:])))
+
+    def select(self, index: slice | Tensor) -> Factor:
+        gy, x = self.batch()
+        return self._of(gy[index], x[index])
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        gy, x = self.batch()
+        return self._of(gy.to(dtype), x.to(dtype))
+
+    def like(self) -> Tensor:
+        return self.gy
+
+    def sq_norms(self) -> Tensor:
+        """By the products of positions with each other, where these take fewer multiplications than dense
+        rows, t (O + I) against O I, and do not cancel.
+        """
+        gy, x = self.batch()
+        if gy.shape[1] == 1:
+            return gy.square().sum((1, 2)) * x.square().sum((1, 2))
+        if gy.shape[1] * (gy.shape[2] + x.shape[2]) > gy.shape[2] * x.shape[2]:
+            return super().sq_norms()
+        of_gy, of_x = gy @ gy.transpose(1, 2), x @ x.transpose(1, 2)
+        found = torch.einsum("nts,nts->n", of_gy, of_x)
+        lost = cancelled(of_gy.diagonal(dim1=1, dim2=2) * of_x.diagonal(dim1=1, dim2=2), found)
+        if len(lost):
+            found[lost] = Factor.sq_norms(self.select(lost))
+        return found
+
+    def meet(self, other: Factor) -> Tensor | None:
+        if not isinstance(other, Outer):
+            return None
+        (gy, x), (gy2, x2) = self.batch(), (self if other is self else other).batch()
+        t, s, o, i = gy.shape[1], gy2.shape[1], gy.shape[2], x.shape[2]
+        if t * s * (o + i) > (t + s) * o * i:
+            return None
+        return torch.einsum("nts,nts->n", gy @ gy2.transpose(1, 2), x @ x2.transpose(1, 2))
+
+    def meet_all(self, other: Factor) -> Tensor | None:
+        if not isinstance(other, Outer):
+            return None
+        (gy, x), (gy2, x2) = self.batch(), other.batch()
+        (b, t, o), (c, s, _), i = gy.shape, gy2.shape, x.shape[2]
+        dense = (b * t + c * s + b * c) * o * i
+        if b * t * c * s * (o + i) > dense:
+            return None
+        out = gy.new_empty(b, c)
+        step = max(1, CHUNK_BYTES // max(2 * t * c * s * gy.element_size(), 1))
+        for start in range(0, b, step):
+            some = slice(start, start + step)
+            pairs = (gy[some].flatten(0, 1) @ gy2.flatten(0, 1).t()).mul_(
+                x[some].flatten(0, 1) @ x2.flatten(0, 1).t()
+            )  # (some * t, c * s)
+            out[some] = pairs.view(-1, t, c, s).sum((1, 3))
+        return out
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """By the plain product, after the smaller side was multiplied."""
+        gy, x = self.batch()
+        w = weights.to(gy.dtype).view(-1, 1, 1)
+        gy, x = (gy * w, x) if gy.shape[2] < x.shape[2] else (gy, x * w)
+        return outer(gy, x).view(self.shape[1:])
+
+    def dot(self, direction: Tensor) -> Tensor:
+        """By the map in that direction."""
+        gy, x = self.batch()
+        v = direction.reshape(gy.shape[2], x.shape[2]).to(gy.dtype)
+        if gy.shape[2] < x.shape[2]:
+            return torch.einsum("nto,nto->n", gy, x @ v.t())
+        return torch.einsum("nti,nti->n", gy @ v, x)
+
+
+def cancelled(each: Tensor, squares: Tensor) -> Tensor:
+    """Samples whose squared norm (B,), from products of positions, may be lost in the rounding of these;
+    `each` (B, t) is that of one position alone, |gy_t|^2 |x_t|^2.
+
+    A sum over positions t and s of products that are each right to u (the precision's unit) is right to
+    u * (sum_t |gy_t| |x_t|)^2 at worst, and to about u * sum_t |gy_t|^2 |x_t|^2, as errors have any sign
+    (direct derivation). Both are held against the squared norm itself.
+    """
+    unit = torch.finfo(each.dtype).eps
+    worst, likely = each.sqrt().sum(1).square() * unit, each.sum(1) * unit
+    return (~((worst <= WORST * squares) & (likely <= LIKELY * squares))).nonzero().squeeze(1)
+
+
+# how far a squared norm may be off, relatively
+WORST, LIKELY = 1e-3, 2e-6
 
 
 def product(gy: Tensor, x: Tensor) -> Tensor:

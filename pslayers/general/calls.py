@@ -22,7 +22,7 @@ from ..attribution.tracking import (
 )
 from ..core.context import Scale, by_original_layers, in_place_of, local, places_of
 from ..core.converted_module import ConvertedModule
-from ..core.expansion import Expansion, of_one
+from ..core.expansion import of_one
 from ..core.recorder import recorder_of
 from ..core.trees import in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
 from ..parameters.per_sample import NoRuleError
@@ -155,8 +155,8 @@ def _weights(
             recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
             recorder.unexpanded = name in idle
             if name not in idle:
-                rows = recorder.rows(batch.size)
-                weights[name] = Expansion(param, rows, Scale(batch.scale.total), recorder).tensor(batch.size)
+                expansion = recorder.expansion(param, batch.size, Scale(batch.scale.total))
+                weights[name] = expansion.tensor(batch.size)
     return weights
 
 

@@ -492,7 +492,7 @@ class PSLayer(_Layer):
             or recorder.param() is not weight
         ):
             recorder = recorder_of(weight, f"{state.prefix}{name}", settings, self)
-        return Expansion(weight, recorder.rows(batch.size), call.scale, recorder)
+        return recorder.expansion(weight, batch.size, call.scale)
 
     def expand(self, name: str) -> Tensor | None:
         """The parameter `name`, expanded to this call's rows: ``(N, *S)``, where N is B, or k * B for k rows

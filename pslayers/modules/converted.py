@@ -161,6 +161,8 @@ class Converted(_Mixin):
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recorded: bool
     ) -> Any:
         state, settings = self._ps_state(), self._ps_state().settings
+        if settings.sink is not None:
+            settings.sink.at_call()
         recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
         trackable = not self._ps_layer and not recomputed
         sizes = [] if self._ps_layer else self._ps_sizes(args, kwargs)

@@ -256,6 +256,15 @@ def test_what_is_not_proved_is_refused() -> None:
         compiled(ours)(floats(1, 12))
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_factored_gradients_of_a_compiled_model_are_refused(grad: bool) -> None:
+    model, ours = pair(zoo.mlp(), floats(3, 12))
+    run, x = compiled(ours), floats(5, 12)
+    with pytest.raises(RuntimeError, match=r"without torch\.compile"), ps.factored(ours, grad=grad):
+        squares(run(x)).mean().backward()
+    assert_right(run, ours, model, x)
+
+
 @pytest.mark.parametrize("dynamic", [True, False, None])
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 def test_a_first_call_is_proved_while_it_is_traced(name: str, dynamic: bool | None) -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import pslayers as ps
 
 from .. import zoo
-from ..oracle import loop, square, squares
+from ..oracle import assert_factored, flat, loop, square, squares
 from . import ranks
 
 EACH = 3  # samples a rank
@@ -172,6 +172,40 @@ def ddp_private_training(rank: int, world: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ FSDP2
+def factored(rank: int, world: int) -> None:
+    """Clipping on each rank, reduced by hand; the wrapper, which would reduce too early, is refused."""
+    model = zoo.mlp().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    wrapped = DistributedDataParallel(ours)
+    x = vectors(4 * world)
+    mine = x[4 * rank : 4 * rank + 4]
+    for batch in mine, mine[:1]:
+        with pytest.raises(RuntimeError, match="call the model itself"), ps.clipping(ours, 1.0):
+            wrapped(batch)
+    expected = loop(model, square, (x,))
+    with ps.factored(ours) as grads:
+        squares(wrapped(mine)).mean().backward()
+    assert_factored(grads, {name: r[4 * rank : 4 * rank + 4] for name, r in expected.items()})
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name].mean(0))
+    ours.zero_grad()
+    norms = flat(expected).square().sum(1).sqrt()
+    bound = norms.median().item()
+    with ps.clipping(ours, bound):
+        squares(ours(mine)).mean().backward()
+    for name, p in ours.named_parameters():
+        dist.all_reduce(p.grad)
+        clipped = torch.tensordot((bound / norms).clamp(max=1), expected[name], 1) / 4
+        torch.testing.assert_close(p.grad, clipped)
+
+
+def factored_shards(rank: int, world: int) -> None:
+    """Refused by name."""
+    model = shard(ps.convert_model(zoo.mlp()), world, None)
+    with pytest.raises(ValueError, match="FSDP2"), ps.factored(model):
+        pass
+
+
 def shard(model: nn.Module, world: int, parts: type[nn.Module] | None) -> nn.Module:
     """Each module of a class sharded by itself, then the rest with the root."""
     mesh = init_device_mesh("cpu", (world,))
@@ -312,6 +346,8 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "ddp-checkpoint": ddp_checkpoint,
     "ddp-bare-parameters": ddp_bare_parameters,
     "ddp-private-training": ddp_private_training,
+    "ddp-factored": factored,
+    "fsdp-factored": factored_shards,
     "fsdp-root": sharded(None),
     "fsdp-blocks": sharded(zoo.Block),
     "fsdp-root-converted-after": sharded(None, "after"),

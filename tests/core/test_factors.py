@@ -66,12 +66,11 @@ def patches(size: int, k: int) -> Case:
     x, gy = draw(k * size, 4, 6, 5), draw(k * size, 6, 3, 5)
     geometry = Geometry((2, 1), (1, 1), (1, 1), 2)
     w = draw(6, 2, 3, 3)
-    e = Expansion(w, w.expand(size, *w.shape))
 
     def conv(w: Tensor, x: Tensor, gy: Tensor) -> Tensor:
         return (F.conv2d(x, w, None, *geometry) * gy).sum()
 
-    return Patches(x, gy, e, geometry), conv, (6, 2, 3, 3), [x, gy]
+    return Patches(x, gy, w, torch.Size((size, *w.shape)), geometry), conv, (6, 2, 3, 3), [x, gy]
 
 
 def gather(size: int, k: int) -> Case:

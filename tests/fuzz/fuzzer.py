@@ -132,7 +132,10 @@ def several(live: Live, draw: Draw) -> None:
     """A few batches, read in several ways."""
     ways = [
         live.train,
-        *(draw.pick(live.train, live.train, live.one_call, live.functional, live.stream) for _ in range(2)),
+        *(
+            draw.pick(live.train, live.train, live.one_call, live.functional, live.stream, live.factored)
+            for _ in range(2)
+        ),
     ]
     if not steps.differentiable(live):
         ways = [live.train] * 2

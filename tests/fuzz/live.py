@@ -249,6 +249,23 @@ class Live:
         self.assert_rows(found, expected)
         self.compare()
 
+    def factored(self, n: int) -> None:
+        """Rows from factors, and norms and a weighted sum that are theirs."""
+        plain, ours, expected = self.losses(n)
+        with ps.factored(self.ours) as grads:
+            self.backward(plain, ours)
+        self.assert_rows({k: g.dense() for k, g in grads.items()}, expected)
+        weights = torch.linspace(-1, 1, n, dtype=torch.float64)
+        for name, grad in grads.items():
+            rows, allowed = expected[name], EDGES * n * self.rounding.get(name, 0.0)
+            if n and rows.isfinite().all():
+                norms = rows.reshape(n, -1).square().sum(1).sqrt()
+                size = rows[0].numel() ** 0.5
+                assert_near(f"norms of `{name}`", grad.norms(), norms, self.dtype, allowed * size)
+                total = torch.tensordot(weights, rows, 1)
+                assert_near(f"weighted `{name}`", grad.weighted_sum(weights), total, self.dtype, allowed)
+        self.compare()
+
     def one_call(self, n: int) -> None:
         """`per_sample_grads`: nothing is left behind."""
         inputs, options = self.inputs(n), {}

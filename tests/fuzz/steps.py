@@ -48,6 +48,12 @@ def streamed(live: Live, draw: Draw) -> None:
 
 
 @step
+def factored(live: Live, draw: Draw) -> None:
+    if differentiable(live):
+        live.factored(size(draw))
+
+
+@step
 def one_call(live: Live, draw: Draw) -> None:
     if differentiable(live):
         live.one_call(size(draw))

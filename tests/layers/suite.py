@@ -16,9 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
+from pslayers.core.factors import Blocks, Factor
 from pslayers.core.trees import tensors_in
+from pslayers.functional.bags import Bagged
+from pslayers.functional.embedding import Gather
+from pslayers.functional.linear_factor import Outer
 
-from ..oracle import assert_rows, members, true_rows
+from ..oracle import assert_factored, assert_rows, flat, members, true_rows
 
 
 @dataclass
@@ -497,6 +501,35 @@ class LayerSuite:
             gc.collect()
             counts.append(sum(type(o) in (Tensor, nn.Parameter) for o in gc.get_objects()))
         assert counts[1] >= counts[2] >= counts[3]  # what earlier tests have left may still go
+
+    @pytest.mark.parametrize("dense", [False, True], ids=["products", "dense"])
+    def test_factored(self, case: Case, dense: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Norms, sums and products by the form that the shapes suggest, and by dense rows of one sample at a
+        time.
+        """
+        if dense:
+            monkeypatch.setattr("pslayers.core.factors.CHUNK_BYTES", 1)
+            for form in ("meet", "meet_all"):
+                for kind in (Outer, Gather, Bagged, Blocks):
+                    monkeypatch.setattr(kind, form, getattr(Factor, form))
+        layer, inputs = self.build(case), self.inputs(case)
+        ours = self.converted(layer)
+        expected = self.loop(layer, inputs, self.batch)
+        with ps.factored(ours, grad=False) as grads:
+            self.losses(ours(*inputs), self.batch).mean().backward()
+        assert_factored(grads, expected)
+        assert all(p.grad is None and p.grad_sample is None for p in ours.parameters())
+        assert not [name for name, rows in expected.items() if rows.any() and name not in grads]
+        norm = flat(expected).square().sum(1).sqrt()
+        bound = norm.median().item() or 1.0
+        with ps.clipping(ours, bound) as clip:
+            self.losses(ours(*inputs), self.batch).mean().backward()
+        torch.testing.assert_close(clip.norms, norm, rtol=1e-8, atol=1e-9)
+        factors = (bound / norm).clamp(max=1) / self.batch
+        for name, p in ours.named_parameters():
+            found = torch.zeros_like(p) if p.grad is None else p.grad
+            clipped = torch.tensordot(factors, expected[name], 1)
+            torch.testing.assert_close(found, clipped, rtol=1e-8, atol=1e-9)
 
     def test_check_layer_agrees(self, case: Case) -> None:
         layer, inputs = self.build(case), self.inputs(case)

@@ -1,0 +1,473 @@
+"""Factored gradients: norms, weighted sums, kernels and products of per-sample gradients, which are not
+formed, in one backward pass.
+
+The per-sample gradient of a weight is a product of small things: of a linear map, the gradient of its output
+times its input. The backward pass keeps these (`core.factors`), and what is asked for is computed from them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import torch_api
+from .convert import settings_of
+from .core.context import Settings
+from .core.factors import Factor, Sum, flat
+from .core.recorder import Recorder
+from .core.sharding import is_shard
+from .core.sinks import Keeping
+from .gradients import changed
+
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class FactoredGrad:
+    """The per-sample gradient of one parameter, (B, *S), not formed: what `p.grad_sample` is inside the
+    blocks of this file, and what ``grads[name]`` is.
+
+    ``grad[i]`` is the gradient of sample i, (*S), `dense` all of them.
+    """
+
+    def __init__(self, name: str, uses: list[tuple[Factor, float]]) -> None:
+        self.name, self._uses, self._seen = name, uses, 0
+        self._versions: list[tuple[Tensor, int]] = []
+        self._factor: Sum | None = None
+
+    def note_versions(self) -> None:
+        """Note what the factors hold, as it is at the end of the backward pass."""
+        self._versions = [(t, t._version) for t in self._tensors() if not t.is_inference()]
+
+    def _tensors(self) -> list[Tensor]:
+        return [t for factor, _ in self._uses for _, _, t in factor.tensors()]
+
+    @property
+    def factor(self) -> Sum:
+        """Of all uses.
+
+        Raises:
+            RuntimeError: a tensor that the factors hold has been changed in place since.
+        """
+        for t, version in self._versions:
+            if t._version != version:
+                raise RuntimeError(
+                    f"The factored gradient of `{self.name}` is gone: a tensor of shape {tuple(t.shape)} that"
+                    " it is made of was changed in place after the backward pass. Read what you need before,"
+                    " or change a copy."
+                )
+        if self._factor is None or self._seen != len(self._uses):
+            self._seen, parts = len(self._uses), [factor for factor, _ in self._uses]
+            wide = (WIDER.get(p.like().dtype) for p in parts)
+            parts = [p if dtype is None else p.to(dtype) for p, dtype in zip(parts, wide, strict=True)]
+            self._factor = Sum(parts, [scale for _, scale in self._uses])
+        return self._factor
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, *S), as the dense gradients' would be."""
+        return self._uses[0][0].shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that the factors hold, which the backward pass had anyway."""
+        held = {t.untyped_storage().data_ptr(): t for t in self._tensors()}
+        return sum(t.untyped_storage().nbytes() for t in held.values())
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"FactoredGrad({self.name!r}, shape={tuple(self.shape)})"
+
+    def __getitem__(self, sample: int) -> Tensor:
+        """The gradient of one sample, (*S)."""
+        if not -len(self) <= sample < len(self):
+            raise IndexError(
+                f"Sample {sample} of {len(self)}: `{self.name}` has no such per-sample gradient."
+            )
+        sample %= len(self)
+        with _computing():
+            return self.factor.select(slice(sample, sample + 1)).dense()[0]
+
+    def dense(self) -> Tensor:
+        """The dense per-sample gradients, (B, *S)."""
+        with _computing():
+            return self.factor.dense()
+
+    def norms(self) -> Tensor:
+        """The norm of each sample's gradient, (B,)."""
+        with _computing():
+            return self.factor.sq_norms().clamp(min=0).sqrt()
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """The sum over samples, each times its weight (B,): (*S)."""
+        with _computing():
+            return self.factor.weighted_sum(_weights(weights, len(self)))
+
+    def dot(self, direction: Tensor) -> Tensor:
+        """The product of each sample's gradient with a direction (*S): (B,)."""
+        if direction.shape != self.shape[1:]:
+            raise ValueError(
+                f"`direction` has shape {tuple(direction.shape)} for `{self.name}`: expected"
+                f" {tuple(self.shape[1:])}, the parameter's."
+            )
+        with _computing():
+            return self.factor.dot(direction)
+
+    def gram(self, other: "FactoredGrad | None" = None) -> Tensor:
+        """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""
+        with _computing():
+            return self.factor.gram(self.factor if other is None else other.factor)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(
+            f"torch.{getattr(func, '__name__', func)} was given a factored gradient, which is no tensor: take"
+            " .dense() for one, (B, *S), or what it gives itself: .norms(), .weighted_sum(w), .dot(v),"
+            " .gram()."
+        )
+
+
+class FactoredGrads(Mapping[str, FactoredGrad]):
+    """The matrix (B, P) of all per-sample gradients of a model, not formed.
+
+    A mapping of the parameters that the last backward pass has reached: ``grads["0.weight"]``.
+    """
+
+    def __init__(self) -> None:
+        self._grads: dict[str, FactoredGrad] = {}
+
+    def __getitem__(self, name: str) -> FactoredGrad:
+        return self._grads[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._grads)
+
+    def __len__(self) -> int:
+        return len(self._grads)
+
+    def __repr__(self) -> str:
+        return f"FactoredGrads({self.size} samples, {len(self)} parameters)"
+
+    @property
+    def size(self) -> int:
+        """B, the number of samples; 0 before a backward pass."""
+        return len(next(iter(self.values()))) if self._grads else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what the factors hold; a tensor that several share counts for each."""
+        return sum(grad.nbytes for grad in self.values())
+
+    def _all(self) -> list[FactoredGrad]:
+        if not self._grads:
+            raise RuntimeError(
+                "There are no factored gradients yet: run a backward pass inside the block, of a loss that"
+                " depends on the model's parameters."
+            )
+        return list(self.values())
+
+    def norms(self) -> Tensor:
+        """The norm of each sample's gradient, of all parameters together, (B,)."""
+        with _computing():
+            squares = torch.stack([g.factor.sq_norms().clamp(min=0) for g in self._all()])
+            return squares.sum(0).sqrt()
+
+    def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
+        """The sum over samples, each times its weight (B,): {name: (*S)}."""
+        self._all()
+        return {name: grad.weighted_sum(weights) for name, grad in self.items()}
+
+    def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """The product of each sample's gradient with a direction {name: (*S)}, (B,); a name that is left out
+        counts as zeros.
+        """
+        unknown = direction.keys() - self.keys()
+        if unknown:
+            raise KeyError(
+                f"`direction` names {sorted(unknown)}, which the backward pass has given no gradient."
+            )
+        found = [grad.dot(direction[name]) for name, grad in self.items() if name in direction]
+        if not found:
+            raise ValueError("`direction` is empty: expected {name: (*S)} of at least one parameter.")
+        return torch.stack(found).sum(0)
+
+    def gram(self, other: "FactoredGrads | None" = None) -> Tensor:
+        """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""
+        if other is not None:
+            other._all()
+        theirs: Mapping[str, FactoredGrad] = self if other is None else other
+        found = [grad.gram(theirs[name]) for name, grad in self.items() if name in theirs]
+        if not found:
+            self._all()
+            raise ValueError("The two have no parameter in common: they are of different models.")
+        return torch.stack(found).sum(0)
+
+    def project(self, dim: int, seed: int = 0) -> Tensor:
+        """A random projection of each sample's gradient to `dim` numbers, (B, dim), which keeps products in
+        the mean.
+
+        By a matrix (P, dim) of independent normal numbers of variance 1 / dim, drawn anew each time from the
+        seed and the parameters' names: batches that are projected with one seed can be compared.
+
+        Source: Johnson and Lindenstrauss (1984).
+        """
+        if dim < 1:
+            raise ValueError(f"`dim` must be at least 1; got {dim}.")
+        out: Tensor | None = None
+        with _computing():
+            for name, grad in self.items():
+                found = _projected(grad.factor, dim, name, seed)
+                out = found if out is None else out + found
+        if out is None:
+            self._all()
+            raise AssertionError
+        return out
+
+    def dense(self) -> dict[str, Tensor]:
+        """The dense per-sample gradients, {name: (B, *S)}."""
+        self._all()
+        return {name: grad.dense() for name, grad in self.items()}
+
+
+class Clip:
+    """What `clipping` has done in its last backward pass.
+
+    Attributes:
+        norms: of each sample's gradient before it was clipped, (B,); where each parameter is clipped by
+            itself, {name: (B,)}. Samples whose norm is no number, or infinite, were left out.
+    """
+
+    norms: Any = None
+
+
+@contextmanager
+def factored(model: nn.Module, grad: bool = True) -> Iterator[FactoredGrads]:
+    """Keep the per-sample gradients of a backward pass as factors, of which norms, sums and products are
+    computed without forming them, inside a ``with`` block.
+
+    What is given holds the gradients of the last backward pass, and may be read after the block, until the
+    tensors that it is made of (the inputs of layers, the gradients of their outputs) are changed in place.
+
+    Args:
+        model: a converted model.
+        grad: whether `.grad` is filled as always; False saves the time that it takes.
+
+    Raises:
+        ValueError: the model is not converted.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> model = ps.convert_model(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)))
+        >>> with ps.factored(model, grad=False) as grads:
+        ...     model(torch.randn(5, 3)).square().sum(1).mean().backward()
+        >>> grads.norms().shape, grads.gram().shape, grads["0.weight"].dense().shape
+        (torch.Size([5]), torch.Size([5, 5]), torch.Size([5, 4, 3]))
+    """
+    grads = FactoredGrads()
+    with _kept(model, grads, sums=bool(grad)):
+        yield grads
+
+
+@contextmanager
+def reweighting(model: nn.Module, weigh: Callable[[FactoredGrads], Tensor]) -> Iterator[None]:
+    """Weigh the samples by their gradients: each backward pass inside the block adds the weighted sum of
+    the per-sample gradients to `.grad`, divided as the loss divides.
+
+    Args:
+        model: a converted model.
+        weigh: ``weigh(grads)`` returns the weights (B,). Samples whose gradient is not finite are left out
+            where their weight is 0.
+
+    Raises:
+        ValueError: the model is not converted; in the backward pass, the weights have another shape.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> model = ps.convert_model(torch.nn.Linear(3, 2))
+        >>> with ps.reweighting(model, lambda grads: 1 / grads.norms()):
+        ...     model(torch.randn(5, 3)).square().sum(1).mean().backward()
+        >>> model.weight.grad.shape
+        torch.Size([2, 3])
+    """
+    if not callable(weigh):
+        raise TypeError(f"`weigh` must be a function of the gradients; got {type(weigh).__name__}.")
+    grads = FactoredGrads()
+
+    def finish(add: Callable[[str, Tensor], None]) -> None:
+        weights = weigh(grads)
+        for name in grads:
+            add(name, weights)
+
+    with _kept(model, grads, sums=False, finish=finish):
+        yield
+
+
+@contextmanager
+def clipping(model: nn.Module, max_norm: float | Mapping[str, float]) -> Iterator[Clip]:
+    """Clip each sample's gradient: each backward pass inside the block adds the sum of the clipped
+    per-sample gradients to `.grad`, divided as the loss divides.
+
+    A sample's gradient g becomes g * min(1, max_norm / |g|). One whose norm is not finite is left out, and
+    can be seen in `norms`.
+
+    Args:
+        model: a converted model.
+        max_norm: of each sample's gradient, of all parameters together; or {name: norm} of every trainable
+            parameter by itself.
+
+    Raises:
+        ValueError: the model is not converted, or a norm is not positive.
+        KeyError: a parameter has no norm.
+
+    Source: Abadi et al. (2016), "Deep Learning with Differential Privacy", algorithm 1.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> model = ps.convert_model(torch.nn.Linear(3, 2))
+        >>> with ps.clipping(model, max_norm=1.0) as clip:
+        ...     model(torch.randn(5, 3)).square().sum(1).mean().backward()
+        >>> clip.norms.shape, model.weight.grad.norm() <= 1
+        (torch.Size([5]), tensor(True))
+    """
+    for norm in max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]:
+        if not norm > 0:
+            raise ValueError(f"`max_norm` must be positive; got {norm}.")
+    grads, clip = FactoredGrads(), Clip()
+
+    def finish(add: Callable[[str, Tensor], None]) -> None:
+        if isinstance(max_norm, Mapping):
+            if missing := grads.keys() - max_norm.keys():
+                raise KeyError(f"`max_norm` has no norm for {sorted(missing)}: give one for each parameter.")
+            clip.norms = {name: grad.norms() for name, grad in grads.items()}
+            for name, norms in clip.norms.items():
+                add(name, _clip_factors(norms, max_norm[name]))
+        else:
+            clip.norms = grads.norms()
+            weights = _clip_factors(clip.norms, max_norm)
+            for name in grads:
+                add(name, weights)
+
+    with _kept(model, grads, sums=False, finish=finish):
+        yield clip
+
+
+def _clip_factors(norms: Tensor, max_norm: float) -> Tensor:
+    """What each sample's gradient is multiplied by; 0 where its norm is not finite."""
+    return torch.where(norms.isfinite(), (max_norm / norms).clamp(max=1), 0)
+
+
+@contextmanager
+def _kept(
+    model: nn.Module,
+    grads: FactoredGrads,
+    sums: bool,
+    finish: Callable[[Callable[[str, Tensor], None]], None] | None = None,
+) -> Iterator[None]:
+    """Inside the block, backward passes leave factors in `grads`; `finish` is called after each, with a
+    function that adds a parameter's weighted sum to its `.grad`.
+    """
+    every = settings_of(model)
+    _check_alone(every)
+    if sharded := [name for name, p in model.named_parameters() if is_shard(p)]:
+        raise ValueError(
+            f"`{sharded[0]}` is sharded (FSDP2), where factors are not read: take ps.streaming, or the dense"
+            " rows."
+        )
+
+    def carry(recorder: Recorder) -> FactoredGrad:
+        grad = grads._grads[recorder.name] = FactoredGrad(recorder.name, keeping.uses[recorder])
+        return grad
+
+    def begin() -> None:
+        grads._grads = {}
+
+    def end() -> None:
+        for settings in every:
+            settings.check_bare()
+        for grad in grads.values():
+            grad.note_versions()
+        recorders = {recorder.name: recorder for recorder in keeping.uses}
+        if finish is not None:
+            with _computing():
+                finish(lambda name, weights: _add(recorders[name], grads[name], weights))
+        for recorder in recorders.values():
+            recorder.drop_blank()
+            if finish is not None and (holder := recorder.holder.tensor()) is not None:
+                holder.grad_sample = None  # type: ignore[attr-defined]
+        if finish is not None:
+            keeping.uses = {}
+            grads._grads = {}
+
+    keeping = Keeping(sums, carry, begin, end)
+    with changed(model, "sink", keeping):
+        yield
+    for recorder in keeping.uses:
+        if (holder := recorder.holder.tensor()) is not None:
+            holder.grad_sample = None  # type: ignore[attr-defined]
+
+
+def _check_alone(every: list[Settings]) -> None:
+    for settings in every:
+        if settings.sink is not None:
+            raise RuntimeError(
+                "A model's gradients go to one place: ps.factored, ps.clipping, ps.reweighting and"
+                " ps.streaming cannot be one inside the other."
+            )
+
+
+def _add(recorder: Recorder, grad: FactoredGrad, weights: Tensor) -> None:
+    """Add the weighted sum to `.grad`, divided as the loss divides."""
+    param, factor, weights = recorder.param(), grad.factor, _weights(weights, len(grad))
+    if param is None:
+        return
+    if not bool((kept := weights != 0).all()):  # what is left out may hold what is not finite
+        index = kept.nonzero().squeeze(1)
+        factor, weights = factor.select(index), weights[index]  # type: ignore[assignment]
+    if recorder.settings.loss_reduction == "mean":
+        weights = weights / max(len(grad), 1)
+    total = factor.weighted_sum(weights) if len(weights) else torch.zeros_like(param)
+    total = total.to(param.dtype)
+    if param.grad is None:
+        param.grad = total
+    else:
+        param.grad += total
+
+
+def _weights(weights: Tensor, size: int) -> Tensor:
+    if not isinstance(weights, Tensor) or weights.shape != (size,):
+        got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise ValueError(f"Weights must be a tensor of shape ({size},), one for each sample; got {got}.")
+
+    return weights.detach()
+
+
+def _projected(factor: Factor, dim: int, name: str, seed: int) -> Tensor:
+    """Rows (B, p) times random numbers (p, dim), some of these at a time."""
+    width, like = factor.shape[1:].numel(), factor.like()
+    out = like.new_zeros(factor.shape[0], dim)
+    step = max(1, (16 << 20) // (dim * 4))
+    for some, rows in factor.chunks():
+        draw = torch.Generator(device="cpu").manual_seed(_number(name, seed))
+        for start in range(0, width, step):
+            stop = min(start + step, width)
+            numbers = torch.randn(stop - start, dim, generator=draw, device="cpu")
+            out[some] += flat(rows)[:, start:stop] @ numbers.to(like) * dim**-0.5
+    return out
+
+
+def _number(name: str, seed: int) -> int:
+    """A number for a name and a seed, the same in every process."""
+    number = seed & 0xFFFFFFFF
+    for byte in name.encode():
+        number = (number * 1099511628211 + byte) & 0x7FFFFFFFFFFFFFFF
+    return number
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """No graph, and no autocast."""
+    with torch.no_grad(), torch_api.without_autocast():
+        yield
