@@ -139,9 +139,9 @@ def test_norms_in_single_precision_where_products_cancel() -> None:
     """Inputs with a large common part, whose gradients add up to almost nothing."""
     torch.manual_seed(0)
     size, time = 4, 40
-    model = nn.Linear(64, 64, bias=False)
-    x = torch.randn(size, time, 64) * 0.01 + torch.randn(64) * 10
-    weights = torch.randn(size, time, 64)
+    model = nn.Linear(256, 256, bias=False)
+    x = torch.randn(size, time, 256) * 0.01 + torch.randn(256) * 10
+    weights = torch.randn(size, time, 256)
     weights -= weights.mean(1, keepdim=True)
     rows = loop(
         copy.deepcopy(model).double(), lambda out, i: (out * weights[i].double()).sum(), (x.double(),)
