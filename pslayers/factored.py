@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from . import torch_api
 from .convert import settings_of
 from .core.context import Settings
-from .core.factors import Factor, Sum, flat
+from .core.factors import WIDER, Factor, Sum, flat
 from .core.recorder import Recorder
 from .core.sharding import is_shard
 from .core.sinks import Keeping
 from .gradients import changed
-
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class FactoredGrad:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 16 << 20  # of dense rows that are made on the side
+# what sums and products of narrow numbers are computed in
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Factor:
@@ -60,6 +62,16 @@ class Factor:
         for factor, name, t in list(self.tensors()):
             if t.requires_grad:
                 setattr(factor, name, t.detach())
+
+    def smaller(self) -> "Factor":
+        """Dense rows where these are no more values than it holds: they take less memory, and what is
+        computed from them less time.
+        """
+        held = sum(t.numel() for *_, t in self.tensors())
+        if not 0 < self.shape.numel() <= held:
+            return self
+        dtype = WIDER.get(self.like().dtype)
+        return Dense((self if dtype is None else self.to(dtype)).dense(), self.shape)
 
     def select(self, index: "slice | Tensor") -> "Factor":
         """That of some of the samples."""
@@ -177,6 +189,9 @@ class Dense(Factor):
     def rows(self) -> Tensor:
         """By one sum."""
         return self._by_sample().sum(1)
+
+    def smaller(self) -> Factor:
+        return self if self.each.shape == self.shape else super().smaller()
 
     def _of(self, each: Tensor, size: int) -> "Dense":
         return Dense(each, torch.Size((size, *self.shape[1:])))

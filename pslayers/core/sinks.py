@@ -266,7 +266,7 @@ class Keeping(Sink):
             recorder.holder.enter(holder, recorder)
             holder.grad_sample = self.carry(recorder)  # type: ignore[attr-defined]
         factor.detach_()
-        uses.append((factor, scale))
+        uses.append((factor.smaller(), scale))
 
 
 class SingleSample:
