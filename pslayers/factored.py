@@ -18,8 +18,9 @@ from .core.context import Settings
 from .core.factors import WIDER, Factor, Sum, flat
 from .core.recorder import Recorder
 from .core.sharding import is_shard
-from .core.sinks import Keeping
+from .core.sinks import Keeping, Use
 from .gradients import changed
+from .modules.inventory import Inventory
 
 
 class FactoredGrad:
@@ -29,17 +30,9 @@ class FactoredGrad:
     ``grad[i]`` is the gradient of sample i, (*S), `dense` all of them.
     """
 
-    def __init__(self, name: str, uses: list[tuple[Factor, float]]) -> None:
+    def __init__(self, name: str, uses: list[Use]) -> None:
         self.name, self._uses, self._seen = name, uses, 0
-        self._versions: list[tuple[Tensor, int]] = []
         self._factor: Sum | None = None
-
-    def note_versions(self) -> None:
-        """Note what the factors hold, as it is at the end of the backward pass."""
-        self._versions = [(t, t._version) for t in self._tensors() if not t.is_inference()]
-
-    def _tensors(self) -> list[Tensor]:
-        return [t for factor, _ in self._uses for _, _, t in factor.tensors()]
 
     @property
     def factor(self) -> Sum:
@@ -48,30 +41,29 @@ class FactoredGrad:
         Raises:
             RuntimeError: a tensor that the factors hold has been changed in place since.
         """
-        for t, version in self._versions:
+        for t, version in (held for use in self._uses for held in use.versions):
             if t._version != version:
                 raise RuntimeError(
                     f"The factored gradient of `{self.name}` is gone: a tensor of shape {tuple(t.shape)} that"
-                    " it is made of was changed in place after the backward pass. Read what you need before,"
-                    " or change a copy."
+                    " it is made of was changed in place since. Read what you need before, or change a copy."
                 )
         if self._factor is None or self._seen != len(self._uses):
-            self._seen, parts = len(self._uses), [factor for factor, _ in self._uses]
+            self._seen, parts = len(self._uses), [use.factor for use in self._uses]
             wide = (WIDER.get(p.like().dtype) for p in parts)
             parts = [p if dtype is None else p.to(dtype) for p, dtype in zip(parts, wide, strict=True)]
-            self._factor = Sum(parts, [scale for _, scale in self._uses])
+            self._factor = Sum(parts, [use.scale for use in self._uses])
         return self._factor
 
     @property
     def shape(self) -> torch.Size:
         """(B, *S), as the dense gradients' would be."""
-        return self._uses[0][0].shape
+        return self._uses[0].factor.shape
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that the factors hold, which the backward pass had anyway."""
-        held = {t.untyped_storage().data_ptr(): t for t in self._tensors()}
-        return sum(t.untyped_storage().nbytes() for t in held.values())
+        held = [t.untyped_storage() for use in self._uses for *_, t in use.factor.tensors()]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -375,6 +367,14 @@ def _kept(
             " rows."
         )
 
+    if finish is not None and any(settings.partial for settings in every):
+        slots = Inventory(model, "", 0).strangers
+        if left := [slot.path for slot in slots if getattr(slot.held[slot.name], "requires_grad", False)]:
+            raise ValueError(
+                f"`{left[0]}` was left without per-sample gradients (on_unsupported='skip'), so its gradient"
+                " could not be weighed: freeze it, or convert the model with on_unsupported='general'."
+            )
+
     def carry(recorder: Recorder) -> FactoredGrad:
         grad = grads._grads[recorder.name] = FactoredGrad(recorder.name, keeping.uses[recorder])
         return grad
@@ -385,8 +385,6 @@ def _kept(
     def end() -> None:
         for settings in every:
             settings.check_bare()
-        for grad in grads.values():
-            grad.note_versions()
         recorders = {recorder.name: recorder for recorder in keeping.uses}
         if finish is not None:
             with _computing():
@@ -400,11 +398,13 @@ def _kept(
             grads._grads = {}
 
     keeping = Keeping(sums, carry, begin, end)
-    with changed(model, "sink", keeping):
-        yield
-    for recorder in keeping.uses:
-        if (holder := recorder.holder.tensor()) is not None:
-            holder.grad_sample = None  # type: ignore[attr-defined]
+    try:
+        with changed(model, "sink", keeping):
+            yield
+    finally:
+        for recorder in keeping.uses:
+            if (holder := recorder.holder.tensor()) is not None:
+                holder.grad_sample = None  # type: ignore[attr-defined]
 
 
 def _check_alone(every: list[Settings]) -> None:

@@ -346,6 +346,18 @@ def test_inputs_that_are_changed_in_place_after_the_backward_pass_are_an_error()
     near(grads["3.weight"].norms(), grads["3.weight"].dense().flatten(1).norm(dim=1))
 
 
+def test_gradients_that_are_changed_in_place_during_the_backward_pass_are_an_error() -> None:
+    """As by a hook on an activation: what a layer has been given is what counts."""
+    _, ours = pair(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double())
+    kept: list[Tensor] = []
+    ours[1].register_full_backward_hook(lambda module, into, outof: kept.append(outof[0]))
+    ours[0].register_full_backward_hook(lambda module, into, outof: (kept[0].mul_(2), None)[1])
+    with ps.factored(ours) as grads:
+        squares(ours(floats(3, 5).requires_grad_())).mean().backward()
+    with pytest.raises(RuntimeError, match=r"`1\.weight` is gone"):
+        grads.norms()
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     _, ours = pair(mlp())
     x = floats(3, 5)
@@ -379,6 +391,39 @@ def test_what_makes_no_sense_is_refused() -> None:
         grads.project(0)
     squares(ours(x)).mean().backward()  # dense rows again
     assert ours[0].weight.grad_sample.shape == (3, 7, 5)
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(5, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.scale
+
+
+def test_a_parameter_without_rows_cannot_be_clipped() -> None:
+    ours = ps.convert_model(Bare(), on_unsupported="skip")
+    with pytest.raises(ValueError, match="`scale` was left without"), ps.clipping(ours, 1.0):
+        pass
+    ours.scale.requires_grad_(False)
+    with ps.clipping(ours, 1.0) as clip:
+        squares(ours(torch.randn(3, 5))).mean().backward()
+    assert clip.norms.shape == (3,)
+
+
+def test_nothing_stays_on_parameters_after_an_exception_in_the_block() -> None:
+    _, ours = pair(mlp())
+
+    def step() -> None:
+        with ps.factored(ours) as grads:
+            squares(ours(floats(3, 5))).mean().backward()
+            assert grads and ours[0].weight.grad_sample is not None
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert all(p.grad_sample is None for p in ours.parameters())
 
 
 def test_after_an_exception_the_next_pass_is_right() -> None:

@@ -8,7 +8,7 @@ parameter, there is `SingleSample`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -203,6 +203,16 @@ class Streaming(Sink):
         self.take(recorder.name, rows)
 
 
+class Use(NamedTuple):
+    """A factor of one use of a parameter, what it is multiplied by, and what it holds, with the versions of
+    that: changed in place, it would be another gradient's.
+    """
+
+    factor: Factor
+    scale: float
+    versions: list[tuple[Tensor, int]]
+
+
 class Keeping(Sink):
     """The factors themselves, of one backward pass, from which no dense rows are made (`ps.factored`).
 
@@ -222,7 +232,7 @@ class Keeping(Sink):
     ) -> None:
         self.sums, self.carry, self.begin, self.end = sums, carry, begin, end
         self.pass_id = -1
-        self.uses: dict[Recorder, list[tuple[Factor, float]]] = {}
+        self.uses: dict[Recorder, list[Use]] = {}
 
     def at_call(self) -> None:
         """An error where gradients are reduced over processes before they could be weighed."""
@@ -266,7 +276,9 @@ class Keeping(Sink):
             recorder.holder.enter(holder, recorder)
             holder.grad_sample = self.carry(recorder)  # type: ignore[attr-defined]
         factor.detach_()
-        uses.append((factor.smaller(), scale))
+        factor = factor.smaller()
+        held = [(t, t._version) for *_, t in factor.tensors() if not t.is_inference()]
+        uses.append(Use(factor, scale, held))
 
 
 class SingleSample:
