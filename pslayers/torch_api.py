@@ -134,10 +134,12 @@ def after_outer_pass(callback: Callable[[], None]) -> None:
 
 def _end_of_outer_pass() -> None:
     _with_others.discard(_outer.task)
-    whole, callbacks = current_pass() == _outer.task, _outer.callbacks
-    _outer.task, _outer.callbacks = -1, ()
-    for callback in callbacks if whole else ():  # not after one that broke off
-        callback()
+    task, callbacks = _outer.task, _outer.callbacks
+    _outer.task = -1
+    if callbacks:
+        _outer.callbacks = ()
+        for callback in callbacks if task == current_pass() else ():  # not after one that broke off
+            callback()
 
 
 def saved_tensors_packed(by: object) -> bool:

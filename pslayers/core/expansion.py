@@ -138,10 +138,10 @@ class Expansion:
             return self.finish_differentiable(total, factor.rows() if need_rows else None)
         total = rows = None
         recorder, scale = self.recorder, self.scale
+        sink = UNRECORDED if recorder is None else recorder.settings.sink or recorder.dense
         if need_rows:
-            sink = UNRECORDED if recorder is None else recorder.settings.sink or recorder.dense
             rows = sink.make(recorder, factor, self.rows, scale.rows)  # type: ignore[arg-type]
-        if need_weight and (recorder is None or recorder.sink.sums):
+        if need_weight and sink.sums:
             if rows is not None and 0 < rows.shape[0] * factor.worth_summing < factor.positions:
                 total = rows.sum(0) * (1 / scale.rows)
             else:
@@ -157,7 +157,8 @@ class Expansion:
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of (weight, rows) as they leave the call, from those that autograd sees inside it."""
         if weight_grad is not None:
-            weight_grad = rescale_grad(weight_grad, self.scale, False, self.scale.weight)
+            wanted = self.recorder is None or self.recorder.sink.sums
+            weight_grad = rescale_grad(weight_grad, self.scale, False, self.scale.weight) if wanted else None
         if rows_grad is not None:
             rows_grad = rescale_grad(rows_grad, self.scale, False, self.scale.rows)
         return self.route(weight_grad, rows_grad)
@@ -176,10 +177,7 @@ class Expansion:
         if recorder is None:
             return weight_grad, rows_grad
         if weight_grad is not None:
-            if (sink := recorder.settings.sink) is not None and not sink.sums:
-                weight_grad = None
-            else:
-                recorder.note(weight_grad)
+            recorder.note(weight_grad)
         if rows_grad is not None and not recorder.settings.collecting_grads:
             at_once = recorder.uses <= 1 and (not self.joined or recorder.sink.adds_up)
             if not torch.is_grad_enabled() and (at_once or not recorder.whole_pass()):

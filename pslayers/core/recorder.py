@@ -51,9 +51,8 @@ class Recorder:
     def expansion(self, param: Tensor, size: int, scale: Scale) -> Expansion:
         """The parameter, expanded to a batch. Where its plain gradient is not wanted, none can reach it."""
         self.use()
-        sink, shared = self.settings.sink, param
-        if sink is not None and not sink.sums:
-            shared = param.detach()
+        sink = self.settings.sink
+        shared = param if sink is None or sink.sums else param.detach()
         return Expansion(shared, self.rows_leaf(size), scale, self)
 
     def rows_leaf(self, size: int) -> Tensor:
@@ -242,13 +241,14 @@ class _Arrival(_WeakHook):
         if tensor is owner.single.taken:
             owner.single.taken, owner.single.pass_id = None, -1
             return None
-        sink, alone = owner.settings.sink, owner.single.pass_id == torch_api.current_pass()
+        sink, param = owner.settings.sink, owner.param()
+        # the one sample's, which is kept as its row, and not wanted as a plain gradient
+        kept = sink is not None and not sink.sums and owner.single.pass_id == torch_api.current_pass()
         owner.check(tensor)
-        if sink is None or sink.sums or not alone:
+        if not kept:
             return None
-        param = owner.param()
         owner.blank = param is not None and param.grad is None
-        return tensor.new_zeros(()).expand_as(tensor)  # the one sample's, which is kept as its row
+        return tensor.new_zeros(()).expand_as(tensor)
 
 
 def recorder_of(param: Tensor, name: str, settings: Settings, module: nn.Module | None = None) -> Recorder:
