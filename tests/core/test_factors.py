@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pslayers.core.expansion import Expansion
-from pslayers.core.factors import Blocks, Dense, Factor
+from pslayers.core.factors import Blocks, Dense, Factor, Sum
 from pslayers.functional.bags import Bagged, _Bags
 from pslayers.functional.conv import Patches
 from pslayers.functional.conv_weight_grads import Geometry
@@ -157,6 +157,53 @@ def test_rows_and_total(case: str, size: int, k: int, scale: float) -> None:
         tables = expected.flatten(0, 1)
         others = torch.ones(len(tables), dtype=torch.bool).index_fill(0, factor.entries, False)
         assert not tables[others].any() and others.any()
+
+
+def table_of_a_linear_map(size: int, k: int) -> Case:
+    """A weight (7, 2), as the tables of the cases have."""
+    x, gy = draw(k * size, 3, 2), draw(k * size, 3, 7)
+    return Outer(gy, x, torch.Size((size, 7, 2))), linear, (7, 2), [x, gy]
+
+
+TABLES = ["gather", "gather of given samples", "bags, sum", "bags, mean", "bags, max", "linear"]
+PAIRS = [*((name, name) for name in CASES), *((a, b) for a in TABLES for b in TABLES if a != b)]
+
+
+@pytest.mark.parametrize("by_dense_rows", [False, True])
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_norms_sums_and_products(
+    one: str, other: str, by_dense_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one factor, of two uses of a weight, and of two batches."""
+    if by_dense_rows:
+        monkeypatch.setattr("pslayers.core.factors.CHUNK_BYTES", 1)
+        for kind in (Outer, Gather, Bagged, Blocks):
+            monkeypatch.setattr(kind, "meet", Factor.meet)
+            monkeypatch.setattr(kind, "meet_all", Factor.meet_all)
+    cases = CASES | {"linear": table_of_a_linear_map}
+    near = torch.testing.assert_close
+    torch.manual_seed(0)
+    (first, a), (second, b), (batch, c) = (
+        (factor, by_loop(op, shape, inputs, size))
+        for name, size, k in ((one, 3, 2), (other, 3, 1), (other, 4, 1))
+        for factor, op, shape, inputs in [cases[name](size, k)]
+    )
+    weights, direction = draw(3), draw(*a.shape[1:])
+    with torch.no_grad():
+        for factor, rows in (first, a), (second, b), (Sum([first, second], [2.0, -0.5]), 2 * a - b / 2):
+            near(factor.dense(), rows)
+            near(factor.sq_norms(), rows.flatten(1).square().sum(1))
+            near(factor.weighted_sum(weights), torch.tensordot(weights, rows, 1))
+            near(factor.dot(direction), rows.flatten(1) @ direction.flatten())
+            near(factor.gram(factor), rows.flatten(1) @ rows.flatten(1).t())
+            near(factor.gram(batch), rows.flatten(1) @ c.flatten(1).t())
+            near(batch.gram(factor), c.flatten(1) @ rows.flatten(1).t())
+            near(factor.inner(first), (rows * a).flatten(1).sum(1))
+            near(first.inner(factor), (rows * a).flatten(1).sum(1))
+            near(factor.select(slice(1, 3)).dense(), rows[1:])
+            near(factor.select(torch.tensor([2, 0])).dense(), rows[[2, 0]])
+            near(factor.smaller().dense(), rows)
+            near(factor.to(torch.float32).dense().double(), rows, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
