@@ -21,13 +21,14 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("-e", ".[progress]", "numpy", "pytest>=8", "hypothesis>=6.100")
 # models in training
 TRAINING = ("checkpoints", "first_calls", "inputs", "live_passes", "moved_rows", "own_losses", "state")
+COMPILED = ("compile", "compiled_layers")
 # what reaches into torch the most: the layers by kind, how memory is reused, transforms, checkpoints, the
 # compiler
 TESTS = (
     *(f"tests/layers/test_{name}.py" for name in ("linear", "embedding", "norm", "attention", "rnn")),
     *(f"tests/test_{name}.py" for name in ("gradients", "project", "docs")),
     *(f"tests/{room}" for room in ("core", "parameters", "attribution", "general", "modules")),
-    *(f"tests/composition/test_{name}.py" for name in ("compile", "memory", "passes", *TRAINING)),
+    *(f"tests/composition/test_{name}.py" for name in ("memory", "passes", *COMPILED, *TRAINING)),
 )
 
 

@@ -421,13 +421,17 @@ def test_rows_are_right_or_refused(name: str, first: str) -> None:
             torch.arange(time)[None] < torch.tensor(n)[:, None]
             for n in ([1, 3, 2, 2], [4, 1, 2, 1], [2, 2, 2, 2], [0, 3, 0, 1])
         )
+        refused = 0
         for mask in (begin[first], *lengths, *(torch.rand(4, time) < 0.5 for _ in range(3))):
+            if refused == 4:  # each is a first call again, of many runs
+                break
             try:
                 output = ours(x := torch.randn(len(mask), time, 4, dtype=torch.float64), mask)
             except ValueError as error:
                 if name not in REFUSED or not re.search("samples|attributed|whose they are", str(error)):
                     raise
                 ours.zero_grad()
+                refused += 1
                 continue
             torch.testing.assert_close(output, model(x, mask))
             _assert_right(model, ours, x, mask)

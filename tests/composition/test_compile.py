@@ -1,85 +1,23 @@
 """torch.compile of converted models and of the functional form, and torch.export of restored ones, against a
-loop over samples.
+loop over samples. Every layer: `test_compiled_layers.py`.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 import pslayers as ps
 
 from .. import zoo
-from ..layers import test_embedding
-from ..layers.suite import Case, LayerSuite
 from ..oracle import loop, square, squares
-from .every_layer import EVERY
+from .compiling import compiled, fresh, graphs  # noqa: F401
 
 # torch.compile's own, while it traces and compiles
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-# torch.compile does not trace torch's own: `nn.LSTM`, `nn.GRU`, `nn.RNN`
-UNTRACEABLE = {"PSLSTM", "PSGRU", "PSRNN"}
-LAYERS = {name: each for name, each in EVERY.items() if name not in UNTRACEABLE}
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def compiled(model: Any, backend: str = "aot_eager") -> Any:
-    return torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
-
-
-def graphs() -> int:
-    """How many graphs have been compiled."""
-    return counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers(name: str) -> None:
-    assert_layer_right(*LAYERS[name])
-
-
-def assert_layer_right(suite: LayerSuite, case: Case) -> None:
-    layer = suite.build(case)
-    ours = suite.converted(layer)
-    run = compiled(ours)
-    for n in (11, 9, 14):  # not sizes of weights, to which torch.compile would tie them
-        ours.zero_grad()
-        inputs = suite.inputs(case, n)
-        output = run(*inputs)
-        torch.testing.assert_close(output, layer(*inputs))
-        suite.losses(output, n).mean().backward()
-        suite.assert_rows(ours, suite.loop(layer, inputs, n))
-        plain = torch.autograd.grad(
-            suite.losses(layer(*inputs), n).mean(), list(layer.parameters()), materialize_grads=True
-        )
-        for p, expected in zip(ours.parameters(), plain, strict=True):
-            torch.testing.assert_close(p.grad, expected)
-    assert graphs() == 1
-
-
-OPTIONS = [
-    (suite(), case)
-    for suite in (test_embedding.TestPSEmbeddingBag, test_embedding.TestPSEmbeddingBagWithOffsets)
-    for case in suite.cases
-]
-
-
-@pytest.mark.parametrize(
-    ("suite", "case"), OPTIONS, ids=[f"{'offsets-' if not c.rows else ''}{c.name}" for _, c in OPTIONS]
-)
-def test_bags(suite: LayerSuite, case: Case) -> None:
-    assert_layer_right(suite, case)
 
 
 def floats(*shape: int) -> Tensor:
