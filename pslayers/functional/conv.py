@@ -311,7 +311,8 @@ class Patches(Factor):
         return Patches(x, gy, self.weight if weight is None else weight, shape, self.geometry)
 
     def select(self, index: slice | Tensor) -> Factor:
-        x, gy = (t.unflatten(0, (self.shape[0], -1))[index] for t in (self.x, self.gy))
+        by_sample = self.shape[0], len(self.x) // max(self.shape[0], 1)
+        x, gy = (t.unflatten(0, by_sample)[index] for t in (self.x, self.gy))
         return self._of(x.flatten(0, 1), gy.flatten(0, 1), len(x))
 
     def to(self, dtype: torch.dtype) -> Factor:
@@ -363,7 +364,8 @@ class Patches(Factor):
         y = convolution(self.x, direction.to(self.x.dtype), None, self.geometry)
         for dim, length in enumerate(self.gy.shape[2:], 2):  # a transposed one's may have been cut
             y = y.narrow(dim, 0, length)
-        return (y * self.gy).reshape(self.shape[0], -1).sum(1)
+        each, size = (y * self.gy).flatten(1).sum(1), self.shape[0]
+        return each.view(size, len(each) // max(size, 1)).sum(1)
 
 
 def _of_groups(found: Tensor, factor: Patches) -> Tensor:

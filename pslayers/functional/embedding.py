@@ -122,7 +122,8 @@ class Gather(Factor):
     def select(self, index: slice | Tensor) -> Factor:
         size, gy = self.shape[0], self.gy
         if self.samples is None:
-            ids, gy = (t.unflatten(0, (size, -1))[index] for t in (self.ids, gy))
+            by_sample = size, len(gy) // max(size, 1)
+            ids, gy = (t.unflatten(0, by_sample)[index] for t in (self.ids, gy))
             return self._of(ids.flatten(0, 1), gy.flatten(0, 1), None, len(ids))
         places, count = places_of(index, size, gy.device)
         samples = places[self.samples]
@@ -139,7 +140,7 @@ class Gather(Factor):
     def sparse(self) -> tuple[Tensor, Tensor, Tensor]:
         """Each entry of each sample once: samples (U,), ids (U,), and the sums of their gradients (U, D)."""
         _, entries, width = self.shape
-        keys, gy = self.entries, self.gy.reshape(-1, width)
+        keys, gy = self.entries, self.gy.reshape(self.ids.numel(), width)
         if self.padding_idx is not None:
             kept = self.ids.reshape(-1) != self.padding_idx
             keys, gy = keys[kept], gy[kept]

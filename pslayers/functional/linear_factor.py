@@ -145,4 +145,4 @@ WORST, LIKELY = 1e-3, 2e-6
 
 def product(gy: Tensor, x: Tensor) -> Tensor:
     """``gy.T @ x`` over all rows, in ops that can be differentiated: (..., O) and (..., I) give (O, I)."""
-    return gy.reshape(-1, gy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return gy.flatten(0, -2).t() @ x.flatten(0, -2)

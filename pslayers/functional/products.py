@@ -77,7 +77,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def outer(left: Tensor, right: Tensor) -> Tensor:
     """``left.T @ right`` over all rows: left (..., O), right (..., I), result (O, I). Not differentiable."""
     if left.ndim != 2:
-        left, right = left.reshape(-1, left.shape[-1]), right.reshape(-1, right.shape[-1])
+        left, right = left.flatten(0, -2), right.flatten(0, -2)
     if min(left.shape[1], right.shape[1]) >= 16 and _by_onednn(left, left.numel() * right.shape[1], WORTH_IT):
         return _onednn(left.t(), right.t(), None)
     return left.t() @ right

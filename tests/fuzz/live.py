@@ -132,12 +132,25 @@ class Live:
                     what = f"samples interact, as the gradient of `{k}`"
                     assert_near(what, total[k], getattr(r, self.config.reduction)(0))
             self.rounding = {}
-            for beside in (False, True) if self.dtype != torch.float64 else ():
-                for k, r in self.loop(inputs, n, self.dtype, beside)[0].items():
+            runs = [(inputs, self.dtype, False), (inputs, self.dtype, True)]
+            runs += [(self.shaken(inputs, seed), torch.float64, False) for seed in range(4)]
+            for given, dtype, beside in runs if self.dtype != torch.float64 else ():
+                for k, r in self.loop(given, n, dtype, beside)[0].items():
                     error = (r.double() - rows[k]).abs().nan_to_num(0, 0, 0)
                     self.rounding[k] = max(self.rounding.get(k, 0), error.max().item() if n else 0)
                     self.roundings[k] = max(self.roundings.get(k, 0), self.rounding[k])
             return rows
+
+    def shaken(self, inputs: tuple[Any, ...], seed: int) -> tuple[Any, ...]:
+        """The inputs, off by some units of the precision."""
+        draw, size = torch.Generator().manual_seed(seed), 4 * torch.finfo(self.dtype).eps
+
+        def off(t: Tensor) -> Tensor:
+            return t * (1 + size * torch.randn(t.shape, generator=draw)) if t.is_floating_point() else t
+
+        return tuple(
+            map_tensors(off, value) if not hasattr(value, "batch_sizes") else value for value in inputs
+        )
 
     def loop(
         self, inputs: tuple[Any, ...], n: int, dtype: torch.dtype, beside: bool = False

@@ -195,6 +195,15 @@ class LayerSuite:
             assert p.grad_sample.shape == (n, *p.shape)
         if n:
             self.assert_rows(ours, self.loop(layer, inputs, n))
+        with ps.factored(ours) as grads:
+            self.losses(ours(*inputs), n).sum().backward()
+        if n:
+            assert_factored(grads, self.loop(layer, inputs, n))
+            return
+        sums = grads.weighted_sum(torch.ones(0))
+        assert all(not sums[name].any() for name, p in ours.named_parameters())
+        assert all(grads[name].dense().shape == (0, *p.shape) for name, p in ours.named_parameters())
+        assert grads.norms().shape == grads.dot(sums).shape == (0,) and grads.gram().shape == (0, 0)
 
     def test_batch_size_may_change(self, case: Case) -> None:
         layer = self.build(case)
