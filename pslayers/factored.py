@@ -24,10 +24,10 @@ from .modules.inventory import Inventory
 
 
 class FactoredGrad:
-    """The per-sample gradient of one parameter, (B, *S), not formed: what `p.grad_sample` is inside the
+    """The per-sample gradient of one parameter, ``(B, *S)``, not formed: what `p.grad_sample` is inside the
     blocks of this file, and what ``grads[name]`` is.
 
-    ``grad[i]`` is the gradient of sample i, (*S), `dense` all of them.
+    ``grad[i]`` is the gradient of sample i, ``(*S)``, `dense` all of them.
     """
 
     def __init__(self, name: str, uses: list[Use]) -> None:
@@ -56,7 +56,7 @@ class FactoredGrad:
 
     @property
     def shape(self) -> torch.Size:
-        """(B, *S), as the dense gradients' would be."""
+        """``(B, *S)``, as the dense gradients' would be."""
         return self._uses[0].factor.shape
 
     @property
@@ -72,7 +72,7 @@ class FactoredGrad:
         return f"FactoredGrad({self.name!r}, shape={tuple(self.shape)})"
 
     def __getitem__(self, sample: int) -> Tensor:
-        """The gradient of one sample, (*S)."""
+        """The gradient of one sample, ``(*S)``."""
         if not -len(self) <= sample < len(self):
             raise IndexError(
                 f"Sample {sample} of {len(self)}: `{self.name}` has no such per-sample gradient."
@@ -82,7 +82,7 @@ class FactoredGrad:
             return self.factor.select(slice(sample, sample + 1)).dense()[0]
 
     def dense(self) -> Tensor:
-        """The dense per-sample gradients, (B, *S)."""
+        """The dense per-sample gradients, ``(B, *S)``."""
         with _computing():
             return self.factor.dense()
 
@@ -92,12 +92,12 @@ class FactoredGrad:
             return self.factor.sq_norms().clamp(min=0).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """The sum over samples, each times its weight (B,): (*S)."""
+        """The sum over samples, each times its weight (B,): ``(*S)``."""
         with _computing():
             return self.factor.weighted_sum(_weights(weights, len(self)))
 
     def dot(self, direction: Tensor) -> Tensor:
-        """The product of each sample's gradient with a direction (*S): (B,)."""
+        """The product of each sample's gradient with a direction ``(*S)``: (B,)."""
         if direction.shape != self.shape[1:]:
             raise ValueError(
                 f"`direction` has shape {tuple(direction.shape)} for `{self.name}`: expected"
@@ -166,13 +166,13 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
             return squares.sum(0).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
-        """The sum over samples, each times its weight (B,): {name: (*S)}."""
+        """The sum over samples, each times its weight (B,): ``{name: (*S)}``."""
         self._all()
         return {name: grad.weighted_sum(weights) for name, grad in self.items()}
 
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
-        """The product of each sample's gradient with a direction {name: (*S)}, (B,); a name that is left out
-        counts as zeros.
+        """The product of each sample's gradient with a direction ``{name: (*S)}``, (B,); a name that is left
+        out counts as zeros.
         """
         unknown = direction.keys() - self.keys()
         if unknown:
@@ -217,7 +217,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
         return out
 
     def dense(self) -> dict[str, Tensor]:
-        """The dense per-sample gradients, {name: (B, *S)}."""
+        """The dense per-sample gradients, ``{name: (B, *S)}``."""
         self._all()
         return {name: grad.dense() for name, grad in self.items()}
 
@@ -297,11 +297,11 @@ def reweighting(model: nn.Module, weigh: Callable[[FactoredGrads], Tensor]) -> I
 
 @contextmanager
 def clipping(model: nn.Module, max_norm: float | Mapping[str, float]) -> Iterator[Clip]:
-    """Clip each sample's gradient: each backward pass inside the block adds the sum of the clipped
-    per-sample gradients to `.grad`, divided as the loss divides.
+    """Clip each sample's gradient: each backward pass inside the block adds the sum of the clipped per-sample
+    gradients to `.grad`, divided as the loss divides.
 
-    A sample's gradient g becomes g * min(1, max_norm / |g|). One whose norm is not finite is left out, and
-    can be seen in `norms`.
+    A sample's gradient g becomes ``g * min(1, max_norm / norm(g))``. One whose norm is not finite is left
+    out, and can be seen in `norms`.
 
     Args:
         model: a converted model.
@@ -315,11 +315,9 @@ def clipping(model: nn.Module, max_norm: float | Mapping[str, float]) -> Iterato
     Source: Abadi et al. (2016), "Deep Learning with Differential Privacy", algorithm 1.
 
     Example:
-        >>> import torch, pslayers as ps
-        >>> model = ps.convert_model(torch.nn.Linear(3, 2))
-        >>> with ps.clipping(model, max_norm=1.0) as clip:
-        ...     model(torch.randn(5, 3)).square().sum(1).mean().backward()
-        >>> clip.norms.shape, model.weight.grad.norm() <= 1
+        >>> import torch, pslayers as ps >>> model = ps.convert_model(torch.nn.Linear(3, 2)) >>> with
+        ps.clipping(model, max_norm=1.0) as clip: ...     model(torch.randn(5,
+        3)).square().sum(1).mean().backward() >>> clip.norms.shape, model.weight.grad.norm() <= 1
         (torch.Size([5]), tensor(True))
     """
     for norm in max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]:
