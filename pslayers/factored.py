@@ -315,9 +315,11 @@ def clipping(model: nn.Module, max_norm: float | Mapping[str, float]) -> Iterato
     Source: Abadi et al. (2016), "Deep Learning with Differential Privacy", algorithm 1.
 
     Example:
-        >>> import torch, pslayers as ps >>> model = ps.convert_model(torch.nn.Linear(3, 2)) >>> with
-        ps.clipping(model, max_norm=1.0) as clip: ...     model(torch.randn(5,
-        3)).square().sum(1).mean().backward() >>> clip.norms.shape, model.weight.grad.norm() <= 1
+        >>> import torch, pslayers as ps
+        >>> model = ps.convert_model(torch.nn.Linear(3, 2))
+        >>> with ps.clipping(model, max_norm=1.0) as clip:
+        ...     model(torch.randn(5, 3)).square().sum(1).mean().backward()
+        >>> clip.norms.shape, model.weight.grad.norm() <= 1
         (torch.Size([5]), tensor(True))
     """
     for norm in max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]:
