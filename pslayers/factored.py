@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import torch_api
 from .convert import settings_of
 from .core.context import Settings
-from .core.factors import WIDER, Factor, Sum, flat
+from .core.factors import CHUNK_BYTES, WIDER, Factor, Sum, added, flat
 from .core.recorder import Recorder
 from .core.sharding import is_shard
 from .core.sinks import Keeping, Use
@@ -31,7 +31,7 @@ class FactoredGrad:
     """
 
     def __init__(self, name: str, uses: list[Use]) -> None:
-        self.name, self._uses, self._seen = name, uses, 0
+        self.name, self._uses = name, uses
         self._factor: Sum | None = None
 
     @property
@@ -47,8 +47,8 @@ class FactoredGrad:
                     f"The factored gradient of `{self.name}` is gone: a tensor of shape {tuple(t.shape)} that"
                     " it is made of was changed in place since. Read what you need before, or change a copy."
                 )
-        if self._factor is None or self._seen != len(self._uses):
-            self._seen, parts = len(self._uses), [use.factor for use in self._uses]
+        if self._factor is None or len(self._factor.parts) != len(self._uses):
+            parts = [use.factor for use in self._uses]
             wide = (WIDER.get(p.like().dtype) for p in parts)
             parts = [p if dtype is None else p.to(dtype) for p, dtype in zip(parts, wide, strict=True)]
             self._factor = Sum(parts, [use.scale for use in self._uses])
@@ -162,8 +162,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
     def norms(self) -> Tensor:
         """The norm of each sample's gradient, of all parameters together, (B,)."""
         with _computing():
-            squares = torch.stack([g.factor.sq_norms().clamp(min=0) for g in self._all()])
-            return squares.sum(0).sqrt()
+            return added([grad.factor.sq_norms().clamp(min=0) for grad in self._all()]).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """The sum over samples, each times its weight (B,): ``{name: (*S)}``."""
@@ -182,18 +181,15 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
         found = [grad.dot(direction[name]) for name, grad in self.items() if name in direction]
         if not found:
             raise ValueError("`direction` is empty: expected {name: (*S)} of at least one parameter.")
-        return torch.stack(found).sum(0)
+        return added(found)
 
     def gram(self, other: "FactoredGrads | None" = None) -> Tensor:
         """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""
-        if other is not None:
-            other._all()
-        theirs: Mapping[str, FactoredGrad] = self if other is None else other
-        found = [grad.gram(theirs[name]) for name, grad in self.items() if name in theirs]
+        theirs = {grad.name: grad for grad in (other or self)._all()}
+        found = [grad.gram(theirs[grad.name]) for grad in self._all() if grad.name in theirs]
         if not found:
-            self._all()
             raise ValueError("The two have no parameter in common: they are of different models.")
-        return torch.stack(found).sum(0)
+        return added(found)
 
     def project(self, dim: int, seed: int = 0) -> Tensor:
         """A random projection of each sample's gradient to `dim` numbers, (B, dim), which keeps products in
@@ -206,15 +202,8 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
         """
         if dim < 1:
             raise ValueError(f"`dim` must be at least 1; got {dim}.")
-        out: Tensor | None = None
         with _computing():
-            for name, grad in self.items():
-                found = _projected(grad.factor, dim, name, seed)
-                out = found if out is None else out + found
-        if out is None:
-            self._all()
-            raise AssertionError
-        return out
+            return added([_projected(grad.factor, dim, grad.name, seed) for grad in self._all()])
 
     def dense(self) -> dict[str, Tensor]:
         """The dense per-sample gradients, ``{name: (B, *S)}``."""
@@ -426,12 +415,11 @@ def _add(recorder: Recorder, grad: FactoredGrad, weights: Tensor) -> None:
         factor, weights = factor.select(index), weights[index]  # type: ignore[assignment]
     if recorder.settings.loss_reduction == "mean":
         weights = weights / max(len(grad), 1)
-    total = factor.weighted_sum(weights) if len(weights) else torch.zeros_like(param)
-    total = total.to(param.dtype)
+    grads = factor.weighted_sum(weights) if len(weights) else torch.zeros_like(param)
     if param.grad is None:
-        param.grad = total
+        param.grad = grads.to(param.dtype)
     else:
-        param.grad += total
+        param.grad += grads.to(param.dtype)
 
 
 def _weights(weights: Tensor, size: int) -> Tensor:
@@ -446,7 +434,7 @@ def _projected(factor: Factor, dim: int, name: str, seed: int) -> Tensor:
     """Rows (B, p) times random numbers (p, dim), some of these at a time."""
     width, like = factor.shape[1:].numel(), factor.like()
     out = like.new_zeros(factor.shape[0], dim)
-    step = max(1, (16 << 20) // (dim * 4))
+    step = max(1, CHUNK_BYTES // (dim * 4))
     for some, rows in factor.chunks():
         draw = torch.Generator(device="cpu").manual_seed(_number(name, seed))
         for start in range(0, width, step):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import pslayers as ps
 
 from . import zoo
+from .layers.suite import floats
 from .oracle import assert_factored, flat, loop, square, squares, true_rows
 from .patterns import PATTERNS
 from .test_models import MODELS
@@ -31,10 +32,6 @@ def mlp() -> nn.Sequential:
 
 def pair(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
     return model, ps.convert_model(copy.deepcopy(model), **options)
-
-
-def floats(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
 
 
 def clipped(rows: dict[str, Tensor], bound: float) -> tuple[Tensor, dict[str, Tensor]]:

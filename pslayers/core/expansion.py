@@ -150,7 +150,7 @@ class Expansion:
                 total = total.to(self.weight.dtype)
             if scale.inside != 1:
                 total = total * scale.weight
-        return self.route(total, rows, factor.entries)
+        return self.route(total, rows, None if rows is None else factor.entries)
 
     def finish_differentiable(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None

@@ -244,33 +244,34 @@ class Blocks(Factor):
         return t.split([part.shape[1] for part in self.parts])
 
     def sq_norms(self) -> Tensor:
-        return _total([part.sq_norms() for part in self.parts])
+        return added([part.sq_norms() for part in self.parts])
+
+    def _pairs(self, other: Factor) -> list[tuple[Factor, Factor]]:
+        """Its blocks beside another's; none where these are cut otherwise."""
+        others = other.parts if isinstance(other, Blocks) else []
+        if [part.shape[1:] for part in self.parts] != [part.shape[1:] for part in others]:
+            return []
+        return list(zip(self.parts, others, strict=True))
 
     def meet(self, other: Factor) -> Tensor | None:
-        if not isinstance(other, Blocks) or [p.shape for p in self.parts] != [p.shape for p in other.parts]:
-            return None
-        return _total([a.inner(b) for a, b in zip(self.parts, other.parts, strict=True)])
+        pairs = self._pairs(other)
+        return added([one.inner(two) for one, two in pairs]) if pairs else None
 
     def meet_all(self, other: Factor) -> Tensor | None:
-        if not isinstance(other, Blocks) or [p.shape[1:] for p in self.parts] != [
-            p.shape[1:] for p in other.parts
-        ]:
-            return None
-        return _total([a.gram(b) for a, b in zip(self.parts, other.parts, strict=True)])
+        pairs = self._pairs(other)
+        return added([one.gram(two) for one, two in pairs]) if pairs else None
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return torch.cat([part.weighted_sum(weights) for part in self.parts])
 
     def dot(self, direction: Tensor) -> Tensor:
         pairs = zip(self.parts, self._split(direction), strict=True)
-        return _total([part.dot(v) for part, v in pairs])
+        return added([part.dot(v) for part, v in pairs])
 
 
-def _total(parts: Sequence[Tensor]) -> Tensor:
-    first, *others = parts
-    for other in others:
-        first = first + other
-    return first
+def added(parts: Sequence[Tensor]) -> Tensor:
+    """Their sum; of one, that one, without a copy."""
+    return sum(parts[1:], start=parts[0])
 
 
 CANCELLED = 0.05  # of the squared norms of several uses, below which that of their sum is computed anew
@@ -300,7 +301,7 @@ class Sum(Factor):
         return self.parts[0].like()
 
     def total(self) -> Tensor:
-        return _total([s * part.total() for s, part in zip(self.scales, self.parts, strict=True)])
+        return added([s * part.total() for s, part in zip(self.scales, self.parts, strict=True)])
 
     def write(self, out: Tensor, scale: float) -> None:
         (first, *others), (s, *rest) = self.parts, self.scales
@@ -315,22 +316,22 @@ class Sum(Factor):
         found = [s * s * part.sq_norms() for s, part in pairs]
         for i, (s, part) in enumerate(pairs):
             found += [2 * s * r * part.inner(other) for r, other in pairs[:i]]
-        total, apart = _total(found), _total(found[: len(pairs)])
+        squares, apart = added(found), added(found[: len(pairs)])
         if len(pairs) > 1:  # uses that cancel each other leave what is lost in their rounding
-            lost = (~(total >= apart * CANCELLED)).nonzero().squeeze(1)
+            lost = (~(squares >= apart * CANCELLED)).nonzero().squeeze(1)
             if len(lost):
-                total[lost] = Factor.sq_norms(self.select(lost))
-        return total
+                squares[lost] = Factor.sq_norms(self.select(lost))
+        return squares
 
     def meet(self, other: Factor) -> Tensor | None:
-        return _total([s * part.inner(other) for s, part in zip(self.scales, self.parts, strict=True)])
+        return added([s * part.inner(other) for s, part in zip(self.scales, self.parts, strict=True)])
 
     def meet_all(self, other: Factor) -> Tensor | None:
-        return _total([s * part.gram(other) for s, part in zip(self.scales, self.parts, strict=True)])
+        return added([s * part.gram(other) for s, part in zip(self.scales, self.parts, strict=True)])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         pairs = zip(self.scales, self.parts, strict=True)
-        return _total([part.weighted_sum(weights * s) for s, part in pairs])
+        return added([part.weighted_sum(weights * s) for s, part in pairs])
 
     def dot(self, direction: Tensor) -> Tensor:
-        return _total([s * part.dot(direction) for s, part in zip(self.scales, self.parts, strict=True)])
+        return added([s * part.dot(direction) for s, part in zip(self.scales, self.parts, strict=True)])

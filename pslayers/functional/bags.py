@@ -210,15 +210,19 @@ class Bagged(Factor):
     def sq_norms(self) -> Tensor:
         return self.gathered.sq_norms()
 
+    def _like_it(self, other: Factor) -> Factor | None:
+        """What `gathered` can be compared with: maxima are entries of one value, with others such alone."""
+        if isinstance(other, Bagged):
+            return other.gathered if other.gathered.shape[1:] == self.gathered.shape[1:] else None
+        return None if self.bags.mode == "max" else other
+
     def meet(self, other: Factor) -> Tensor | None:
-        if isinstance(other, Bagged) and (other.bags.mode == "max") == (self.bags.mode == "max"):
-            return self.gathered.meet(other.gathered)
-        return None if self.bags.mode == "max" else self.gathered.meet(other)
+        like_it = self._like_it(other)
+        return None if like_it is None else self.gathered.meet(like_it)
 
     def meet_all(self, other: Factor) -> Tensor | None:
-        if isinstance(other, Bagged) and (other.bags.mode == "max") == (self.bags.mode == "max"):
-            return self.gathered.meet_all(other.gathered)
-        return None if self.bags.mode == "max" else self.gathered.meet_all(other)
+        like_it = self._like_it(other)
+        return None if like_it is None else self.gathered.meet_all(like_it)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         return self.gathered.weighted_sum(weights).view(self.shape[1:])

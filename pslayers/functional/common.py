@@ -29,6 +29,12 @@ def by_sample(t: Tensor, size: int, width: int) -> Tensor:
     return t.reshape(size, t.numel() // max(size * width, 1), width)
 
 
+def weighed(t: Tensor, weights: Tensor) -> Tensor:
+    """`t` (N, ...), each row times the weight of its sample, (B,)."""
+    each = weights.to(t.dtype).repeat_interleave(len(t) // max(len(weights), 1))
+    return t * each.view(-1, *[1] * (t.ndim - 1))
+
+
 def of_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
     """`t` in a dtype: as ``t.to(dtype)``, whose call costs more than the comparison."""
     return t if t.dtype == dtype else t.to(dtype)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
 from ..core.factors import CHUNK_BYTES, Factor
-from .common import bias_factor, check_rows, of_dtype, owned
+from .common import bias_factor, check_rows, of_dtype, owned, weighed
 from .conv_weight_grads import (
     Geometry,
     as_groups,
@@ -350,14 +350,9 @@ class Patches(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """By the convolution's own weight gradient, after the smaller side was multiplied."""
-        x, gy, size = self.x, self.gy, self.shape[0]
-        k = x.shape[0] // max(size, 1)
-
-        def weighted(t: Tensor) -> Tensor:
-            return t * weights.to(t.dtype).repeat_interleave(k).view(-1, *[1] * (t.ndim - 1))
-
-        x, gy = (weighted(x), gy) if x.numel() < gy.numel() else (x, weighted(gy))
-        return self._of(x, gy, size).total()
+        x, gy = self.x, self.gy
+        x, gy = (weighed(x, weights), gy) if x.numel() < gy.numel() else (x, weighed(gy, weights))
+        return self._of(x, gy, self.shape[0]).total()
 
     def dot(self, direction: Tensor) -> Tensor:
         """By the convolution in that direction."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
 from ..core.factors import CHUNK_BYTES, Factor
-from .common import check_rows, of_dtype, owned
+from .common import check_rows, of_dtype, owned, weighed
 from .linear_factor import Outer
 
 
@@ -202,12 +202,9 @@ class Gather(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """By torch's own, after the gradients were multiplied."""
-        if self.samples is not None:
-            each = weights[self.samples]
-        else:
-            each = weights.repeat_interleave(self.ids.shape[0] // max(len(weights), 1))
-        each = each.to(self.gy.dtype).view(-1, *[1] * (self.gy.ndim - 1))
-        return self._of(self.ids, self.gy * each, self.samples, self.shape[0]).total()
+        gy = self.gy
+        gy = weighed(gy, weights) if self.samples is None else weighed(gy, weights[self.samples])
+        return self._of(self.ids, gy, self.samples, self.shape[0]).total()
 
     def dot(self, direction: Tensor) -> Tensor:
         """At the entries."""
