@@ -508,3 +508,17 @@ def test_losses_of_other_reductions_scale_as_rows_do() -> None:
     with ps.factored(ours, grad=False) as grads:
         F.cross_entropy(ours(x), y, reduction="sum").backward()
     assert_factored(grads, loop(model, lambda out, i: F.cross_entropy(out, y[i : i + 1]), (x,)))
+
+
+def test_backward_outside_of_the_block_of_its_forward() -> None:
+    model = ps.convert_model(zoo.TutorialCNN().double())
+    x = torch.randn(4, 1, 16, 16, dtype=torch.float64)
+    for block in (
+        lambda: ps.clipping(model, 1.0),
+        lambda: ps.factored(model, grad=False),
+        lambda: ps.reweighting(model, lambda grads: torch.ones(4)),
+    ):
+        with block():
+            loss = squares(model(x)).mean()
+        with pytest.raises(RuntimeError, match="inside the block"):
+            loss.backward()

@@ -19,23 +19,23 @@ from ..functional.conv_weight_grads import Geometry, convolution
 from ..functional.embedding import Gather
 from ..functional.linear import weight_factor
 from .registry import use_number
-from .weights import expansion_of, is_recorded
+from .weights import expansion_of, is_recorded, plain
 
 
 def _tap(layer: nn.Module, kind: str, y: Tensor, x: Tensor, how: list[int]) -> Tensor:
     """`y`, computed from `x` by the shared weights without gradients; on the way back weight and bias get
     theirs.
     """
-    weight, bias = layer.weight, getattr(layer, "bias", None)
+    bias = getattr(layer, "bias", None)
     wants = ("w" if is_recorded(layer, "weight") else "") + (
         "b" if bias is not None and is_recorded(layer, "bias") else ""
     )
     if not wants:
         return y
     size = local.batch.size  # type: ignore[union-attr]
-    tapped: Tensor = _Tap.apply(
-        y, x, weight, bias, state_of(layer).token, size, kind, wants, how, use_number()
-    )
+    state = state_of(layer)
+    shared, anchor = plain((layer.weight, bias), state.settings)
+    tapped: Tensor = _Tap.apply(y, x, *shared, state.token, size, kind, wants, how, use_number(), anchor)
     return tapped
 
 
@@ -53,9 +53,11 @@ class _Tap(torch.autograd.Function):
         wants: str,
         how: list[int],
         use: int,
+        anchor: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, token)
         ctx.size, ctx.kind, ctx.wants, ctx.how, ctx.use = size, kind, wants, how, use
+        ctx.sums = anchor is None
         return torch_api.unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
 
     @staticmethod
@@ -63,10 +65,12 @@ class _Tap(torch.autograd.Function):
         x, weight, token = ctx.saved_tensors
         (gy,), wants = grads, ctx.wants
         g_weight, g_bias = torch.ops.pslayers.weight_grads(
-            gy, x, weight, token, ctx.size, ctx.kind, wants, ctx.how, ctx.use
+            gy, x, weight, token, ctx.size, ctx.kind, wants, ctx.how, ctx.use, ctx.sums
         )
         none = (None,) * 6
-        return gy, None, g_weight if "w" in wants else None, g_bias if "b" in wants else None, *none
+        if not ctx.sums:
+            return gy, None, None, None, *none, g_weight
+        return gy, None, g_weight if "w" in wants else None, g_bias if "b" in wants else None, *none, None
 
 
 @torch.library.custom_op("pslayers::weight_grads", mutates_args=())
@@ -80,17 +84,17 @@ def _weight_grads(
     wants: str,
     how: list[int],
     use: int,
+    sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    sums = [weight.new_empty(0), weight.new_empty(0)]
+    found = [weight.new_empty(0) if sums else torch.zeros((), device="cpu"), weight.new_empty(0)]
     with torch.no_grad():
         made = ("w", "weight", _FACTORS[kind]), ("b", "bias", _bias_factor)
         for i, (letter, name, factor) in enumerate(made):
             if letter in wants:
                 e = expansion_of(token, name, size)
-                total, _ = e.take(factor(gy, x, e, how), True, True)
-                assert total is not None
-                sums[i] = total
-    return sums[0], sums[1]
+                if (total := e.deliver(factor(gy, x, e, how), sums)) is not None:
+                    found[i] = total
+    return found[0], found[1]
 
 
 @_weight_grads.register_fake
@@ -104,7 +108,10 @@ def _(
     wants: str,
     how: list[int],
     use: int,
+    sums: bool,
 ) -> tuple[Tensor, Tensor]:
+    if not sums:
+        return torch.empty((), device="cpu"), weight.new_empty(0)
     out = gy.shape[1] if kind == "conv" else gy.shape[-1]
     return (
         weight.new_empty(weight.shape if "w" in wants else (0,)),

@@ -3,10 +3,13 @@
 import itertools
 import weakref
 
+import torch
 from torch import nn
 
 from .. import torch_api
 
+# a leaf without a meaning, to which zeros flow back
+ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 modules: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _uses = itertools.count()

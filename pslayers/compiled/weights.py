@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from ..core.context import Scale, Settings, local
 from ..core.converted_module import ModuleState, state_of
 from ..core.expansion import Expansion
-from ..core.factors import Dense
+from ..core.factors import Dense, Factor
 from ..core.recorder import recorder_of
 from ..core.sinks import Keeping
-from .registry import modules, use_number
+from .registry import ANCHOR, modules, use_number
 
 
 def records(settings: Settings) -> bool:
@@ -29,8 +29,18 @@ def weights(layer: nn.Module, name: str) -> Tensor | None:
         return weight
     if not is_recorded(layer, name):
         return weight.expand(size, *weight.shape)
-    expanded: Tensor = _Weights.apply(weight, state.token, name, size, use_number())
+    (shared,), anchor = plain((weight,), state.settings)
+    expanded: Tensor = _Weights.apply(shared, state.token, name, size, use_number(), anchor)
     return expanded
+
+
+def plain(params: Any, settings: Settings) -> tuple[Any, Tensor | None]:
+    """What plain gradients go to: the parameters; where they are not wanted, an anchor, without which the ops
+    of the backward pass, which give nothing else, would be left out.
+    """
+    if settings.sums:
+        return params, None
+    return tuple([None if p is None else p.detach() for p in params]), ANCHOR
 
 
 def check_own_weights(layer: nn.Module) -> None:
@@ -58,44 +68,62 @@ class _Weights(torch.autograd.Function):
     """A parameter, expanded; on the way back its rows are delivered, and summed."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, token: Tensor, name: str, size: int, use: int) -> Tensor:
+    def forward(
+        ctx: Any, shared: Tensor, token: Tensor, name: str, size: int, use: int, anchor: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(token)
-        ctx.name, ctx.use = name, use
-        return param.expand(size, *param.shape)
+        ctx.name, ctx.use, ctx.sums = name, use, anchor is None
+        return shared.expand(size, *shared.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
-        return torch.ops.pslayers.deliver(grads[0], token, ctx.name, ctx.use), None, None, None, None
+        total = torch.ops.pslayers.deliver(grads[0], token, ctx.name, ctx.use, ctx.sums)
+        return total if ctx.sums else None, None, None, None, None, None if ctx.sums else total
 
 
 @torch.library.custom_op("pslayers::deliver", mutates_args=())
-def _deliver(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
+def _deliver(rows: Tensor, token: Tensor, name: str, use: int, sums: bool) -> Tensor:
     e = expansion_of(token, name, len(rows))
-    # `rows` is the compiler's to use again
-    total, _ = e.take(Dense(rows, e.shape), True, True)
-    assert total is not None
-    return total
+    total = e.deliver(Dense(rows, e.shape), sums)
+    return torch.zeros((), device="cpu") if total is None else total
 
 
 @_deliver.register_fake
-def _(rows: Tensor, token: Tensor, name: str, use: int) -> Tensor:
-    return rows.new_empty(rows.shape[1:])
+def _(rows: Tensor, token: Tensor, name: str, use: int, sums: bool) -> Tensor:
+    return rows.new_empty(rows.shape[1:]) if sums else torch.empty((), device="cpu")
 
 
-class _Delivered(Expansion):
-    """An expansion in compiled code."""
+class Delivered(Expansion):
+    """An expansion in compiled code, which uses its memory again."""
+
+    def deliver(self, factor: Factor, sums: bool) -> Tensor | None:
+        """The plain gradient, if the code was compiled to give it (`sums`); the rows go to the sink."""
+        recorder = self.recorder
+        assert recorder is not None
+        if isinstance(recorder.settings.sink, Keeping):
+            factor = factor.smaller().copied()
+        if not sums and recorder.settings.sums:
+            raise recorder.of_another_block()
+        total, _ = self.take(factor, sums, True)
+        if sums and total is None:  # the forward pass has run outside of the block
+            recorder.leave_blank()
+            recorder.note(total := torch.zeros_like(self.weight), compiled=True)
+        return total
 
     def route(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None, entries: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        assert self.recorder is not None and weight_grad is not None and rows_grad is not None
-        self.recorder.note(weight_grad, compiled=True)
-        self.recorder.store(rows_grad)
+        """The plain gradient is noted by its value, and the rows go to the parameter at once."""
+        assert self.recorder is not None
+        if weight_grad is not None:
+            self.recorder.note(weight_grad, compiled=True)
+        if rows_grad is not None:  # else they are kept as factors
+            self.recorder.store(rows_grad)
         return weight_grad, None
 
 
-def expansion_of(token: Tensor, name: str, size: int) -> Expansion:
+def expansion_of(token: Tensor, name: str, size: int) -> Delivered:
     """At run time: the parameter's expansion, with where its rows go."""
     module = modules.get(int(token))
     if module is None:
@@ -106,12 +134,6 @@ def expansion_of(token: Tensor, name: str, size: int) -> Expansion:
         raise RuntimeError(
             f"A compiled model's `{name}` was restored (ps.restore_model) before its backward pass."
         )
-    if isinstance(state.settings.sink, Keeping):
-        raise RuntimeError(
-            f"`{state.prefix}{name}` is a compiled model's, whose memory is used again before its factors"
-            " could be read: inside ps.factored, ps.clipping and ps.reweighting call the model without"
-            " torch.compile."
-        )
     recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, module)
     scale = Scale(float(max(size, 1)) if state.settings.loss_reduction == "mean" else 1.0)
-    return _Delivered(param.detach(), recorder.rows_leaf(size), scale, recorder)
+    return Delivered(param.detach(), recorder.rows_leaf(size), scale, recorder)

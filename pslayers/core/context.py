@@ -37,10 +37,11 @@ class Scale:
     over.
     """
 
-    __slots__ = ("__weakref__", "inside", "total")
+    __slots__ = ("__weakref__", "inside", "sums", "total")
 
     def __init__(self, total: float = 1.0, inside: float = 1.0) -> None:
         self.total, self.inside = total, inside
+        self.sums = True  # plain gradients go to the parameters
 
     @property
     def rows(self) -> float:
@@ -97,6 +98,11 @@ class Settings:
         self.__init__(**state)  # type: ignore[misc]
 
     @property
+    def sums(self) -> bool:
+        """Whether plain gradients are wanted, too."""
+        return self.sink is None or self.sink.sums
+
+    @property
     def recording(self) -> bool:
         """Whether this thread records rows of the model."""
         for settings in local.unrecorded:  # noqa: SIM110  # torch.compile traces no generator here
@@ -151,8 +157,8 @@ class Settings:
     def check_bare(self) -> None:
         """An error where the pass that ends has given a parameter a gradient, and no row of it."""
         found, self.bare = self.bare, []
-        without = self.sink is not None and not self.sink.sums  # then nothing comes by way of expansions
-        names = [f"`{r.name}`" for r in found if without or r.pass_id != self.pass_id]
+        # where no sums are wanted, nothing comes by way of expansions
+        names = [f"`{r.name}`" for r in found if not self.sums or r.pass_id != self.pass_id]
         if names and self.pass_id == self.bare_pass and not self.partial:
             some = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
             raise RuntimeError(

@@ -157,7 +157,7 @@ class Expansion:
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of (weight, rows) as they leave the call, from those that autograd sees inside it."""
         if weight_grad is not None:
-            wanted = self.recorder is None or self.recorder.sink.sums
+            wanted = self.recorder is None or self.recorder.settings.sums
             weight_grad = rescale_grad(weight_grad, self.scale, False, self.scale.weight) if wanted else None
         if rows_grad is not None:
             rows_grad = rescale_grad(rows_grad, self.scale, False, self.scale.rows)
@@ -179,6 +179,8 @@ class Expansion:
         if weight_grad is not None:
             recorder.note(weight_grad)
         if rows_grad is not None and not recorder.settings.collecting_grads:
+            if not self.scale.sums and recorder.settings.sums:
+                raise recorder.of_another_block()
             at_once = recorder.uses <= 1 and (not self.joined or recorder.sink.adds_up)
             if not torch.is_grad_enabled() and (at_once or not recorder.whole_pass()):
                 recorder.store(rows_grad, entries if recorder.uses <= 1 else None)

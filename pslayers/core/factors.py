@@ -73,6 +73,12 @@ class Factor:
         dtype = WIDER.get(self.like().dtype)
         return Dense((self if dtype is None else self.to(dtype)).dense(), self.shape)
 
+    def copied(self) -> "Factor":
+        """The same, in memory of its own."""
+        for factor, name, t in list(self.tensors()):
+            setattr(factor, name, t.clone())
+        return self
+
     def select(self, index: "slice | Tensor") -> "Factor":
         """That of some of the samples."""
         raise NotImplementedError

@@ -51,8 +51,9 @@ class Recorder:
     def expansion(self, param: Tensor, size: int, scale: Scale) -> Expansion:
         """The parameter, expanded to a batch. Where its plain gradient is not wanted, none can reach it."""
         self.use()
-        sink = self.settings.sink
-        shared = param if sink is None or sink.sums else param.detach()
+        shared = param
+        if not self.settings.sums:
+            shared, scale.sums = param.detach(), False
         return Expansion(shared, self.rows_leaf(size), scale, self)
 
     def rows_leaf(self, size: int) -> Tensor:
@@ -186,12 +187,24 @@ class Recorder:
             self.pass_id = pass_id
         return holder
 
+    def leave_blank(self) -> None:
+        """Note that zeros will arrive in the place of a gradient that is not wanted."""
+        self.blank = (param := self.param()) is not None and param.grad is None
+
     def drop_blank(self) -> None:
         """Have no `.grad` again where there was none, and nothing was added to the zeros since."""
         param = self.param() if self.blank else None
         if param is not None and param.grad is not None and not param.grad.any():
             param.grad = None
         self.blank = False
+
+    def of_another_block(self) -> RuntimeError:
+        """What is raised where a backward pass is to fill `.grad`, and its forward pass was not."""
+        return RuntimeError(
+            f"`{self.name}` would get no `.grad`: its forward pass ran inside of ps.clipping, ps.reweighting"
+            " or ps.factored(grad=False), its backward pass runs outside: call loss.backward() inside the"
+            " block."
+        )
 
     def of_two_sizes(self, one: int, other: int) -> RuntimeError:
         """What is raised where rows of `other` samples meet rows of `one`."""
@@ -241,13 +254,12 @@ class _Arrival(_WeakHook):
         if tensor is owner.single.taken:
             owner.single.taken, owner.single.pass_id = None, -1
             return None
-        sink, param = owner.settings.sink, owner.param()
         # the one sample's, which is kept as its row, and not wanted as a plain gradient
-        kept = sink is not None and not sink.sums and owner.single.pass_id == torch_api.current_pass()
+        kept = not owner.settings.sums and owner.single.pass_id == torch_api.current_pass()
         owner.check(tensor)
         if not kept:
             return None
-        owner.blank = param is not None and param.grad is None
+        owner.leave_blank()
         return tensor.new_zeros(()).expand_as(tensor)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pslayers as ps
 
 from .. import zoo
-from ..oracle import loop, square, squares
+from ..oracle import assert_factored, flat, loop, square, squares
 from .compiling import compiled, fresh, graphs  # noqa: F401
 
 # torch.compile's own, while it traces and compiles
@@ -194,13 +194,76 @@ def test_what_is_not_proved_is_refused() -> None:
         compiled(ours)(floats(1, 12))
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_factored_gradients_of_a_compiled_model_are_refused(grad: bool) -> None:
+class Words(nn.Module):
+    """Bags, an embedding that is read twice, and a module that runs with per-sample weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.table, self.act = nn.EmbeddingBag(11, 6), nn.Embedding(11, 6), nn.PReLU(6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.act(self.bag(ids) + self.table(ids).sum(1)) @ self.table.weight[:3].detach().t()
+
+
+def deep() -> nn.Module:
+    """Linear maps of one size, by whose memory the compiler may go on; three positions a sample."""
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(12, 12), nn.Tanh())])
+
+
+FACTORED = {**MODELS, "words": (Words, ids), "deep": (deep, lambda n: floats(n, 3, 12))}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "aot_eager") for name in ("cnn", "transformer", "words")), ("deep", "inductor")],
+)
+def test_factored_gradients(name: str, backend: str) -> None:
+    build, inputs = FACTORED[name]
+    model, ours = pair(build(), inputs(3))
+    run = compiled(ours, backend)
+    for n in (5, 9):
+        x = inputs(n)
+        expected = loop(model, square, (x,))
+        for grad in (True, False):
+            ours.zero_grad()
+            with ps.factored(ours, grad=grad) as grads:
+                squares(run(x)).mean().backward()
+            assert_factored(grads, expected)
+            for p, rows in zip(ours.parameters(), expected.values(), strict=True):
+                if grad:
+                    torch.testing.assert_close(p.grad, rows.mean(0))
+                else:
+                    assert p.grad is None
+        norms = flat(expected).square().sum(1).sqrt()
+        bound = norms.median().item()
+        with ps.clipping(ours, bound) as clip:
+            squares(run(x)).mean().backward()
+        torch.testing.assert_close(clip.norms, norms)
+        for p, rows in zip(ours.parameters(), expected.values(), strict=True):
+            torch.testing.assert_close(p.grad, torch.tensordot((bound / norms).clamp(max=1), rows, 1) / n)
+        assert_right(run, ours, model, x)
+    assert graphs() <= 3  # with rows, with sums beside factors, without sums
+
+
+def test_a_block_around_a_part_of_a_compiled_step() -> None:
     model, ours = pair(zoo.mlp(), floats(3, 12))
     run, x = compiled(ours), floats(5, 12)
-    with pytest.raises(RuntimeError, match=r"without torch\.compile"), ps.factored(ours, grad=grad):
-        squares(run(x)).mean().backward()
-    assert_right(run, ours, model, x)
+    expected = loop(model, square, (x,))
+    loss = squares(run(x)).mean()
+    with ps.factored(ours, grad=False) as grads:
+        loss.backward()
+    assert_factored(grads, expected)
+    assert all(p.grad is None for p in ours.parameters())
+    loss = squares(run(x)).mean()
+    with ps.clipping(ours, 1.0):
+        loss.backward()
+    norms = flat(expected).square().sum(1).sqrt()
+    for p, rows in zip(ours.parameters(), expected.values(), strict=True):
+        torch.testing.assert_close(p.grad, torch.tensordot((1 / norms).clamp(max=1), rows, 1) / 5)
+    with ps.clipping(ours, 1.0):
+        loss = squares(run(x)).mean()
+    with pytest.raises(RuntimeError, match="inside the block"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("dynamic", [True, False, None])
