@@ -16,8 +16,8 @@ from . import torch_api
 from .convert import settings_of
 from .core.context import Settings
 from .core.factors import CHUNK_BYTES, WIDER, Factor, Sum, added, flat
+from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
-from .core.sharding import is_shard
 from .core.sinks import Keeping, Use
 from .gradients import changed
 from .modules.inventory import Inventory
@@ -275,12 +275,10 @@ def reweighting(model: nn.Module, weigh: Callable[[FactoredGrads], Tensor]) -> I
         raise TypeError(f"`weigh` must be a function of the gradients; got {type(weigh).__name__}.")
     grads = FactoredGrads()
 
-    def finish(add: Callable[[str, Tensor], None]) -> None:
-        weights = weigh(grads)
-        for name in grads:
-            add(name, weights)
+    def weights() -> dict[str, Tensor]:
+        return dict.fromkeys(grads, weigh(grads))
 
-    with _kept(model, grads, sums=False, finish=finish):
+    with _kept(model, grads, sums=False, weigh=weights):
         yield
 
 
@@ -316,20 +314,16 @@ def clipping(model: nn.Module, max_norm: float | Mapping[str, float]) -> Iterato
             raise ValueError(f"`max_norm` must be positive; got {norm}.")
     grads, clip = FactoredGrads(), Clip()
 
-    def finish(add: Callable[[str, Tensor], None]) -> None:
+    def weights() -> dict[str, Tensor]:
         if isinstance(max_norm, Mapping):
             if missing := grads.keys() - max_norm.keys():
                 raise KeyError(f"`max_norm` has no norm for {sorted(missing)}: give one for each parameter.")
             clip.norms = {name: grad.norms() for name, grad in grads.items()}
-            for name, norms in clip.norms.items():
-                add(name, _clip_factors(norms, max_norm[name]))
-        else:
-            clip.norms = grads.norms()
-            weights = _clip_factors(clip.norms, max_norm)
-            for name in grads:
-                add(name, weights)
+            return {name: _clip_factors(norms, max_norm[name]) for name, norms in clip.norms.items()}
+        clip.norms = grads.norms()
+        return dict.fromkeys(grads, _clip_factors(clip.norms, max_norm))
 
-    with _kept(model, grads, sums=False, finish=finish):
+    with _kept(model, grads, sums=False, weigh=weights):
         yield clip
 
 
@@ -343,26 +337,27 @@ def _kept(
     model: nn.Module,
     grads: FactoredGrads,
     sums: bool,
-    finish: Callable[[Callable[[str, Tensor], None]], None] | None = None,
+    weigh: Callable[[], Mapping[str, Tensor]] | None = None,
 ) -> Iterator[None]:
-    """Inside the block, backward passes leave factors in `grads`; `finish` is called after each, with a
-    function that adds a parameter's weighted sum to its `.grad`.
+    """Inside the block, backward passes leave factors in `grads`. After each, `weigh` gives each parameter's
+    weights (B,), and the weighted sums are added to `.grad`.
     """
     every = settings_of(model)
     _check_alone(every)
-    if sharded := [name for name, p in model.named_parameters() if is_shard(p)]:
-        raise ValueError(
-            f"`{sharded[0]}` is sharded (FSDP2), where factors are not read: take ps.streaming, or the dense"
-            " rows."
-        )
-
-    if finish is not None and any(settings.partial for settings in every):
+    if weigh is not None and any(settings.partial for settings in every):
         slots = Inventory(model, "", 0).strangers
         if left := [slot.path for slot in slots if getattr(slot.held[slot.name], "requires_grad", False)]:
             raise ValueError(
                 f"`{left[0]}` was left without per-sample gradients (on_unsupported='skip'), so its gradient"
                 " could not be weighed: freeze it, or convert the model with on_unsupported='general'."
             )
+
+    ranks = ranks_of(model, weigh is not None)
+
+    def hold_back(ddp: Any) -> None:
+        nonlocal ranks
+        if ddp.require_backward_grad_sync:
+            ranks = Replicas(model, ddp)
 
     def carry(recorder: Recorder) -> FactoredGrad:
         grad = grads._grads[recorder.name] = FactoredGrad(recorder.name, keeping.uses[recorder])
@@ -374,23 +369,23 @@ def _kept(
     def end() -> None:
         for settings in every:
             settings.check_bare()
-        recorders = {recorder.name: recorder for recorder in keeping.uses}
-        if finish is not None:
+        if weigh is not None:
             with _computing():
-                finish(lambda name, weights: _add(recorders[name], grads[name], weights))
-        for recorder in recorders.values():
+                _fill(ranks, {recorder: grads[recorder.name] for recorder in keeping.uses}, weigh())
+        for recorder in keeping.uses:
             recorder.drop_blank()
-            if finish is not None and (holder := recorder.holder.tensor()) is not None:
+            if weigh is not None and (holder := recorder.holder.tensor()) is not None:
                 holder.grad_sample = None  # type: ignore[attr-defined]
-        if finish is not None:
+        if weigh is not None:
             keeping.uses = {}
             grads._grads = {}
 
-    keeping = Keeping(sums, carry, begin, end)
+    keeping = Keeping(sums, carry, begin, end, hold_back)
     try:
         with changed(model, "sink", keeping):
             yield
     finally:
+        ranks.close()
         for recorder in keeping.uses:
             if (holder := recorder.holder.tensor()) is not None:
                 holder.grad_sample = None  # type: ignore[attr-defined]
@@ -405,21 +400,28 @@ def _check_alone(every: list[Settings]) -> None:
             )
 
 
-def _add(recorder: Recorder, grad: FactoredGrad, weights: Tensor) -> None:
-    """Add the weighted sum to `.grad`, divided as the loss divides."""
-    param, factor, weights = recorder.param(), grad.factor, _weights(weights, len(grad))
-    if param is None:
-        return
+def _fill(ranks: OneProcess, grads: Mapping[Recorder, FactoredGrad], weights: Mapping[str, Tensor]) -> None:
+    """Add the weighted sums to `.grad`, those of all processes."""
+    params = [(ranks.param_of(recorder), recorder) for recorder in grads]
+    here = {param: recorder for param, recorder in params if param is not None}
+    for param in ranks.reached(list(here)):
+        if (recorder := here.get(param)) is None:
+            total = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+        else:
+            grad, mean = grads[recorder], recorder.settings.loss_reduction == "mean"
+            total = _weighted_sum(grad, weights[grad.name], mean).to(param.dtype)
+        ranks.add(param, total)
+
+
+def _weighted_sum(grad: FactoredGrad, weights: Tensor, mean: bool) -> Tensor:
+    """Divided as the loss divides."""
+    factor, weights = grad.factor, _weights(weights, len(grad))
     if not bool((kept := weights != 0).all()):  # what is left out may hold what is not finite
         index = kept.nonzero().squeeze(1)
         factor, weights = factor.select(index), weights[index]  # type: ignore[assignment]
-    if recorder.settings.loss_reduction == "mean":
+    if mean:
         weights = weights / max(len(grad), 1)
-    grads = factor.weighted_sum(weights) if len(weights) else torch.zeros_like(param)
-    if param.grad is None:
-        param.grad = grads.to(param.dtype)
-    else:
-        param.grad += grads.to(param.dtype)
+    return factor.weighted_sum(weights) if len(weights) else factor.like().new_zeros(factor.shape[1:])
 
 
 def _weights(weights: Tensor, size: int) -> Tensor:

@@ -267,6 +267,28 @@ onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not
 fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = _find("ops.aten._fused_rms_norm")
 # the DistributedDataParallel whose forward runs, if one does
 active_ddp: Callable[[], Any] = _find("nn.parallel.DistributedDataParallel._get_active_ddp_module")
+
+
+def ddp_option(ddp: Any) -> str:
+    """An option of a DistributedDataParallel by which it does not average gradients as it does by itself."""
+    options = {
+        "static_graph": ddp.static_graph,
+        "register_comm_hook": ddp._comm_hooks,
+        "mixed_precision": ddp.mixed_precision is not None,
+        "join": ddp._join_config.enable,
+        "delay_all_reduce_named_params": ddp._delay_all_reduce_all_params,
+        "torch._dynamo.config.optimize_ddp": ddp._use_python_reducer,
+    }
+    return next((name for name, used in options.items() if used), "")
+
+
+def divides_grads(module: Any) -> bool:
+    """Whether a module that fully_shard has made divides gradients by a number of the user's."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one before 2.12
+    return any(group is not None and group.gradient_divide_factor is not None for group in groups)
+
+
 Dropouts = _find("nn.modules.dropout._DropoutNd")  # what nn.Dropout and its like have in common
 dispatch_mode = _find("utils._python_dispatch.TorchDispatchMode")  # sees every op that runs
 

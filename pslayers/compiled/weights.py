@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import torch_api
 from ..core.context import Scale, Settings, local
 from ..core.converted_module import ModuleState, state_of
 from ..core.expansion import Expansion
@@ -40,6 +41,12 @@ def plain(params: Any, settings: Settings) -> tuple[Any, Tensor | None]:
     """
     if settings.sums:
         return params, None
+    if torch_api.active_ddp() is not None:
+        raise RuntimeError(
+            "A compiled model cannot be clipped or reweighed inside of DistributedDataParallel: leave one of"
+            " the two away; without the latter, torch.distributed.all_reduce every `.grad` after the backward"
+            " pass."
+        )
     return tuple([None if p is None else p.detach() for p in params]), ANCHOR
 
 

@@ -76,6 +76,8 @@ class Settings:
     recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, repr=False)
     # of calls, and their batch sizes
     graphs: list[tuple["weakref.ref[Scale]", int]] = field(default_factory=list, repr=False)
+    # the last recorded call ran in a DistributedDataParallel, which waits for plain gradients
+    in_ddp: bool = field(default=False, repr=False)
     bare_pass: int = -1
     # recorders of what arrived in that pass past expansions
     bare: list[Any] = field(default_factory=list, repr=False)

@@ -23,11 +23,6 @@ def in_use() -> bool:
     return "torch.distributed.tensor" in sys.modules and distributed.is_initialized()
 
 
-def in_ddp() -> bool:
-    """Whether the forward of DistributedDataParallel runs, whose hooks wait for the gradients."""
-    return torch_api.active_ddp() is not None
-
-
 def is_shard(param: Tensor) -> bool:
     """Whether this is a DTensor (by name: its module takes long to import)."""
     return any(cls.__name__ == "DTensor" for cls in type(param).__mro__)

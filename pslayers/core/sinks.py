@@ -8,7 +8,7 @@ parameter, there is `SingleSample`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -221,6 +221,8 @@ class Keeping(Sink):
         carry: ``carry(recorder)``, what a parameter carries as `grad_sample`.
         begin: called before the first factor of a backward pass.
         end: called at the end of such a pass.
+        hold_back: ``hold_back(ddp)``, called where the forward pass runs in a DistributedDataParallel, which
+            would average plain gradients.
     """
 
     def __init__(
@@ -229,19 +231,16 @@ class Keeping(Sink):
         carry: Callable[["Recorder"], object],
         begin: Callable[[], None],
         end: Callable[[], None],
+        hold_back: Callable[[Any], None],
     ) -> None:
-        self.sums, self.carry, self.begin, self.end = sums, carry, begin, end
+        self.sums, self.carry, self.begin, self.end, self.hold_back = sums, carry, begin, end, hold_back
         self.pass_id = -1
         self.uses: dict[Recorder, list[Use]] = {}
 
     def at_call(self) -> None:
-        """An error where gradients are reduced over processes before they could be weighed."""
-        if not self.sums and sharding.in_ddp():
-            raise RuntimeError(
-                "DistributedDataParallel reduces gradients before they could be weighed: inside ps.clipping,"
-                " ps.reweighting and ps.factored(grad=False) call the model itself, not its wrapper, and"
-                " torch.distributed.all_reduce every `.grad` after the backward pass."
-            )
+        """Have nobody wait for plain gradients that will not come."""
+        if not self.sums and (ddp := torch_api.active_ddp()) is not None:
+            self.hold_back(ddp)
 
     def make(self, recorder: "Recorder | None", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
         """None: the factor is kept."""
@@ -268,6 +267,12 @@ class Keeping(Sink):
             raise recorder.of_two_sizes(settings.rows, size)
         settings.rows, recorder.checked = size, True
         if settings.pass_id != self.pass_id:
+            if settings.in_ddp and not self.sums:
+                raise RuntimeError(
+                    "DistributedDataParallel was called outside of the block (ps.clipping, ps.reweighting or"
+                    " ps.factored(grad=False)) that its backward pass runs in, and waits for plain gradients"
+                    " to average: call it inside the block."
+                )
             self.pass_id, self.uses = settings.pass_id, {}
             self.begin()
             torch_api.after_outer_pass(self.end)

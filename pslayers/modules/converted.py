@@ -163,6 +163,8 @@ class Converted(_Mixin):
         state, settings = self._ps_state(), self._ps_state().settings
         if settings.sink is not None:
             settings.sink.at_call()
+        ddp = torch_api.active_ddp()
+        settings.in_ddp = ddp is not None and ddp.require_backward_grad_sync
         recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
         trackable = not self._ps_layer and not recomputed
         sizes = [] if self._ps_layer else self._ps_sizes(args, kwargs)

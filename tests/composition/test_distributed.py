@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -173,15 +174,12 @@ def ddp_private_training(rank: int, world: int) -> None:
 
 # ------------------------------------------------------------------------------------------------------ FSDP2
 def factored(rank: int, world: int) -> None:
-    """Clipping on each rank, reduced by hand; the wrapper, which would reduce too early, is refused."""
+    """Factors under the wrapper; clipping of the model itself, reduced by hand."""
     model = zoo.mlp().double()
     ours = ps.convert_model(copy.deepcopy(model))
     wrapped = DistributedDataParallel(ours)
     x = vectors(4 * world)
     mine = x[4 * rank : 4 * rank + 4]
-    for batch in mine, mine[:1]:
-        with pytest.raises(RuntimeError, match="call the model itself"), ps.clipping(ours, 1.0):
-            wrapped(batch)
     expected = loop(model, square, (x,))
     with ps.factored(ours) as grads:
         squares(wrapped(mine)).mean().backward()
@@ -199,11 +197,146 @@ def factored(rank: int, world: int) -> None:
         torch.testing.assert_close(p.grad, clipped)
 
 
-def factored_shards(rank: int, world: int) -> None:
-    """Refused by name."""
-    model = shard(ps.convert_model(zoo.mlp()), world, None)
-    with pytest.raises(ValueError, match="FSDP2"), ps.factored(model):
-        pass
+def clipped_rows(model: nn.Module, batches: list[Tensor], bound: float) -> dict[str, Tensor]:
+    """The mean over ranks of each one's mean of clipped gradients."""
+    found = []
+    for batch in batches:
+        rows = loop(model, square, (batch,))
+        factors = (bound / flat(rows).square().sum(1).sqrt()).clamp(max=1)
+        found.append({name: torch.tensordot(factors, r, 1) / max(len(r), 1) for name, r in rows.items()})
+    return {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+
+
+def assert_grads(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    for p, grad in zip(model.parameters(), expected.values(), strict=True):
+        found = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        torch.testing.assert_close(found, grad)
+
+
+def clipped(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, int], None]:
+    """Each rank clips its own samples; what is averaged is what has been clipped. A batch of one, too."""
+
+    def scenario(rank: int, world: int) -> None:
+        model, bound = zoo.Transformer().double(), 0.05
+        net = wrap(ps.convert_model(copy.deepcopy(model), example=text(EACH)), world)
+        for n in (EACH, 1, EACH):
+            ids = text(n * world)
+            batches = list(ids.split(n))
+            net.zero_grad()
+            with ps.clipping(net, bound) as clip:
+                squares(net(batches[rank])).mean().backward()
+            rows = flat(loop(model, square, (batches[rank],)))
+            torch.testing.assert_close(clip.norms, rows.square().sum(1).sqrt())
+            assert_grads(net, clipped_rows(model, batches, bound))
+            net.zero_grad()  # outside of the block all is as before
+            squares(net(batches[rank])).mean().backward()
+            bare = getattr(net, "module", net)
+            assert_own_rows(bare, loop(model, square, (ids,)), own(rank, [n] * world))
+        net.zero_grad()
+        with ps.factored(net) as grads:
+            squares(net(batches[rank])).mean().backward()
+            assert all(p.grad_sample.name in name for name, p in net.named_parameters())
+        assert all(p.grad_sample is None for p in net.parameters())
+        assert_factored(grads, loop(model, square, (batches[rank],)))
+        assert_grads(net, {name: rows.mean(0) for name, rows in loop(model, square, (ids,)).items()})
+        net.zero_grad()
+        with ps.factored(net, grad=False):
+            squares(net(batches[rank])).mean().backward()
+        assert all(p.grad is None for p in net.parameters())
+
+    return scenario
+
+
+def replicated(model: nn.Module, world: int) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def sharded_by_blocks(model: nn.Module, world: int) -> nn.Module:
+    return shard(model, world, zoo.Block)
+
+
+def clipped_micro_batches(rank: int, world: int) -> None:
+    """DDP: those under no_sync wait for one that is not; ranks on which nothing reaches a parameter, too."""
+    model = zoo.mlp().double()
+    net = DistributedDataParallel(ps.convert_model(copy.deepcopy(model)))
+    first, second = vectors(4 * world).chunk(2)
+    halves = [list(half.chunk(world)) for half in (first, second)]
+    expected = [clipped_rows(model, half, 0.5) for half in halves]
+    for _ in range(2):
+        with ps.clipping(net, 0.5):
+            with net.no_sync():
+                squares(net(halves[0][rank])).mean().backward()
+            squares(net(halves[1][rank])).mean().backward()
+    assert_grads(net, {name: 2 * (g + expected[1][name]) for name, g in expected[0].items()})
+    net.zero_grad()
+    with ps.clipping(net, 0.5):
+        losses = [squares(net(halves[0][rank])).mean(), squares(net(halves[1][rank])).mean()]
+        for loss in losses:  # two graphs, two passes
+            loss.backward()
+    assert_grads(net, {name: g + expected[1][name] for name, g in expected[0].items()})
+    net.zero_grad()
+    squares(net(halves[0][rank])).mean().backward()  # it averages by itself again
+    assert_grads(net, {name: r.mean(0) for name, r in loop(model, square, (first,)).items()})
+
+
+class Branches(nn.Module):
+    """One of two layers is called, and a third is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never = nn.Linear(12, 4), nn.Linear(12, 4), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return self.left(x) if left else self.right(x)
+
+
+def clipped_branches(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, int], None]:
+    """A parameter that a gradient reaches on one rank alone, and one that none reaches."""
+
+    def scenario(rank: int, world: int) -> None:
+        model = Branches().double()
+        net = wrap(ps.convert_model(copy.deepcopy(model)), world)
+        batches = list(vectors(2 * world).chunk(world))
+        with ps.clipping(net, 0.5):
+            squares(net(batches[rank], rank == 0)).mean().backward()
+        of_first = clipped_rows(nn.Sequential(model.left), [batches[0]], 0.5)
+        of_others = clipped_rows(nn.Sequential(model.right), batches[1:], 0.5)
+        expected = {
+            "left.weight": of_first["0.weight"] / world,
+            "left.bias": of_first["0.bias"] / world,
+            "right.weight": of_others["0.weight"] * (world - 1) / world,
+            "right.bias": of_others["0.bias"] * (world - 1) / world,
+        }
+        for name, p in net.named_parameters():
+            name = name.removeprefix("module.")
+            if name.startswith("never"):
+                assert p.grad is None
+            else:
+                grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+                torch.testing.assert_close(grad, expected[name])
+
+    return scenario
+
+
+def refused_in_ddp(rank: int, world: int) -> None:
+    """What would be averaged before it is weighed."""
+    ours, x = ps.convert_model(zoo.mlp().double()), vectors(4)
+    wrapped = DistributedDataParallel(ours)
+    for batch in x, x[:1]:
+        loss = squares(wrapped(batch)).mean()
+        with pytest.raises(RuntimeError, match="outside of the block"), ps.clipping(ours, 1.0):
+            loss.backward()
+        wrapped = DistributedDataParallel(ours)
+    static = DistributedDataParallel(ours, static_graph=True)
+    with pytest.raises(RuntimeError, match="static_graph"), ps.clipping(static, 1.0):
+        static(x)
+    hooked = DistributedDataParallel(ours)
+    hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(RuntimeError, match="comm_hook"), ps.clipping(hooked, 1.0):
+        hooked(x)
+    both = DistributedDataParallel(nn.Sequential(ours, nn.Linear(4, 2).double()))
+    with pytest.raises(RuntimeError, match="whole model"), ps.clipping(ours, 1.0):
+        both(x)
 
 
 def shard(model: nn.Module, world: int, parts: type[nn.Module] | None) -> nn.Module:
@@ -316,7 +449,7 @@ def compiled(how: str) -> Callable[[int, int], None]:
 
     def scenario(rank: int, world: int) -> None:
         model, x, mine = zoo.mlp().double(), vectors(EACH * world), own(rank, [EACH] * world)
-        expected = loop(model, square, (x,))
+        expected, plain = loop(model, square, (x,)), copy.deepcopy(model)
         ps.convert_model(model, example=x)
         net: Any
         if how == "inside":
@@ -331,8 +464,28 @@ def compiled(how: str) -> Callable[[int, int], None]:
                 model.zero_grad()
                 squares(net(x[mine])).mean().backward()
                 assert_own_rows(model, expected, mine)
+            if how == "sharded":
+                model.zero_grad()
+                with ps.clipping(net, 0.5):
+                    squares(net(x[mine])).mean().backward()
+                assert_grads(model, clipped_rows(plain, list(x.chunk(world)), 0.5))
 
     return scenario
+
+
+def refused_compiled(rank: int, world: int) -> None:
+    """Compiled code inside of DDP, which nobody could keep from averaging: also what was compiled before."""
+    ours, x = ps.convert_model(zoo.mlp().double()), vectors(4)
+    squares(ours(x)).mean().backward()
+    for how in range(2):
+        torch._dynamo.reset()
+        run = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        if how:
+            with ps.clipping(ours, 1.0):
+                squares(run(x)).mean().backward()
+        wrapped = DistributedDataParallel(run)
+        with pytest.raises(Exception, match="all_reduce every"), ps.clipping(ours, 1.0):
+            wrapped(x)
 
 
 SCENARIOS: dict[str, Callable[[int, int], None]] = {
@@ -347,7 +500,13 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "ddp-bare-parameters": ddp_bare_parameters,
     "ddp-private-training": ddp_private_training,
     "ddp-factored": factored,
-    "fsdp-factored": factored_shards,
+    "ddp-clipped": clipped(replicated),
+    "ddp-clipped-micro-batches": clipped_micro_batches,
+    "ddp-clipped-branches": clipped_branches(replicated),
+    "ddp-refused": refused_in_ddp,
+    "ddp-refused-compiled": refused_compiled,
+    "fsdp-clipped": clipped(sharded_by_blocks),
+    "fsdp-clipped-branches": clipped_branches(sharded_by_blocks),
     "fsdp-root": sharded(None),
     "fsdp-blocks": sharded(zoo.Block),
     "fsdp-root-converted-after": sharded(None, "after"),
