@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import torch_api
 from .convert import settings_of
 from .core.context import Settings
-from .core.factors import CHUNK_BYTES, WIDER, Factor, Sum, added, flat
+from .core.factors import CHUNK_BYTES, WIDER, Factor, Sum, added, flat, joined
 from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
 from .core.sinks import Keeping, Use
@@ -33,6 +33,7 @@ class FactoredGrad:
     def __init__(self, name: str, uses: list[Use]) -> None:
         self.name, self._uses = name, uses
         self._factor: Sum | None = None
+        self._joined = 0  # uses that it is of
 
     @property
     def factor(self) -> Sum:
@@ -47,11 +48,11 @@ class FactoredGrad:
                     f"The factored gradient of `{self.name}` is gone: a tensor of shape {tuple(t.shape)} that"
                     " it is made of was changed in place since. Read what you need before, or change a copy."
                 )
-        if self._factor is None or len(self._factor.parts) != len(self._uses):
+        if self._factor is None or self._joined != len(self._uses):
             parts = [use.factor for use in self._uses]
             wide = (WIDER.get(p.like().dtype) for p in parts)
             parts = [p if dtype is None else p.to(dtype) for p, dtype in zip(parts, wide, strict=True)]
-            self._factor = Sum(parts, [use.scale for use in self._uses])
+            self._factor, self._joined = joined(parts, [use.scale for use in self._uses]), len(parts)
         return self._factor
 
     @property

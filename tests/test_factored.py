@@ -522,3 +522,29 @@ def test_backward_outside_of_the_block_of_its_forward() -> None:
             loss = squares(model(x)).mean()
         with pytest.raises(RuntimeError, match="inside the block"):
             loss.backward()
+
+
+class Unrolled(nn.Module):
+    """A table, a cell and a linear map, each used at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cell, self.out = nn.Embedding(7, 3), nn.GRUCell(3, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table.weight.new_zeros(len(ids), 4)
+        outputs = []
+        for step in ids.t():
+            h = self.cell(self.table(step), h)
+            outputs.append(self.out(h))
+        return torch.stack(outputs, 1)
+
+
+def test_uses_of_one_kind_are_one_factor() -> None:
+    """Else their products would grow with the square of the number of uses."""
+    model = Unrolled().double()
+    ours, ids = ps.convert_model(copy.deepcopy(model)), torch.randint(7, (4, 6))
+    with ps.factored(ours) as grads:
+        squares(ours(ids)).mean().backward()
+    assert_factored(grads, loop(model, square, (ids,)))
+    assert {name: len(grad.factor.parts) for name, grad in grads.items()} == dict.fromkeys(grads, 1)

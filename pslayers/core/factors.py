@@ -8,6 +8,7 @@ Shapes: B samples, N = k * B rows, k a sample; S the weight's own shape.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,10 @@ class Factor:
         for factor, name, t in list(self.tensors()):
             setattr(factor, name, t.clone())
         return self
+
+    def joined(self, others: "Sequence[Factor]") -> "Factor | None":
+        """One factor for uses of one weight that have the same kind of factor; None where there is none."""
+        return None
 
     def select(self, index: "slice | Tensor") -> "Factor":
         """That of some of the samples."""
@@ -199,6 +204,10 @@ class Dense(Factor):
     def smaller(self) -> Factor:
         return self if self.each.shape == self.shape else super().smaller()
 
+    def joined(self, others: Sequence[Factor]) -> Factor:
+        rows = [part._by_sample().sum(1) for part in (self, *others)]  # type: ignore[attr-defined]
+        return self._of(added(rows), self.shape[0])
+
     def _of(self, each: Tensor, size: int) -> "Dense":
         return Dense(each, torch.Size((size, *self.shape[1:])))
 
@@ -281,6 +290,18 @@ def added(parts: Sequence[Tensor]) -> Tensor:
 
 
 CANCELLED = 0.05  # of the squared norms of several uses, below which that of their sum is computed anew
+
+
+def joined(parts: Sequence[Factor], scales: Sequence[float]) -> "Sum":
+    """Several uses of one weight, each times a number; of those whose factors can be one, one is made."""
+    alike: dict[tuple[Any, ...], list[Factor]] = {}
+    for part, scale in zip(parts, scales, strict=True):
+        alike.setdefault((type(part), part.like().dtype, scale), []).append(part)
+    found: list[tuple[Factor, float]] = []
+    for (*_, scale), (first, *others) in alike.items():
+        one = first.joined(others) if others else None
+        found += [(part, scale) for part in ([first, *others] if one is None else [one])]
+    return Sum([part for part, _ in found], [scale for _, scale in found])
 
 
 class Sum(Factor):

@@ -3,6 +3,7 @@ sample.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,6 +117,16 @@ class Gather(Factor):
         return out
 
     # ------------------------------------------------------------------------------- without the dense rows
+    def joined(self, others: Sequence[Factor]) -> Factor | None:
+        """Looked up one after the other."""
+        parts: list[Any] = [self, *others]
+        if any(part.samples is not None or part.padding_idx != self.padding_idx for part in parts):
+            return None
+        size, _, width = self.shape
+        ids = torch.cat([part.ids.reshape(size, part.ids.numel() // max(size, 1)) for part in parts], 1)
+        gy = torch.cat([part.gy.reshape(size, part.ids.numel() // max(size, 1), width) for part in parts], 1)
+        return self._of(ids, gy, None, size)
+
     def _of(self, ids: Tensor, gy: Tensor, samples: Tensor | None, size: int) -> "Gather":
         return Gather(ids, gy, torch.Size((size, *self.shape[1:])), self.padding_idx, samples)
 

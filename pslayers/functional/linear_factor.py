@@ -3,7 +3,7 @@
 Shapes: B samples, N = k * B rows, k a sample; t positions a sample, O and I out and in features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -53,6 +53,11 @@ class Outer(Factor):
         return (gy.transpose(1, 2) @ x).view(self.shape)
 
     # ------------------------------------------------------------------------------- without the dense rows
+    def joined(self, others: Sequence[Factor]) -> Factor:
+        """Uses side by side along the positions, so that the cheaper form is known of all of them."""
+        sides = zip(*(part.batch() for part in (self, *others)), strict=True)  # type: ignore[attr-defined]
+        return self._of(*(torch.cat(side, 1) for side in sides))
+
     def _of(self, gy: Tensor, x: Tensor) -> "Outer":
         return Outer(gy, x, torch.Size((len(gy), *self.shape[1:])))
 
@@ -76,12 +81,17 @@ class Outer(Factor):
             return gy.square().sum((1, 2)) * x.square().sum((1, 2))
         if gy.shape[1] * (gy.shape[2] + x.shape[2]) > gy.shape[2] * x.shape[2]:
             return super().sq_norms()
-        of_gy, of_x = gy @ gy.transpose(1, 2), x @ x.transpose(1, 2)
-        found = torch.einsum("nts,nts->n", of_gy, of_x)
-        lost = cancelled(of_gy.diagonal(dim1=1, dim2=2) * of_x.diagonal(dim1=1, dim2=2), found)
+        step = max(1, CHUNK_BYTES // max(2 * gy.shape[1] ** 2 * gy.element_size(), 1))
+        found, alone = [], []  # of all positions with all; of each with itself
+        for g, h in zip(gy.split(step), x.split(step), strict=True):
+            of_gy, of_x = _pairs(g, h, g, h)
+            found.append(torch.einsum("nts,nts->n", of_gy, of_x))
+            alone.append(of_gy.diagonal(dim1=1, dim2=2) * of_x.diagonal(dim1=1, dim2=2))
+        squares = torch.cat(found)
+        lost = cancelled(torch.cat(alone), squares)
         if len(lost):
-            found[lost] = Factor.sq_norms(self.select(lost))
-        return found
+            squares[lost] = Factor.sq_norms(self.select(lost))
+        return squares
 
     def meet(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Outer):
@@ -90,7 +100,7 @@ class Outer(Factor):
         t, s, o, i = gy.shape[1], gy2.shape[1], gy.shape[2], x.shape[2]
         if t * s * (o + i) > (t + s) * o * i:
             return None
-        return torch.einsum("nts,nts->n", gy @ gy2.transpose(1, 2), x @ x2.transpose(1, 2))
+        return torch.einsum("nts,nts->n", *_pairs(gy, x, gy2, x2))
 
     def meet_all(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Outer):
@@ -124,6 +134,11 @@ class Outer(Factor):
         if gy.shape[2] < x.shape[2]:
             return torch.einsum("nto,nto->n", gy, x @ v.t())
         return torch.einsum("nti,nti->n", gy @ v, x)
+
+
+def _pairs(gy: Tensor, x: Tensor, gy2: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+    """The products of all positions of a sample with all of another use, (b, t, s), on each side."""
+    return gy @ gy2.transpose(1, 2), x @ x2.transpose(1, 2)
 
 
 def cancelled(each: Tensor, squares: Tensor) -> Tensor:
