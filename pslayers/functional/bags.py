@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from ..core.factors import Factor
-from .common import check_rows, owned
-from .embedding import Gather, places_of
+from .common import check_rows, owned, weighed
+from .embedding import Gather, add_rows, places_of
 
 MODES = "sum", "mean", "max"  # by torch's numbers
 
@@ -168,7 +168,7 @@ class Bagged(Factor):
     def _add(self, index: Tensor, gy: Tensor, out: Tensor) -> None:
         bags, tables = self.bags, out.view(-1, out.shape[2])
         if bags.mode != "max":
-            tables.index_add_(0, index, bags.by_entry(gy, self.factors))
+            add_rows(tables, index, bags.by_entry(gy, self.factors))
         elif bags.count:
             first = self._tables(torch.arange(bags.count, device=gy.device), out.shape)
             gy = gy.masked_fill((bags.sizes == 0).unsqueeze(1), 0)
@@ -208,7 +208,13 @@ class Bagged(Factor):
         return self.gy
 
     def sq_norms(self) -> Tensor:
-        return self.gathered.sq_norms()
+        """Of one bag for a sample: what its gradient is multiplied by at each entry, and its own norm."""
+        bags, (size, entries, _), gy = self.bags, self.shape, self.gy
+        if bags.mode == "max" or bags.count != size:
+            return self.gathered.sq_norms()
+        times = bags.by_entry(gy.new_ones(size, 1), self.factors)
+        shape = torch.Size((size, entries, 1))
+        return Gather(bags.ids, times, shape, samples=bags.bag).sq_norms() * gy.square().sum(1)
 
     def _like_it(self, other: Factor) -> Factor | None:
         """What `gathered` can be compared with: maxima are entries of one value, with others such alone."""
@@ -225,7 +231,8 @@ class Bagged(Factor):
         return None if like_it is None else self.gathered.meet_all(like_it)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return self.gathered.weighted_sum(weights).view(self.shape[1:])
+        gy = weighed(self.gy, weights)
+        return Bagged(self.bags, gy, self.factors, self.chosen, self.shape).total()
 
     def dot(self, direction: Tensor) -> Tensor:
         return self.gathered.dot(direction.reshape(self.gathered.shape[1:]))
