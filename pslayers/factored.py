@@ -7,6 +7,7 @@ times its input. The backward pass keeps these (`core.factors`), and what is ask
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from . import torch_api
 from .convert import settings_of
 from .core.context import Settings
-from .core.factors import CHUNK_BYTES, WIDER, Factor, Sum, added, flat, joined
-from .core.ranks import OneProcess, Replicas, ranks_of
+from .core.factors import CHUNK_BYTES, WIDER, Dense, Factor, Spent, Sum, added, flat, joined
+from .core.ranks import Replicas, ranks_of
 from .core.recorder import Recorder
-from .core.sinks import Keeping, Use
+from .core.sinks import Keeping, Use, Weighing
 from .gradients import changed
 from .modules.inventory import Inventory
 
@@ -222,6 +223,13 @@ class Clip:
 
     norms: Any = None
 
+    def __init__(self) -> None:
+        self._backward: Callable[[Tensor], None] = Tensor.backward
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()`, and the second pass where one is needed (`passes` of `clipping`)."""
+        self._backward(loss)
+
 
 @contextmanager
 def factored(model: nn.Module, grad: bool = True) -> Iterator[FactoredGrads]:
@@ -247,7 +255,7 @@ def factored(model: nn.Module, grad: bool = True) -> Iterator[FactoredGrads]:
         (torch.Size([5]), torch.Size([5, 5]), torch.Size([5, 4, 3]))
     """
     grads = FactoredGrads()
-    with _kept(model, grads, sums=bool(grad)):
+    with _Block(model, grads, bool(grad)).inside():
         yield grads
 
 
@@ -279,12 +287,14 @@ def reweighting(model: nn.Module, weigh: Callable[[FactoredGrads], Tensor]) -> I
     def weights() -> dict[str, Tensor]:
         return dict.fromkeys(grads, weigh(grads))
 
-    with _kept(model, grads, sums=False, weigh=weights):
+    with _Block(model, grads, False, weights).inside():
         yield
 
 
 @contextmanager
-def clipping(model: nn.Module, max_norm: float | Mapping[str, float]) -> Iterator[Clip]:
+def clipping(
+    model: nn.Module, max_norm: float | Mapping[str, float], passes: int | str = 1
+) -> Iterator[Clip]:
     """Clip each sample's gradient: each backward pass inside the block adds the sum of the clipped per-sample
     gradients to `.grad`, divided as the loss divides.
 
@@ -295,10 +305,15 @@ def clipping(model: nn.Module, max_norm: float | Mapping[str, float]) -> Iterato
         model: a converted model.
         max_norm: of each sample's gradient, of all parameters together; or {name: norm} of every trainable
             parameter by itself.
+        passes: 1, for one backward pass, which holds the inputs of layers and the gradients of their outputs
+            up to its end. 2, for one that gives the norms and another that gives the sums: they hold no more
+            than a plain one does, and take the time of both. "auto": the second one for those layers alone
+            that a checkpoint has computed again, whose inputs nobody else would hold. With more than one,
+            call ``clip.backward(loss)`` in the place of ``loss.backward()``.
 
     Raises:
-        ValueError: the model is not converted, or a norm is not positive.
-        KeyError: a parameter has no norm.
+        ValueError: the model is not converted, a norm is not positive, or `passes` is something else.
+        KeyError: a parameter has no norm, or a name is no parameter's.
 
     Source: Abadi et al. (2016), "Deep Learning with Differential Privacy", algorithm 1.
 
@@ -313,6 +328,8 @@ def clipping(model: nn.Module, max_norm: float | Mapping[str, float]) -> Iterato
     for norm in max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]:
         if not norm > 0:
             raise ValueError(f"`max_norm` must be positive; got {norm}.")
+    if passes not in (1, 2, "auto"):
+        raise ValueError(f'`passes` must be 1, 2 or "auto"; got {passes!r}.')
     grads, clip = FactoredGrads(), Clip()
 
     def weights() -> dict[str, Tensor]:
@@ -324,7 +341,9 @@ def clipping(model: nn.Module, max_norm: float | Mapping[str, float]) -> Iterato
         clip.norms = grads.norms()
         return dict.fromkeys(grads, _clip_factors(clip.norms, max_norm))
 
-    with _kept(model, grads, sums=False, weigh=weights):
+    block = _Block(model, grads, False, weights, passes)
+    clip._backward = block.backward
+    with block.inside():
         yield clip
 
 
@@ -333,63 +352,168 @@ def _clip_factors(norms: Tensor, max_norm: float) -> Tensor:
     return torch.where(norms.isfinite(), (max_norm / norms).clamp(max=1), 0)
 
 
-@contextmanager
-def _kept(
-    model: nn.Module,
-    grads: FactoredGrads,
-    sums: bool,
-    weigh: Callable[[], Mapping[str, Tensor]] | None = None,
-) -> Iterator[None]:
-    """Inside the block, backward passes leave factors in `grads`. After each, `weigh` gives each parameter's
-    weights (B,), and the weighted sums are added to `.grad`.
+class _Block(Keeping):
+    """A ``with`` block, in which backward passes leave factors in `grads`.
+
+    Args:
+        model: a converted model.
+        grads: where to.
+        sums: `.grad` is filled as always.
+        weigh: called after a pass, gives each parameter's weights (B,), by which sums are added to `.grad`.
+        passes: as in `clipping`.
     """
-    every = settings_of(model)
-    _check_alone(every)
-    if weigh is not None and any(settings.partial for settings in every):
+
+    def __init__(
+        self,
+        model: nn.Module,
+        grads: FactoredGrads,
+        sums: bool,
+        weigh: Callable[[], Mapping[str, Tensor]] | None = None,
+        passes: int | str = 1,
+    ) -> None:
+        super().__init__(sums)
+        self.model, self.grads, self.weigh, self.passes = model, grads, weigh, passes
+        self.every = settings_of(model)
+        _check_alone(self.every)
+        if weigh is not None:
+            _check_whole(model, self.every)
+        self.ranks = ranks_of(model, weigh is not None)
+        self.twice = False  # `backward` runs
+        self.totals: dict[Recorder, Tensor] = {}  # of what is known before the second pass
+        self.spent: dict[Recorder, Tensor] = {}  # weights of what the second pass gives
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """The block."""
+        try:
+            with changed(self.model, "sink", self):
+                yield
+        finally:
+            self.ranks.close()
+            self._clear()
+
+    def hold_back(self, ddp: Any) -> None:
+        if ddp.require_backward_grad_sync:
+            self.ranks = Replicas(self.model, ddp)
+
+    def begin(self) -> None:
+        self.grads._grads = {}
+
+    def held(self, recorder: Recorder, factor: Factor) -> Factor:
+        if any(isinstance(use.factor, Spent) for use in self.uses[recorder]):
+            raise RuntimeError(
+                f"`{recorder.name}` has a further use in the graph of an earlier forward pass, after its"
+                " factor was let go: take passes=1 in ps.clipping."
+            )
+        nested = torch_api.in_nested_pass()
+        if nested and self.passes == 2:
+            raise RuntimeError(
+                "Through reentrant checkpoints no second pass goes to chosen parameters alone: take"
+                ' use_reentrant=False, or ps.clipping(..., passes="auto"), which keeps their factors.'
+            )
+        again = self.passes == 2 or (self.passes == "auto" and recorder.repeats > 0 and not nested)
+        if not again or isinstance(factor, Dense) or not recorder.used_once:
+            return factor.smaller()
+        with _computing():
+            grad = FactoredGrad(recorder.name, [Use(factor, 1.0, [])])
+            return Spent(grad.factor.sq_norms(), factor.shape)
+
+    def carried(self, recorder: Recorder) -> FactoredGrad:
+        grad = self.grads._grads[recorder.name] = FactoredGrad(recorder.name, self.uses[recorder])
+        return grad
+
+    def end(self) -> None:
+        for settings in self.every:
+            settings.check_bare()
+        for recorder in self.uses:
+            recorder.checked = True
+        if self.weigh is not None:
+            with _computing():
+                self._fill(self.weigh())
+        for recorder in self.uses:
+            recorder.drop_blank()
+        if self.weigh is not None:
+            self._clear()
+
+    def _fill(self, weights: Mapping[str, Tensor]) -> None:
+        """Add the weighted sums to `.grad`, or, where a second pass is needed, note what is known."""
+        kept: dict[Recorder, Callable[[], Tensor]] = {}
+        for recorder, uses in self.uses.items():
+            grad = self.grads[recorder.name]
+            own = weights[recorder.name]
+            if any(isinstance(use.factor, Spent) for use in uses):
+                self.spent[recorder] = _weights(own, len(grad))
+            else:
+                kept[recorder] = partial(_weighted_sum, recorder, grad, own)
+        if not self.spent:
+            self._add_all(kept)
+        elif self.twice:
+            self.totals = {recorder: total() for recorder, total in kept.items()}
+        else:
+            self.spent = {}
+            raise RuntimeError(
+                "ps.clipping in more than one pass runs the second one itself: call clip.backward(loss) in"
+                " the place of loss.backward()."
+            )
+
+    def _add_all(self, totals: Mapping[Recorder, Callable[[], Tensor]]) -> None:
+        """Add to `.grad`, over all processes."""
+        params = [(self.ranks.param_of(recorder), recorder) for recorder in totals]
+        here = {param: recorder for param, recorder in params if param is not None}
+        for param in self.ranks.reached(list(here)):
+            if (recorder := here.get(param)) is None:
+                total = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+            else:
+                total = totals[recorder]().to(param.dtype)
+            self.ranks.add(param, total)
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of a loss, and a second one for what the first one has let go."""
+        if self.passes == 1:
+            loss.backward()
+            return
+        self.twice = True
+        try:
+            loss.backward(retain_graph=True)
+            if self.spent:
+                leaves = [recorder.leaf for recorder in self.spent if recorder.leaf is not None]
+                with changed(self.model, "sink", Weighing(self._add_now)):
+                    torch.autograd.backward(loss, inputs=leaves)
+                with _computing():
+                    found = self.totals.items()
+                    self._add_all({recorder: partial(_as_it_is, total) for recorder, total in found})
+        finally:
+            self.twice, self.totals, self.spent = False, {}, {}
+
+    def _add_now(self, recorder: Recorder, factor: Factor, scale: float) -> None:
+        """A factor of the second pass."""
+        if (weights := self.spent.get(recorder)) is None:
+            return
+        with _computing():
+            grad = FactoredGrad(recorder.name, [Use(factor, scale, [])])
+            self.totals[recorder] = _weighted_sum(recorder, grad, weights)
+
+    def _clear(self) -> None:
+        """Leave nothing on the parameters; what was weighed is gone."""
+        for recorder in self.uses:
+            if (holder := recorder.holder.tensor()) is not None:
+                holder.grad_sample = None  # type: ignore[attr-defined]
+        if self.weigh is not None:
+            self.uses, self.grads._grads = {}, {}
+
+
+def _as_it_is(total: Tensor) -> Tensor:
+    return total
+
+
+def _check_whole(model: nn.Module, every: list[Settings]) -> None:
+    if any(settings.partial for settings in every):
         slots = Inventory(model, "", 0).strangers
         if left := [slot.path for slot in slots if getattr(slot.held[slot.name], "requires_grad", False)]:
             raise ValueError(
                 f"`{left[0]}` was left without per-sample gradients (on_unsupported='skip'), so its gradient"
                 " could not be weighed: freeze it, or convert the model with on_unsupported='general'."
             )
-
-    ranks = ranks_of(model, weigh is not None)
-
-    def hold_back(ddp: Any) -> None:
-        nonlocal ranks
-        if ddp.require_backward_grad_sync:
-            ranks = Replicas(model, ddp)
-
-    def carry(recorder: Recorder) -> FactoredGrad:
-        grad = grads._grads[recorder.name] = FactoredGrad(recorder.name, keeping.uses[recorder])
-        return grad
-
-    def begin() -> None:
-        grads._grads = {}
-
-    def end() -> None:
-        for settings in every:
-            settings.check_bare()
-        if weigh is not None:
-            with _computing():
-                _fill(ranks, {recorder: grads[recorder.name] for recorder in keeping.uses}, weigh())
-        for recorder in keeping.uses:
-            recorder.drop_blank()
-            if weigh is not None and (holder := recorder.holder.tensor()) is not None:
-                holder.grad_sample = None  # type: ignore[attr-defined]
-        if weigh is not None:
-            keeping.uses = {}
-            grads._grads = {}
-
-    keeping = Keeping(sums, carry, begin, end, hold_back)
-    try:
-        with changed(model, "sink", keeping):
-            yield
-    finally:
-        ranks.close()
-        for recorder in keeping.uses:
-            if (holder := recorder.holder.tensor()) is not None:
-                holder.grad_sample = None  # type: ignore[attr-defined]
 
 
 def _check_alone(every: list[Settings]) -> None:
@@ -401,26 +525,13 @@ def _check_alone(every: list[Settings]) -> None:
             )
 
 
-def _fill(ranks: OneProcess, grads: Mapping[Recorder, FactoredGrad], weights: Mapping[str, Tensor]) -> None:
-    """Add the weighted sums to `.grad`, those of all processes."""
-    params = [(ranks.param_of(recorder), recorder) for recorder in grads]
-    here = {param: recorder for param, recorder in params if param is not None}
-    for param in ranks.reached(list(here)):
-        if (recorder := here.get(param)) is None:
-            total = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
-        else:
-            grad, mean = grads[recorder], recorder.settings.loss_reduction == "mean"
-            total = _weighted_sum(grad, weights[grad.name], mean).to(param.dtype)
-        ranks.add(param, total)
-
-
-def _weighted_sum(grad: FactoredGrad, weights: Tensor, mean: bool) -> Tensor:
+def _weighted_sum(recorder: Recorder, grad: FactoredGrad, weights: Tensor) -> Tensor:
     """Divided as the loss divides."""
     factor, weights = grad.factor, _weights(weights, len(grad))
     if not bool((kept := weights != 0).all()):  # what is left out may hold what is not finite
         index = kept.nonzero().squeeze(1)
         factor, weights = factor.select(index), weights[index]  # type: ignore[assignment]
-    if mean:
+    if recorder.settings.loss_reduction == "mean":
         weights = weights / max(len(grad), 1)
     return factor.weighted_sum(weights) if len(weights) else factor.like().new_zeros(factor.shape[1:])
 

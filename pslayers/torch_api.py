@@ -124,6 +124,11 @@ def running_pass(noted: int = -1) -> int:
     return task if task == -1 or _outer.task == -1 else _outer.task
 
 
+def in_nested_pass() -> bool:
+    """Whether the backward pass that runs was begun by a reentrant checkpoint, in another one."""
+    return _outer.task not in (-1, current_pass())
+
+
 def after_outer_pass(callback: Callable[[], None]) -> None:
     """Call back at the end of the outermost backward pass that runs here."""
     if _outer.task in (-1, current_pass()):

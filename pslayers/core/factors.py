@@ -289,6 +289,27 @@ def added(parts: Sequence[Tensor]) -> Tensor:
     return sum(parts[1:], start=parts[0])
 
 
+class Spent(Factor):
+    """One of which the norms alone are left."""
+
+    def __init__(self, squares: Tensor, shape: torch.Size) -> None:
+        self.squares, self.shape = squares, shape
+
+    def sq_norms(self) -> Tensor:
+        return self.squares
+
+    def like(self) -> Tensor:
+        return self.squares
+
+    def select(self, index: slice | Tensor) -> Factor:
+        raise RuntimeError(
+            "Of this parameter's gradients the norms alone are known in the first of two passes: read what"
+            " you need inside ps.factored, or take passes=1."
+        )
+
+    write = weighted_sum = dot = meet = meet_all = select  # type: ignore[assignment]
+
+
 CANCELLED = 0.05  # of the squared norms of several uses, below which that of their sum is computed anew
 
 

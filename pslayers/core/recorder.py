@@ -34,6 +34,7 @@ class Recorder:
         self.node: Any = None  # of the graph, that takes what the leaf receives
         self.pass_id = self.outer_pass = self.notes_pass = -1
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
+        self.repeats = 0  # of these, that were made while a backward pass ran, by checkpoints
         self.notes: list[tuple[int, int] | Tensor] = []
         self.compiled = False  # the notes come from compiled code
         self.unexpanded = False  # a layer's last call did not expand this parameter
@@ -84,10 +85,19 @@ class Recorder:
 
     def use(self) -> None:
         """Count an expansion of the parameter."""
-        self.uses, self.checked = 1 if self.checked else self.uses + 1, False
+        if self.checked:
+            self.uses, self.repeats, self.checked = 0, 0, False
+        self.uses += 1
         # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own:
         # count the outer one
         self.outer_pass = torch_api.outer_pass()
+        if self.outer_pass != -1:
+            self.repeats += 1
+
+    @property
+    def used_once(self) -> bool:
+        """Whether one use alone gives the parameter rows, not counting what checkpoints make again."""
+        return self.uses - self.repeats == 1
 
     @property
     def sink(self) -> Sink:

@@ -218,24 +218,34 @@ class Keeping(Sink):
 
     Args:
         sums: the plain gradients are wanted, too.
-        carry: ``carry(recorder)``, what a parameter carries as `grad_sample`.
-        begin: called before the first factor of a backward pass.
-        end: called at the end of such a pass.
-        hold_back: ``hold_back(ddp)``, called where the forward pass runs in a DistributedDataParallel, which
-            would average plain gradients.
     """
 
-    def __init__(
-        self,
-        sums: bool,
-        carry: Callable[["Recorder"], object],
-        begin: Callable[[], None],
-        end: Callable[[], None],
-        hold_back: Callable[[Any], None],
-    ) -> None:
-        self.sums, self.carry, self.begin, self.end, self.hold_back = sums, carry, begin, end, hold_back
+    def __init__(self, sums: bool) -> None:
+        self.sums = sums
         self.pass_id = -1
         self.uses: dict[Recorder, list[Use]] = {}
+
+    def hold_back(self, ddp: Any) -> None:
+        """Called where the forward pass runs in a DistributedDataParallel, which would average plain
+        gradients.
+        """
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Called before the first factor of a backward pass."""
+        raise NotImplementedError
+
+    def held(self, recorder: "Recorder", factor: Factor) -> Factor:
+        """What is kept of a factor."""
+        raise NotImplementedError
+
+    def carried(self, recorder: "Recorder") -> object:
+        """What a parameter carries as `grad_sample`."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Called at the end of such a pass."""
+        raise NotImplementedError
 
     def at_call(self) -> None:
         """Have nobody wait for plain gradients that will not come."""
@@ -265,7 +275,7 @@ class Keeping(Sink):
             )
         if size != settings.rows != -1:
             raise recorder.of_two_sizes(settings.rows, size)
-        settings.rows, recorder.checked = size, True
+        settings.rows = size
         if settings.pass_id != self.pass_id:
             if settings.in_ddp and not self.sums:
                 raise RuntimeError(
@@ -279,11 +289,38 @@ class Keeping(Sink):
         uses = self.uses.setdefault(recorder, [])
         if not uses:
             recorder.holder.enter(holder, recorder)
-            holder.grad_sample = self.carry(recorder)  # type: ignore[attr-defined]
+            holder.grad_sample = self.carried(recorder)  # type: ignore[attr-defined]
         factor.detach_()
-        factor = factor.smaller()
+        factor = self.held(recorder, factor)
         held = [(t, t._version) for *_, t in factor.tensors() if not t.is_inference()]
         uses.append(Use(factor, scale, held))
+
+
+class Weighing(Sink):
+    """Factors whose weights are known, handed on at once (`ps.clipping` in two passes).
+
+    Args:
+        add: ``add(recorder, factor, scale)``.
+    """
+
+    sums = False
+
+    def __init__(self, add: Callable[["Recorder", Factor, float], None]) -> None:
+        self.add = add
+
+    def make(self, recorder: "Recorder | None", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
+        """None: the factor is handed on."""
+        if recorder is None or recorder.settings.collecting_grads:
+            return super().make(recorder, factor, like, scale)
+        if recorder.enter() is not None:
+            self.add(recorder, factor, scale)
+        return None
+
+    def store(
+        self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
+    ) -> None:
+        """Hand on rows that somebody has formed."""
+        self.add(recorder, Dense(rows, rows.shape), 1.0)
 
 
 class SingleSample:

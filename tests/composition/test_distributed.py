@@ -228,6 +228,10 @@ def clipped(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, int],
             rows = flat(loop(model, square, (batches[rank],)))
             torch.testing.assert_close(clip.norms, rows.square().sum(1).sqrt())
             assert_grads(net, clipped_rows(model, batches, bound))
+            net.zero_grad()
+            with ps.clipping(net, bound, passes=2) as clip:
+                clip.backward(squares(net(batches[rank])).mean())
+            assert_grads(net, clipped_rows(model, batches, bound))
             net.zero_grad()  # outside of the block all is as before
             squares(net(batches[rank])).mean().backward()
             bare = getattr(net, "module", net)
