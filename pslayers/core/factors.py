@@ -27,6 +27,8 @@ class Factor:
     # how many products `total` sums, of all samples together; with more than `worth_summing` for each sample,
     # it is cheaper to sum dense rows that are there
     positions, worth_summing = 0, 16
+    # of a linear map: in and out features together, which a product of two positions multiplies
+    features = 0
     # of the samples' tables (B, V, D), laid end to end, those in which rows may not be zero; None: all
     entries: Tensor | None = None
 
@@ -311,7 +313,17 @@ class Sum(Factor):
         for part, s in zip(others, rest, strict=True):
             out += part.dense().mul_(s * scale)
 
+    def _dearer(self, products: float, rows: float) -> bool:
+        """Whether that many products of positions, of linear maps, take more multiplications than that many
+        values of dense rows, of the sum of all uses.
+        """
+        features = {part.features for part in self.parts}
+        return len(features) == 1 and products * features.pop() > rows * self.shape[1:].numel()
+
     def sq_norms(self) -> Tensor:
+        own, size = sum(part.positions for part in self.parts), max(self.shape[0], 1)
+        if len(self.parts) > 1 and self._dearer(own * own / size / 2, own):
+            return super().sq_norms()
         pairs = list(zip(self.scales, self.parts, strict=True))
         found = [s * s * part.sq_norms() for s, part in pairs]
         for i, (s, part) in enumerate(pairs):
@@ -327,7 +339,23 @@ class Sum(Factor):
         return added([s * part.inner(other) for s, part in zip(self.scales, self.parts, strict=True)])
 
     def meet_all(self, other: Factor) -> Tensor | None:
-        return added([s * part.gram(other) for s, part in zip(self.scales, self.parts, strict=True)])
+        pairs = list(zip(self.scales, self.parts, strict=True))
+        others = (
+            list(zip(other.scales, other.parts, strict=True)) if isinstance(other, Sum) else [(1.0, other)]
+        )
+        own, theirs = (sum(part.positions for _, part in each) for each in (pairs, others))
+        products = own * theirs / (2 if other is self else 1)
+        if len(pairs) + len(others) > 2 and self._dearer(
+            products, own + theirs + self.shape[0] * other.shape[0]
+        ):
+            return None
+        if other is not self:
+            return added([s * r * part.gram(rest) for s, part in pairs for r, rest in others])
+        out = added([s * s * part.gram(part) for s, part in pairs])
+        for i, (s, part) in enumerate(pairs):
+            for r, rest in pairs[:i]:
+                out += (crossed := part.gram(rest).mul_(s * r)) + crossed.t()
+        return out
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         pairs = zip(self.scales, self.parts, strict=True)

@@ -32,6 +32,7 @@ class Outer(Factor):
     ) -> None:
         self.gy, self.x, self.shape, self.batched = gy, x, shape, batched
         self.positions = gy.shape[0] if gy.ndim == 2 else gy.shape[:-1].numel()
+        self.features = gy.shape[-1] + x.shape[-1]
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Both sides by sample: (B, t, O) and (B, t, I)."""
@@ -100,6 +101,8 @@ class Outer(Factor):
         dense = (b * t + c * s + b * c) * o * i
         if b * t * c * s * (o + i) > dense:
             return None
+        if t == s == 1:
+            return (gy.flatten(0, 1) @ gy2.flatten(0, 1).t()).mul_(x.flatten(0, 1) @ x2.flatten(0, 1).t())
         out = gy.new_empty(b, c)
         step = max(1, CHUNK_BYTES // max(2 * t * c * s * gy.element_size(), 1))
         for start in range(0, b, step):
