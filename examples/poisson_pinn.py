@@ -15,19 +15,27 @@ accuracy.)
 
 A row of J is a per-sample gradient of a loss that holds second derivatives of the network with respect to its
 input. With pslayers that is ``ps.per_sample_grads(model, residual, points)``, and no word about second
-derivatives.
+derivatives. The same step, as  J^T (J J^T + damping) = (J^T J + damping) J^T,  is
 
-Run it (half a minute on one core), and see ``--help`` for the options:
+    step = J^T w,   (J J^T + damping) w = r
+
+a system in the points, however many weights there are (Guzman-Cordero et al. 2025, arXiv:2505.12149). It
+needs J J^T and J^T w alone, and J is never formed: ``gram`` and ``weighted_sum`` of ``ps.factored``.
+
+Run it (one to two minutes on one core), and see ``--help`` for the options:
 
     pip install '.[examples]'
     python examples/poisson_pinn.py
 
-It prints the error of both against the exact solution, given the same time, and draws where they err.
+It prints the errors against the exact solution, draws where the methods err, and shows what a step in the
+weights and one in the points hold and take, by the width of the network.
 
-What was found (relative L2 errors, seeds 0 and 1, 10 seconds for each method on one core): Gauss-Newton 3e-5
-and 2e-5; Adam between 2e-3 and 2e-2, over first learning rates from 5e-3 to 5e-2. The network is small: a
-step solves a system in all its 697 weights. With many more, solve the one in the points instead, (J J^T +
-damping), which needs the same rows.
+What was found (relative L2 errors, seeds 0 and 1, on one core that others used, too): 300 steps end at 2.4e-5
+and 3.7e-5, in the weights and in the points alike, since they are the same steps; Adam, given the same 20 to
+25 seconds, at 2.5e-3 and 9.9e-3. A network of width 128, in the points and in the same time, does 162 and 100
+steps, and ends at 1.2e-5 and 1.0e-4: wider is no better at once. But it can be had: at width 128 a step in
+the points holds 10 MiB and takes 0.1 to 0.2 seconds, where J and J^T J would be 2.2 GiB; at width 512
+(264,705 weights) 36 MiB and a second, against 523 GiB.
 """
 
 import argparse
@@ -56,10 +64,12 @@ import pslayers as ps
 
 # points inside and on the boundary; how much a residual of the boundary counts
 INSIDE, EDGE, WEIGHT = 400, 100, 10.0
+NARROW, WIDTHS = 24, (24, 64, 128, 256, 512)
 Curve = list[tuple[float, float]]  # (seconds, error)
+Solve = Callable[[float], Tensor | None]  # a damping's step, of all weights one after the other
 
 
-def network(width: int = 24) -> nn.Sequential:
+def network(width: int = NARROW) -> nn.Sequential:
     """697 parameters at the default width, in double precision: the errors get smaller than single precision
     resolves.
     """
@@ -128,24 +138,71 @@ def error_of(model: nn.Module) -> float:
         return float((model(grid).squeeze(1) - exact(grid)).norm() / exact(grid).norm())
 
 
-def gauss_newton(model: nn.Module, steps: int, tick: Callable[[], object]) -> Curve:
-    """Damped Gauss-Newton steps on new random points each; the damping follows how well the last step did."""
+def solved(system: Tensor, right: Tensor, damping: float) -> Tensor | None:
+    """What solves (system + damping) times it = right; None where that is singular to rounding."""
+    root, failed = torch.linalg.cholesky_ex(system + damping * torch.eye(len(system), dtype=system.dtype))
+    return None if failed else torch.cholesky_solve(right[:, None], root).squeeze(1)
+
+
+def in_weights(model: nn.Module, x: Tensor, b: Tensor, r: Tensor) -> Solve:
+    """The step for any damping, by a system (parameters, parameters)."""
+    rows = jacobian(model, x, b)
+    normal, right = rows.T @ rows, rows.T @ r
+    return lambda damping: solved(normal, right, damping)
+
+
+def factors(model: nn.Module, x: Tensor, b: Tensor) -> list[ps.FactoredGrads]:
+    """The gradients of the residuals inside and on the boundary, not formed."""
+    kept = []
+    for points, residual in ((x, equation), (b, boundary)):
+        with ps.factored(model, grad=False) as grads:
+            residual(model(points), points).mean().backward()
+        kept.append(grads)
+    return kept
+
+
+def in_points(model: nn.Module, x: Tensor, b: Tensor, r: Tensor) -> Solve:
+    """The same by a system (points, points)."""
+    inner, outer = factors(model, x, b)
+    scale = torch.cat([t.new_full((len(t),), len(t) ** -0.5) for t in (x, b)])  # as in `residuals`
+    between = inner.gram(outer)
+    kernel = torch.cat([torch.cat([inner.gram(), between], 1), torch.cat([between.T, outer.gram()], 1)])
+    kernel *= scale[:, None] * scale
+
+    def step(damping: float) -> Tensor | None:
+        weights = solved(kernel, r, damping)
+        if weights is None:
+            return None
+        weights, weights_b = (weights * scale).split([len(x), len(b)])
+        sums = outer.weighted_sum(weights_b)
+        for name, part in inner.weighted_sum(weights).items():  # the last bias is not in the Laplacian
+            sums[name] += part
+        return torch.nn.utils.parameters_to_vector([sums[name] for name, _ in model.named_parameters()])
+
+    return step
+
+
+def gauss_newton(
+    model: nn.Module, steps: int, solver: Callable[..., Solve], seconds: float, tick: Callable[[], object]
+) -> Curve:
+    """Damped Gauss-Newton steps on new random points each, as many as asked for or as the time allows; the
+    damping follows how well the last step did.
+    """
     params, damping, spent = list(model.parameters()), 1e-3, 0.0
     curve = [(0.0, error_of(model))]
-    for _ in range(steps):
+    while len(curve) <= steps and spent < seconds:
         start = time.perf_counter()
         x, b = inside(INSIDE), edge(EDGE)
         with ps.recording(model, False):
             r = residuals(model, x, b).detach()
-        rows = jacobian(model, x, b)
+        solve = solver(model, x, b, r)
         before = torch.nn.utils.parameters_to_vector(params).detach()
-        normal, right = rows.T @ rows, rows.T @ r
         for _ in range(8):
-            system = normal + damping * torch.eye(len(normal), dtype=normal.dtype)
-            step = torch.cholesky_solve(right[:, None], torch.linalg.cholesky(system)).squeeze(1)
-            torch.nn.utils.vector_to_parameters(before - step, params)
-            with ps.recording(model, False):
-                better = bool(residuals(model, x, b).detach().square().sum() < r.square().sum())
+            step, better = solve(damping), False
+            if step is not None:
+                torch.nn.utils.vector_to_parameters(before - step, params)
+                with ps.recording(model, False):
+                    better = bool(residuals(model, x, b).detach().square().sum() < r.square().sum())
             damping = max(damping / 3, 1e-14) if better else damping * 4
             if better:
                 break
@@ -177,11 +234,26 @@ def adam(model: nn.Module, seconds: float, lr: float, tick: Callable[[float], ob
     return curve
 
 
+def sizes(width: int, quick: bool) -> list[str]:
+    """What each way holds and how long a step takes at a width: a row of the table."""
+    model, points = ps.convert_model(network(width)), INSIDE + EDGE
+    count = sum(p.numel() for p in model.parameters())
+    held = sum(grads.nbytes for grads in factors(model, inside(INSIDE), edge(EDGE)))
+    steps, seconds = 1 if quick else 3, ["", ""]
+    for i, solver in enumerate((in_weights, in_points)):
+        if i or count < 5000:
+            seconds[i] = f"{gauss_newton(model, steps, solver, math.inf, lambda: None)[-1][0] / steps:.2f}"
+    ways = [(8 * (points * count + count**2), seconds[0]), (held + 8 * points**2, seconds[1])]
+    return [f"{count:,}", *(cell for size, spent in ways for cell in (f"{size / 2**20:,.0f}", spent))]
+
+
 def picture(path: Path, models: dict[str, nn.Module], curves: dict[str, Curve]) -> None:
     """The errors on the square, and their way down."""
     line = torch.linspace(0, 1, 101, dtype=torch.float64)
     grid = torch.cartesian_prod(line, line)
-    figure, axes = plt.subplots(1, 1 + len(models), figsize=(5 * (1 + len(models)), 4), layout="constrained")
+    figure, axes = plt.subplots(
+        1, 1 + len(models), figsize=(4.5 * (1 + len(models)), 4), layout="constrained"
+    )
     for name, curve in curves.items():
         axes[0].semilogy(*zip(*curve, strict=True), label=name)
     axes[0].set_xlabel("seconds")
@@ -203,6 +275,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
         description="A Poisson problem by a physics-informed network: Gauss-Newton against Adam."
     )
     parser.add_argument("--steps", type=int, default=300, help="Gauss-Newton steps (default 300)")
+    parser.add_argument("--width", type=int, default=128, help="of a wider network (default 128)")
     parser.add_argument("--lr", type=float, default=3e-2, help="Adam's first learning rate (default 3e-2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and points (default 0)")
     parser.add_argument(
@@ -210,35 +283,48 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     )
     parser.add_argument("--quick", action="store_true", help="15 steps")
     options = parser.parse_args(argv)
-    if options.steps < 1 or options.lr <= 0:
-        parser.error("--steps must be at least 1, --lr above 0")
+    if options.steps < 1 or options.lr <= 0 or options.width < 1:
+        parser.error("--steps and --width must be at least 1, --lr above 0")
     steps = 15 if options.quick else options.steps
 
     torch.manual_seed(options.seed)
     first = ps.convert_model(network())
-    models: dict[str, nn.Module] = {"Gauss-Newton": first, "Adam": copy.deepcopy(first)}
+    wide = f"in points, width {options.width}"
+    models: dict[str, nn.Module] = {"in weights": first, "in points": copy.deepcopy(first)}
+    models |= {wide: ps.convert_model(network(options.width)), "Adam": copy.deepcopy(first)}
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    with tqdm(total=steps, unit="step", desc="Gauss-Newton") as bar:
-        curves = {"Gauss-Newton": gauss_newton(models["Gauss-Newton"], steps, bar.update)}
-    seconds = curves["Gauss-Newton"][-1][0]
+    curves: dict[str, Curve] = {}
+    seconds = math.inf  # the first has as long as it takes, the wide network and Adam have as long
+    for name, solver in (("in weights", in_weights), ("in points", in_points), (wide, in_points)):
+        torch.manual_seed(options.seed)  # of the points: the same for all
+        with tqdm(total=steps, unit="step", desc=f"Gauss-Newton {name}") as bar:
+            limit = seconds if name == wide else math.inf
+            curves[name] = gauss_newton(models[name], steps, solver, limit, bar.update)
+        seconds = curves["in weights"][-1][0]
     with tqdm(total=seconds, desc="Adam", bar_format="{l_bar}{bar}| {n:.1f}/{total:.1f} s") as bar:
         curves["Adam"] = adam(
             models["Adam"], seconds, options.lr, lambda passed: bar.update(min(passed, seconds - bar.n))
         )
 
-    table = Table(
-        "method",
-        "relative L2 error",
-        "seconds",
-        title="Poisson problem on the unit square, from the same first weights",
-    )
+    table = Table("method", title="Poisson problem on the unit square")
+    for head in ("parameters", "relative L2 error", "steps", "seconds"):
+        table.add_column(head, justify="right")
     found = {}
     for name, curve in curves.items():
         found[name] = {"error": curve[-1][1], "seconds": curve[-1][0]}
-        table.add_row(name, f"{curve[-1][1]:.1e}", f"{curve[-1][0]:.1f}")
+        count = sum(p.numel() for p in models[name].parameters())
+        done = f"{len(curve) - 1}" if name != "Adam" else ""
+        table.add_row(name, f"{count:,}", f"{curve[-1][1]:.1e}", done, f"{curve[-1][0]:.1f}")
     Console().print(table)
-    print(f"The first weights' error is {curves['Adam'][0][1]:.1e}. Where both err: {options.output}")
+    print(f"The first weights' error is {curves['Adam'][0][1]:.1e}. Where they err: {options.output}")
     picture(options.output, models, curves)
+
+    table = Table("width", title="A step in weights (J and J^T J), and in points (factors and J J^T)")
+    for head in ("parameters", "in weights: MiB", "seconds", "in points: MiB", "seconds"):
+        table.add_column(head, justify="right")
+    for width in WIDTHS[:1] if options.quick else WIDTHS:
+        table.add_row(str(width), *sizes(width, options.quick))
+    Console().print(table)
     return found
 
 

@@ -109,6 +109,28 @@ def test_cross_terms_of_several_uses(twice: bool, time: int) -> None:
     assert_factored(grads, loop(model, square, (ids,)))
 
 
+@pytest.mark.parametrize("width", [6, 60])
+def test_losses_that_hold_second_derivatives(width: int) -> None:
+    """A residual with a Laplacian: each weight is used five or six times, by the derivatives too."""
+
+    def residual(u: Tensor, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        second = [torch.autograd.grad(slope[:, d].sum(), x, create_graph=True)[0][:, d] for d in range(2)]
+        return torch.stack(second).sum(0) * u.squeeze(1)
+
+    layers = nn.Linear(2, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1)
+    (model, ours), x = pair(nn.Sequential(*layers).double()), floats(4, 2).requires_grad_()
+    rows = true_rows(lambda i: residual(model(x), x)[i], model, 4, zeros=True)
+    with ps.factored(ours, grad=False) as grads:
+        residual(ours(x), x).mean().backward()
+    assert_factored(grads, rows)
+    _, sums = clipped(rows, 0.3)
+    with ps.clipping(ours, 0.3):
+        residual(ours(x), x).mean().backward()
+    for name, p in ours.named_parameters():
+        near(p.grad, sums[name] / 4)
+
+
 def test_uses_that_cancel_each_other() -> None:
     """x W - x' W with x' almost x: the norm is not the difference of large numbers."""
 

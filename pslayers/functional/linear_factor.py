@@ -110,6 +110,8 @@ class Outer(Factor):
         dense = (b * t + c * s + b * c) * o * i
         if b * t * c * s * (o + i) > dense:
             return None
+        if t == s == 1:
+            return (gy.flatten(0, 1) @ gy2.flatten(0, 1).t()).mul_(x.flatten(0, 1) @ x2.flatten(0, 1).t())
         out = gy.new_empty(b, c)
         step = max(1, CHUNK_BYTES // max(2 * t * c * s * gy.element_size(), 1))
         for start in range(0, b, step):

@@ -1,6 +1,4 @@
-"""The tools around torch: differential privacy, training loops, adapters, files, averages,
-parametrisations.
-"""
+"""The tools around torch: training loops, adapters, files, averages, parametrisations."""
 
 import copy
 import io
@@ -38,73 +36,6 @@ def cross_entropy_rows(model: nn.Module, x: Tensor, y: Tensor) -> Rows:
     plain = ps.restore_model(copy.deepcopy(model))
     rows = loop(plain, lambda out, i: F.cross_entropy(out, y[i : i + 1]), (x,))
     return {name: g for name, g in rows.items() if g is not None}
-
-
-# ----------------------------------------------------------------------------------------------------- Opacus
-@pytest.fixture
-def opacus() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Opacus' own imports
-        return pytest.importorskip("opacus")
-
-
-@pytest.mark.filterwarnings(
-    "ignore:Secure RNG turned off:UserWarning", "ignore:Full backward hook is firing:UserWarning"
-)
-@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-def test_opacus_privacy_engine(opacus: Any, clipping: str) -> None:
-    """Their sampling, clipping, noise and accounting with our gradients: the model that their own hooks
-    train, to the bit.
-    """
-    base, data, trained, epsilons = classifier(), labelled(40), [], []
-    for mode in ("hooks", "no_op"):
-        model = copy.deepcopy(base)
-        if mode == "no_op":
-            ps.convert_model(model)
-        engine = opacus.PrivacyEngine()
-        net, optimizer, loader = engine.make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(data, batch_size=4),  # sampled by Poisson: some batches are empty
-            noise_multiplier=1.0,
-            max_grad_norm=1.2 if clipping == "flat" else [0.3] * 4,
-            clipping=clipping,
-            grad_sample_mode=mode,
-            noise_generator=torch.Generator().manual_seed(3),
-        )
-        torch.manual_seed(20)  # of the sampling
-        for _ in range(3):
-            for x, y in loader:
-                optimizer.zero_grad()
-                F.cross_entropy(net(x), y).backward() if len(x) else net(x).sum().backward()
-                optimizer.step()
-        trained.append(list(net.parameters()))
-        epsilons.append(engine.get_epsilon(1e-5))
-    assert epsilons[0] == epsilons[1] > 0
-    for p, q in zip(*trained, strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-7)
-
-
-def test_opacus_dp_optimizer_alone(opacus: Any) -> None:
-    """Without noise a step is that of the clipped rows, micro-batches and all."""
-    model, (x, y) = classifier(), labelled(8).tensors
-    plain = copy.deepcopy(model)
-    optimizer = opacus.optimizers.DPOptimizer(
-        torch.optim.SGD(ps.convert_model(model).parameters(), lr=1.0),
-        noise_multiplier=0.0,
-        max_grad_norm=2.0,
-        expected_batch_size=8,
-    )
-    for skip, (a, b) in zip((True, False), zip(x.split(4), y.split(4), strict=True), strict=True):
-        optimizer.signal_skip_step(do_skip=skip)
-        F.cross_entropy(model(a), b).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    rows = cross_entropy_rows(plain, x, y)
-    norms = sum(g.flatten(1).square().sum(1) for g in rows.values()).sqrt()
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        clipped = torch.einsum("n, n ... -> ...", (2.0 / (norms + 1e-6)).clamp(max=1), rows[name])
-        torch.testing.assert_close(p, q - clipped / 8)
 
 
 # ------------------------------------------------------------------------------------------------------ loops

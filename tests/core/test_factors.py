@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from pslayers.core.expansion import Expansion
 from pslayers.core.factors import Blocks, Dense, Factor, Sum
@@ -43,6 +44,12 @@ def outer(size: int, k: int) -> Case:
 def outer_of_one_position(size: int, k: int) -> Case:
     x, gy = draw(size, 4), draw(size, 5)
     return Outer(gy, x, torch.Size((size, 5, 4))), linear, (5, 4), [x, gy]
+
+
+def outer_of_a_wide_weight(size: int, k: int) -> Case:
+    """Of which products of positions are cheaper than dense rows, also of several uses."""
+    x, gy = draw(k * size, 30), draw(k * size, 40)
+    return Outer(gy, x, torch.Size((size, 40, 30))), linear, (40, 30), [x, gy]
 
 
 def outer_of_many_dims(size: int, k: int) -> Case:
@@ -121,6 +128,7 @@ CASES: dict[str, Callable[[int, int], Case]] = {
     "dense": dense,
     "outer": outer,
     "outer of one position": outer_of_one_position,
+    "outer of a wide weight": outer_of_a_wide_weight,
     "outer of many dims": outer_of_many_dims,
     "blocks": blocks,
     "patches": patches,
@@ -204,6 +212,29 @@ def test_norms_sums_and_products(
             near(factor.select(torch.tensor([2, 0])).dense(), rows[[2, 0]])
             near(factor.smaller().dense(), rows)
             near(factor.to(torch.float32).dense().double(), rows, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [8, 100])
+def test_several_uses_take_the_cheaper_way(width: int) -> None:
+    """Dense rows of their sum, or products of each use with each, and half of these where they are the same.
+
+    Multiplications: of 6 uses of one position, 36 B^2 2 width, or B^2 width^2 and 6 B width^2 for the rows.
+    """
+    size, uses = 50, 6
+    shape = torch.Size((size, width, width))
+    one, other = (
+        Sum([Outer(draw(size, width), draw(size, width), shape) for _ in range(uses)], [1.0] * uses)
+        for _ in range(2)
+    )
+    for batch, share in ((one, (uses + 1) / (2 * uses)), (other, 1.0)):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            found = one.gram(batch)
+        torch.testing.assert_close(found, one.dense().flatten(1) @ batch.dense().flatten(1).t())
+        products, rows = share * (uses * size) ** 2 * 2 * width, (size + 2 * uses) * size * width**2
+        assert counter.get_total_flops() <= 2 * min(products, rows)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        one.sq_norms()
+    assert counter.get_total_flops() <= 2 * uses * size * width**2
 
 
 @pytest.mark.parametrize(
