@@ -78,22 +78,22 @@ class FactoredGrad:
                 f"Sample {sample} of {len(self)}: `{self.name}` has no such per-sample gradient."
             )
         sample %= len(self)
-        with _computing():
+        with computing():
             return self.factor.select(slice(sample, sample + 1)).dense()[0]
 
     def dense(self) -> Tensor:
         """The dense per-sample gradients, ``(B, *S)``."""
-        with _computing():
+        with computing():
             return self.factor.dense()
 
     def norms(self) -> Tensor:
         """The norm of each sample's gradient, (B,)."""
-        with _computing():
+        with computing():
             return self.factor.sq_norms().clamp(min=0).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """The sum over samples, each times its weight (B,): ``(*S)``."""
-        with _computing():
+        with computing():
             return self.factor.weighted_sum(_weights(weights, len(self)))
 
     def dot(self, direction: Tensor) -> Tensor:
@@ -103,12 +103,12 @@ class FactoredGrad:
                 f"`direction` has shape {tuple(direction.shape)} for `{self.name}`: expected"
                 f" {tuple(self.shape[1:])}, the parameter's."
             )
-        with _computing():
+        with computing():
             return self.factor.dot(direction)
 
     def gram(self, other: "FactoredGrad | None" = None) -> Tensor:
         """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""
-        with _computing():
+        with computing():
             return self.factor.gram(self.factor if other is None else other.factor)
 
     @classmethod
@@ -161,7 +161,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
 
     def norms(self) -> Tensor:
         """The norm of each sample's gradient, of all parameters together, (B,)."""
-        with _computing():
+        with computing():
             return added([grad.factor.sq_norms().clamp(min=0) for grad in self._all()]).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
@@ -202,7 +202,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
         """
         if dim < 1:
             raise ValueError(f"`dim` must be at least 1; got {dim}.")
-        with _computing():
+        with computing():
             return added([_projected(grad.factor, dim, grad.name, seed) for grad in self._all()])
 
     def dense(self) -> dict[str, Tensor]:
@@ -376,7 +376,7 @@ def _kept(
             settings.check_bare()
         recorders = {recorder.name: recorder for recorder in keeping.uses}
         if finish is not None:
-            with _computing():
+            with computing():
                 finish(lambda name, weights: _add(recorders[name], grads[name], weights))
         for recorder in recorders.values():
             recorder.drop_blank()
@@ -453,7 +453,7 @@ def _number(name: str, seed: int) -> int:
 
 
 @contextmanager
-def _computing() -> Iterator[None]:
+def computing() -> Iterator[None]:
     """No graph, and no autocast."""
     with torch.no_grad(), torch_api.without_autocast():
         yield
