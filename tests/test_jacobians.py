@@ -213,10 +213,14 @@ def test_nothing_is_left_behind() -> None:
         lambda x: ps.jacobian_gram(ours, x, x, kernel="trace"),
         lambda x: ps.jacobian_gram(ours, x.detach()[:0]),
         lambda x: ps.per_sample_jacobians(ours, x[:1]),
-        lambda x: pytest.raises(TypeError, ps.jacobian_gram, ours, x, output_fn=lambda out: None),
+        None,
     ):
         with torch.no_grad(), ps.recording(ours, False):
-            run(x)
+            if run is not None:
+                run(x)
+            else:
+                with pytest.raises(TypeError):
+                    ps.jacobian_gram(ours, x, output_fn=lambda out: None)
         assert x.grad is None and slope is not None and ours.training
         for name, p in ours.named_parameters():
             grad, rows, grad_before, rows_before = kept[name]
