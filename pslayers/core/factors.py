@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .products import add_gram, mirrored
+
 CHUNK_BYTES = 16 << 20  # of dense rows that are made on the side
 # what sums and products of narrow numbers are computed in
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -126,7 +128,7 @@ class Factor:
         for some, rows in self.chunks():
             whole = other is self and len(rows) == len(out)
             for rest, others in [(some, rows)] if whole else other.chunks():
-                out[some, rest] = flat(rows) @ flat(others).t()
+                add_gram(out[some, rest], flat(rows), flat(others))
                 if other is self and rest == some:  # what follows is known by symmetry
                     break
         return mirrored(out) if other is self else out
@@ -163,11 +165,6 @@ def beside(tensors: Sequence[Tensor], size: int) -> Tensor:
     """Tensors (N, ...) of so many samples as one (N * C, ...), those of a sample side by side."""
     by_sample = size, len(tensors[0]) // max(size, 1)
     return torch.stack([t.unflatten(0, by_sample) for t in tensors], 1).flatten(0, 2)
-
-
-def mirrored(out: Tensor) -> Tensor:
-    """A symmetric matrix of which the lower triangle is given."""
-    return torch.where(torch.ones_like(out, dtype=torch.bool).tril(), out, out.t())
 
 
 def _stacked(parts: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -223,6 +220,16 @@ class Dense(Factor):
 
     def like(self) -> Tensor:
         return self.each
+
+    def meet_all(self, other: Factor) -> Tensor | None:
+        there = [f for f in (self, other) if isinstance(f, Dense) and f.each.numel() == f.shape.numel()]
+        if len(there) < 2:
+            return None
+        left = flat(self.each.reshape(self.shape))
+        right = left if other is self else flat(there[1].each.reshape(other.shape))
+        out = left.new_zeros(len(left), len(right))
+        add_gram(out, left, right)
+        return mirrored(out) if other is self else out
 
     def stack(self, factors: Sequence[Factor]) -> Factor | None:
         each = beside([factor.each for factor in factors], self.shape[0])  # type: ignore[attr-defined]

@@ -9,9 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..core.factors import CHUNK_BYTES, Factor, beside, mirrored
+from ..core.factors import CHUNK_BYTES, Factor, beside
+from ..core.products import add_gram, affine, mirrored, outer, outer_each
 from .common import by_sample
-from .products import affine, outer, outer_each
 
 
 class Outer(Factor):
@@ -182,19 +182,12 @@ def _by_rows(one: Sides, two: Sides) -> Tensor:
     """The same by dense rows, of some of the weight's outer dim at a time: each is formed once."""
     (gy, x), (gy2, x2) = one, two
     n, m = gy.shape[:2].numel(), gy2.shape[:2].numel()
-    out = gy.new_zeros(n, m)
     budget = max(CHUNK_BYTES, gy.numel() * gy.element_size())
     step = max(1, budget // max((n if two is one else n + m) * x.shape[2] * gy.element_size(), 1))
-    block = max(64, -(-n // 8))
+    out = gy.new_zeros(n, m)
     for start in range(0, gy.shape[3], step):
         left = _rows(gy[..., start : start + step], x)
-        right = left if two is one else _rows(gy2[..., start : start + step], x2)
-        if two is not one:
-            out += affine(left, right)
-            continue
-        for first in range(0, n, block):  # what follows is known by symmetry
-            last = min(first + block, n)
-            out[first:last, :last] += affine(left[first:last], left[:last])
+        add_gram(out, left, left if two is one else _rows(gy2[..., start : start + step], x2))
     return mirrored(out) if two is one else out
 
 
