@@ -10,6 +10,7 @@ from .convert import ConversionError, convert_model, restore_model
 from .core.context import batch_size
 from .factored import FactoredGrad, FactoredGrads, clipping, factored, reweighting
 from .gradients import accumulating, clear_grad_samples, expand_params, per_sample_grads, recording, streaming
+from .jacobians import jacobian_gram, per_sample_jacobians
 from .layers import *
 from .replace import replace_batch_norm
 from .reports import Report, report
@@ -24,6 +25,7 @@ __all__ = [
     "ConversionError",
     # reading per-sample gradients
     "per_sample_grads",
+    "per_sample_jacobians",
     "expand_params",
     "recording",
     "accumulating",
@@ -36,6 +38,7 @@ __all__ = [
     "FactoredGrad",
     "clipping",
     "reweighting",
+    "jacobian_gram",
     # checking them
     "check_model",
     "check_layer",

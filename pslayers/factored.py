@@ -80,22 +80,22 @@ class FactoredGrad:
                 f"Sample {sample} of {len(self)}: `{self.name}` has no such per-sample gradient."
             )
         sample %= len(self)
-        with _computing():
+        with computing():
             return self.factor.select(slice(sample, sample + 1)).dense()[0]
 
     def dense(self) -> Tensor:
         """The dense per-sample gradients, ``(B, *S)``."""
-        with _computing():
+        with computing():
             return self.factor.dense()
 
     def norms(self) -> Tensor:
         """The norm of each sample's gradient, (B,)."""
-        with _computing():
+        with computing():
             return self.factor.sq_norms().clamp(min=0).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """The sum over samples, each times its weight (B,): ``(*S)``."""
-        with _computing():
+        with computing():
             return self.factor.weighted_sum(_weights(weights, len(self)))
 
     def dot(self, direction: Tensor) -> Tensor:
@@ -105,12 +105,12 @@ class FactoredGrad:
                 f"`direction` has shape {tuple(direction.shape)} for `{self.name}`: expected"
                 f" {tuple(self.shape[1:])}, the parameter's."
             )
-        with _computing():
+        with computing():
             return self.factor.dot(direction)
 
     def gram(self, other: "FactoredGrad | None" = None) -> Tensor:
         """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""
-        with _computing():
+        with computing():
             return self.factor.gram(self.factor if other is None else other.factor)
 
     @classmethod
@@ -163,7 +163,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
 
     def norms(self) -> Tensor:
         """The norm of each sample's gradient, of all parameters together, (B,)."""
-        with _computing():
+        with computing():
             return added([grad.factor.sq_norms().clamp(min=0) for grad in self._all()]).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
         """
         if dim < 1:
             raise ValueError(f"`dim` must be at least 1; got {dim}.")
-        with _computing():
+        with computing():
             return added([_projected(grad.factor, dim, grad.name, seed) for grad in self._all()])
 
     def dense(self) -> dict[str, Tensor]:
@@ -414,7 +414,7 @@ class _Block(Keeping):
         again = self.passes == 2 or (self.passes == "auto" and recorder.repeats > 0 and not nested)
         if not again or isinstance(factor, Dense) or not recorder.used_once:
             return factor.smaller()
-        with _computing():
+        with computing():
             grad = FactoredGrad(recorder.name, [Use(factor, 1.0, [])])
             return Spent(grad.factor.sq_norms(), factor.shape)
 
@@ -428,7 +428,7 @@ class _Block(Keeping):
         for recorder in self.uses:
             recorder.checked = True
         if self.weigh is not None:
-            with _computing():
+            with computing():
                 self._fill(self.weigh())
         for recorder in self.uses:
             recorder.drop_blank()
@@ -479,7 +479,7 @@ class _Block(Keeping):
                 leaves = [recorder.leaf for recorder in self.spent if recorder.leaf is not None]
                 with changed(self.model, "sink", Weighing(self._add_now)):
                     torch.autograd.backward(loss, inputs=leaves)
-                with _computing():
+                with computing():
                     found = self.totals.items()
                     self._add_all({recorder: partial(_as_it_is, total) for recorder, total in found})
         finally:
@@ -489,7 +489,7 @@ class _Block(Keeping):
         """A factor of the second pass."""
         if (weights := self.spent.get(recorder)) is None:
             return
-        with _computing():
+        with computing():
             grad = FactoredGrad(recorder.name, [Use(factor, scale, [])])
             self.totals[recorder] = _weighted_sum(recorder, grad, weights)
 
@@ -567,7 +567,7 @@ def _number(name: str, seed: int) -> int:
 
 
 @contextmanager
-def _computing() -> Iterator[None]:
+def computing() -> Iterator[None]:
     """No graph, and no autocast."""
     with torch.no_grad(), torch_api.without_autocast():
         yield

@@ -2,8 +2,8 @@
 clearing.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from threading import RLock
 from typing import Any
 
@@ -199,49 +199,21 @@ def per_sample_grads(
         >>> grads["weight"].shape
         torch.Size([6, 2, 3])
     """
-    for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
-        if value is not None and value < 1:
-            raise ValueError(f"`{name}` must be at least 1, or None; got {value}.")
-    if chunk_size is not None and memory_budget is not None:
-        raise ValueError(
-            "`chunk_size` and `memory_budget` both say how many samples go into a pass: give one of them."
-        )
-    options: dict[str, Any] = {"chunk_size": chunk_size, "memory_budget": memory_budget}
-    with _CONVERTING:
-        apart = not any(isinstance(m, Converted) for m in model.modules())
-    if apart:
-        with _CONVERTING:
-            convert_model(model)
-            try:
-                return per_sample_grads(
-                    model, loss_fn, inputs, *targets, **options, create_graph=create_graph, progress=progress
-                )
-            finally:
-                restore_model(model)
-    if not isinstance(model, Converted):
-        raise ConversionError(
-            f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model."
-        )
-    args, kwargs = arguments(inputs)
-    size = model._ps_batch_size(args, kwargs)
-    if size is None:
-        raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
-    dim = 0 if model._ps_state().settings.batch_first else 1
+    with converted(model) as ours:
+        chunks = Chunks(ours, inputs, targets, chunk_size, memory_budget, loss_fn)
+        return _in_chunks(ours, loss_fn, chunks, create_graph, progress)
+
+
+def _in_chunks(
+    model: Converted, loss_fn: Callable[..., Tensor], chunks: "Chunks", create_graph: bool, progress: bool
+) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
-    step = chunk_size or max(size, 1)
-    if memory_budget is not None and size > 1:
-        step = max(
-            memory_budget
-            // _bytes_of_a_sample(model, loss_fn, _narrow((args, kwargs, targets), dim, size, 0, 2)),
-            1,
-        )
-    for start in _bar(range(0, max(size, 1), step), progress):
-        stop = min(start + step, size)
-        whole = stop - start == size
-        part = (args, kwargs, targets) if whole else _narrow((args, kwargs, targets), dim, size, start, stop)
+    size = chunks.size
+    for start, stop in bar(chunks.spans, progress):
         with model._ps_state().settings.turns.writing:
+            part = chunks.part(start, stop)
             rows = _one_pass(model, loss_fn, *part, size=stop - start, create_graph=create_graph)
-        if whole:
+        if stop - start == size:
             return rows
         if create_graph:
             result = {name: torch.cat([result[name], g]) if result else g for name, g in rows.items()}
@@ -251,6 +223,73 @@ def per_sample_grads(
                 result[name] = torch.empty(size, *g.shape[1:], dtype=g.dtype, device=g.device)
             result[name][start:stop] = g
     return result
+
+
+@contextmanager
+def converted(model: nn.Module) -> Iterator[Converted]:
+    """The model, converted: where it is not, inside the block alone."""
+    with _CONVERTING:
+        apart = not any(isinstance(m, Converted) for m in model.modules())
+    with _CONVERTING if apart else nullcontext():
+        if apart:
+            convert_model(model)
+        try:
+            if not isinstance(model, Converted):
+                raise ConversionError(
+                    f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole"
+                    " model."
+                )
+            yield model
+        finally:
+            if apart:
+                restore_model(model)
+
+
+class Chunks:
+    """What a model is called with, some samples at a time.
+
+    Args:
+        model: a converted one.
+        inputs: a tensor, a tuple of positional or a dict of keyword arguments.
+        targets: what else is split.
+        chunk_size: samples a chunk, or None.
+        memory_budget: bytes that one may take, by what `made` makes of the model's output, or None.
+        made: ``made(output, *targets)``, whose graph counts.
+    """
+
+    def __init__(
+        self,
+        model: Converted,
+        inputs: Any,
+        targets: tuple[Any, ...] = (),
+        chunk_size: int | None = None,
+        memory_budget: int | None = None,
+        made: Callable[..., Tensor] = lambda output: output,
+    ) -> None:
+        for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` must be at least 1, or None; got {value}.")
+        if chunk_size is not None and memory_budget is not None:
+            raise ValueError(
+                "`chunk_size` and `memory_budget` both say how many samples go into a pass: give one of them."
+            )
+        args, kwargs = arguments(inputs)
+        size = model._ps_batch_size(args, kwargs)
+        if size is None:
+            raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
+        self.values, self.size = (args, kwargs, targets), size
+        self.dim = 0 if model._ps_state().settings.batch_first else 1
+        step = chunk_size or max(size, 1)
+        if memory_budget is not None and size > 1:
+            step = max(memory_budget // _bytes_of_a_sample(model, made, self.part(0, 2)), 1)
+        self.spans = [(start, min(start + step, size)) for start in range(0, max(size, 1), step)]
+
+    def part(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+        """The arguments, keyword arguments and targets of some samples."""
+        if stop - start == self.size:
+            return self.values
+        part: tuple[Any, Any, Any] = _narrow(self.values, self.dim, self.size, start, stop)
+        return part
 
 
 def _one_pass(
@@ -351,7 +390,8 @@ def _narrow(value: Any, dim: int, size: int, start: int, stop: int) -> Any:
     return map_tensors(part, value)
 
 
-def _bar(steps: range, progress: bool) -> Any:
+def bar(steps: Sequence[Any], progress: bool) -> Any:
+    """The steps, with a bar on request."""
     if not progress:
         return steps
     try:

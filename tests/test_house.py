@@ -28,6 +28,7 @@ DOORS = [
     ["convert", "replace"],
     ["gradients"],
     ["factored"],
+    ["jacobians"],
     ["checking"],
     ["check"],
     ["__init__"],

@@ -11,7 +11,7 @@ from .timm_models import TIMM
 from .torchvision_models import TORCHVISION
 from .training_models import TRAINING, TrainingCase, checkpointed
 from .transformers_models import TRANSFORMERS
-from .truth import Rows, compare, loop, losses, part, rows_of
+from .truth import Rows, clipped, compare, loop, losses, part, rows_of
 
 MODELS: dict[str, PublicModel] = {case.name: case for case in (*TRANSFORMERS, *TIMM, *TORCHVISION)}
 
@@ -24,6 +24,7 @@ __all__ = [
     "TRAINING",
     "TrainingCase",
     "checkpointed",
+    "clipped",
     "compare",
     "library",
     "loop",

@@ -222,7 +222,7 @@ SINGLE = {"efficientvit": "its linear attention divides in float32"}
 # torch's own gradient of BatchNorm in eval mode is wrong in these for a batch of one, see
 # `tests/public_models`
 WRONG_AT_ONE = frozenset({"xcit", "lambdanet", "levit"})
-ONCE = {"levit": "in eval mode it keeps the graph of its attention biases"}
+ONCE = dict.fromkeys(("levit", "tiny_vit"), "in eval mode it keeps the graph of its attention biases")
 
 
 def _case(name: str, build: Callable[[], nn.Module], size: int) -> PublicModel:

@@ -79,6 +79,18 @@ def rows_of(model: nn.Module) -> Rows:
     return {name: getattr(p, "grad_sample", None) for name, p in model.named_parameters() if p.requires_grad}
 
 
+def clipped(rows: Rows, max_norm: float | None = None) -> tuple[Tensor, Rows]:
+    """The norms (size,) of the samples' gradients, and {name: (*shape)} the sum of these, each clipped to the
+    bound, the median norm by default; None for a parameter that no sample reaches.
+    """
+    each = [r.reshape(len(r), -1).double().square().sum(1) for r in rows.values() if r is not None]
+    norms = torch.stack(each).sum(0).sqrt()
+    factors = ((norms.median().item() if max_norm is None else max_norm) / norms).clamp(max=1)
+    return norms, {
+        name: None if r is None else torch.tensordot(factors.to(r.dtype), r, 1) for name, r in rows.items()
+    }
+
+
 def compare(rows: Rows, truth: Rows, tolerance: float) -> dict[str, str]:
     """What is wrong with which parameter: "missing" rows, rows of another shape, or the relative error."""
     largest = max((t.abs().max().item() for t in truth.values() if t is not None and t.numel()), default=0.0)

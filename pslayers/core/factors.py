@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .products import add_gram, mirrored
+
 CHUNK_BYTES = 16 << 20  # of dense rows that are made on the side
 # what sums and products of narrow numbers are computed in
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -135,14 +137,21 @@ class Factor:
             return found.t()
         out = self.like().new_zeros(self.shape[0], other.shape[0])
         for some, rows in self.chunks():
-            for rest, others in (
-                ((some, rows),) if other is self and len(rows) == len(out) else other.chunks()
-            ):
-                out[some, rest] = flat(rows) @ flat(others).t()
-        return out
+            whole = other is self and len(rows) == len(out)
+            for rest, others in [(some, rows)] if whole else other.chunks():
+                add_gram(out[some, rest], flat(rows), flat(others))
+                if other is self and rest == some:  # what follows is known by symmetry
+                    break
+        return mirrored(out) if other is self else out
 
     def meet_all(self, other: "Factor") -> Tensor | None:
         """`gram` by a form that is cheaper than by dense rows, if there is one."""
+        return None
+
+    def stack(self, factors: Sequence["Factor"]) -> "Factor | None":
+        """Those of one use of a weight in several backward passes of one call (its own the first), laid side
+        by side: of B * C samples, C for each sample. None where there is no such form.
+        """
         return None
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -161,6 +170,12 @@ class Factor:
 def flat(rows: Tensor) -> Tensor:
     """(B, *S) as (B, p)."""
     return rows.unsqueeze(1) if rows.ndim == 1 else rows.flatten(1)
+
+
+def beside(tensors: Sequence[Tensor], size: int) -> Tensor:
+    """Tensors (N, ...) of so many samples as one (N * C, ...), those of a sample side by side."""
+    by_sample = size, len(tensors[0]) // max(size, 1)
+    return torch.stack([t.unflatten(0, by_sample) for t in tensors], 1).flatten(0, 2)
 
 
 def _stacked(parts: Sequence[Tensor], like: Tensor) -> Tensor:
@@ -221,6 +236,20 @@ class Dense(Factor):
     def like(self) -> Tensor:
         return self.each
 
+    def meet_all(self, other: Factor) -> Tensor | None:
+        there = [f for f in (self, other) if isinstance(f, Dense) and f.each.numel() == f.shape.numel()]
+        if len(there) < 2:
+            return None
+        left = flat(self.each.reshape(self.shape))
+        right = left if other is self else flat(there[1].each.reshape(other.shape))
+        out = left.new_zeros(len(left), len(right))
+        add_gram(out, left, right)
+        return mirrored(out) if other is self else out
+
+    def stack(self, factors: Sequence[Factor]) -> Factor | None:
+        each = beside([factor.each for factor in factors], self.shape[0])  # type: ignore[attr-defined]
+        return self._of(each, self.shape[0] * len(factors))
+
 
 class Blocks(Factor):
     """Of weights that are packed in one: a factor for each block of dim 0 of the weight."""
@@ -254,6 +283,10 @@ class Blocks(Factor):
 
     def like(self) -> Tensor:
         return self.parts[0].like()
+
+    def stack(self, factors: Sequence[Factor]) -> Factor | None:
+        parts = stacked_parts(factors)
+        return None if parts is None else self._of(parts)
 
     def _split(self, t: Tensor) -> Sequence[Tensor]:
         return t.split([part.shape[1] for part in self.parts])
@@ -308,6 +341,14 @@ class Spent(Factor):
         )
 
     write = weighted_sum = dot = meet = meet_all = select  # type: ignore[assignment]
+
+
+def stacked_parts(factors: Sequence[Factor]) -> list[Factor] | None:
+    """The parts of several factors of the same kind, stacked part by part."""
+    each = zip(*(factor.parts for factor in factors), strict=True)  # type: ignore[attr-defined]
+    stacks = [part[0].stack(part) for part in each]
+    found = [stack for stack in stacks if stack is not None]
+    return found if len(found) == len(stacks) else None
 
 
 CANCELLED = 0.05  # of the squared norms of several uses, below which that of their sum is computed anew
@@ -376,6 +417,10 @@ class Sum(Factor):
 
     def meet_all(self, other: Factor) -> Tensor | None:
         return added([s * part.gram(other) for s, part in zip(self.scales, self.parts, strict=True)])
+
+    def stack(self, factors: Sequence[Factor]) -> Factor | None:
+        parts = stacked_parts(factors)
+        return None if parts is None else self._of(parts)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         pairs = zip(self.scales, self.parts, strict=True)

@@ -203,6 +203,26 @@ class Streaming(Sink):
         self.take(recorder.name, rows)
 
 
+class Placing(Streaming):
+    """Rows handed on likewise, in parts too; the plain gradients are not wanted (`ps.per_sample_jacobians`).
+
+    Args:
+        take: ``take(name, rows, first)``, where `first` is False for a further part of the same rows.
+    """
+
+    sums = False
+
+    def __init__(self, take: Callable[[str, Tensor, bool], object]) -> None:
+        self.place, self.workspace = take, None
+
+    def store(
+        self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
+    ) -> None:
+        """Hand the rows on, and keep none."""
+        recorder.dense.release()
+        self.place(recorder.name, rows, first)
+
+
 class Use(NamedTuple):
     """A factor of one use of a parameter, what it is multiplied by, and what it holds, with the versions of
     that: changed in place, it would be another gradient's.

@@ -13,10 +13,10 @@ from .. import torch_api
 from ..core.context import transforming
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
 from ..core.factors import Blocks
+from ..core.products import affine
 from .common import check_rows, of_dtype, owned
 from .linear import linear
 from .linear_factor import Outer
-from .products import affine
 
 Weight = Tensor | Expansion
 

@@ -4,6 +4,7 @@ Shapes: N = k * B bags, k a sample; M ids in all of them together; V entries of 
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -229,6 +230,11 @@ class Bagged(Factor):
     def meet_all(self, other: Factor) -> Tensor | None:
         like_it = self._like_it(other)
         return None if like_it is None else self.gathered.meet_all(like_it)
+
+    def stack(self, factors: Sequence[Factor]) -> Factor | None:
+        if self.bags.mode == "max":
+            return None
+        return self.gathered.stack([factor.gathered for factor in factors])  # type: ignore[attr-defined]
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         gy = weighed(self.gy, weights)

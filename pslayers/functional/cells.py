@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from .products import affine
+from ..core.products import affine
 from .sequences import Steps
 
 

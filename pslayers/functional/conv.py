@@ -4,7 +4,7 @@ Shapes: B samples, N = k * B rows, C and O in and out channels, G groups, K kern
 the result, T = k * L of them a sample, P the number of values in a weight.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
-from ..core.factors import CHUNK_BYTES, Factor
+from ..core.factors import CHUNK_BYTES, Blocks, Factor, beside
 from .common import bias_factor, check_rows, of_dtype, owned, weighed
 from .conv_weight_grads import (
     Geometry,
@@ -23,7 +23,7 @@ from .conv_weight_grads import (
     patches_of,
     write_rows,
 )
-from .linear_factor import Outer
+from .linear_factor import Outer, Outers, same
 
 Size = int | tuple[int, ...]
 
@@ -353,6 +353,35 @@ class Patches(Factor):
         x, gy = self.x, self.gy
         x, gy = (weighed(x, weights), gy) if x.numel() < gy.numel() else (x, weighed(gy, weights))
         return self._of(x, gy, self.shape[0]).total()
+
+    def meet_all(self, other: Factor) -> Tensor | None:
+        if not isinstance(other, Patches):
+            return None
+        one = self._by_output([self])
+        two = one if other is self else other._by_output([other])
+        return None if one is None or two is None else one.meet_all(two)
+
+    def stack(self, factors: Sequence[Factor]) -> Factor | None:
+        parts, size = cast(Sequence[Patches], factors), self.shape[0]
+        if same([part.x for part in parts]) and (maps := self._by_output(parts)) is not None:
+            return maps
+        x, gy = (beside(each, size) for each in zip(*((part.x, part.gy) for part in parts), strict=True))
+        return self._of(x, gy, size * len(parts))
+
+    def _by_output(self, parts: Sequence["Patches"]) -> Blocks | None:
+        """As linear maps of patches, one for each group, where these are fewer values than all rows; `parts`
+        have their inputs in common.
+        """
+        (size, o, *own), groups = self.shape, self.geometry.groups
+        t, width, wide = self.positions // max(size, 1), self.shape[2:].numel(), o // groups
+        if t > len(parts) * wide or not self.gy.numel():
+            return None
+        patches, _ = patches_of(self.x, self.gy, self.shape, self.geometry)
+        columns = patches.reshape(size, groups, width, t).transpose(2, 3)
+        outs = [patches_of(part.x, part.gy, self.shape, self.geometry)[1] for part in parts]
+        gy = torch.stack([out.view(size, groups, wide, t) for out in outs], 1).transpose(3, 4)
+        maps = [Outers(gy[:, :, g], columns[:, g], torch.Size((wide, *own))) for g in range(groups)]
+        return Blocks(maps, torch.Size((size * len(parts), o, *own)))
 
     def dot(self, direction: Tensor) -> Tensor:
         """By the convolution in that direction."""

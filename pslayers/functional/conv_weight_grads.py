@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .products import onednn_is_faster, product
+from ..core.products import onednn_is_faster, product
 
 # what one chunk of samples may take on the side: on a CPU it should stay in the cache, elsewhere a chunk
 # should fill the device

@@ -4,14 +4,14 @@ sample.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
-from ..core.factors import CHUNK_BYTES, Factor
+from ..core.factors import CHUNK_BYTES, Factor, beside
 from .common import check_rows, of_dtype, owned, weighed
 from .linear_factor import Outer
 
@@ -146,6 +146,16 @@ class Gather(Factor):
 
     def like(self) -> Tensor:
         return self.gy
+
+    def stack(self, factors: Sequence[Factor]) -> Factor | None:
+        parts, size = cast(Sequence[Gather], factors), self.shape[0]
+        count = len(parts)
+        if self.samples is None:
+            ids, gy = (beside(each, size) for each in zip(*((p.ids, p.gy) for p in parts), strict=True))
+            return self._of(ids, gy, None, size * count)
+        samples = [cast(Tensor, p.samples) * count + c for c, p in enumerate(parts)]
+        ids, gy = torch.cat([p.ids for p in parts]), torch.cat([p.gy for p in parts])
+        return self._of(ids, gy, torch.cat(samples), size * count)
 
     @functools.cached_property
     def sparse(self) -> tuple[Tensor, Tensor, Tensor]:

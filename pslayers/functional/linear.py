@@ -7,9 +7,9 @@ from einops import einsum
 from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
+from ..core.products import affine
 from .common import bias_factor, by_sample, check_rows, of_dtype, owned
 from .linear_factor import Outer
-from .products import affine
 
 
 def linear(

@@ -4,13 +4,14 @@ Shapes: B samples, N = k * B rows, k a sample; t positions a sample, O and I out
 """
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..core.factors import CHUNK_BYTES, Factor
+from ..core.factors import CHUNK_BYTES, Factor, beside
+from ..core.products import add_gram, affine, mirrored, outer, outer_each
 from .common import by_sample
-from .products import outer, outer_each
 
 
 class Outer(Factor):
@@ -105,22 +106,24 @@ class Outer(Factor):
     def meet_all(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Outer):
             return None
-        (gy, x), (gy2, x2) = self.batch(), other.batch()
-        (b, t, o), (c, s, _), i = gy.shape, gy2.shape, x.shape[2]
-        dense = (b * t + c * s + b * c) * o * i
-        if b * t * c * s * (o + i) > dense:
-            return None
-        if t == s == 1:
-            return (gy.flatten(0, 1) @ gy2.flatten(0, 1).t()).mul_(x.flatten(0, 1) @ x2.flatten(0, 1).t())
-        out = gy.new_empty(b, c)
-        step = max(1, CHUNK_BYTES // max(2 * t * c * s * gy.element_size(), 1))
-        for start in range(0, b, step):
-            some = slice(start, start + step)
-            pairs = (gy[some].flatten(0, 1) @ gy2.flatten(0, 1).t()).mul_(
-                x[some].flatten(0, 1) @ x2.flatten(0, 1).t()
-            )  # (some * t, c * s)
-            out[some] = pairs.view(-1, t, c, s).sum((1, 3))
-        return out
+        one = self.by_output()
+        two = one if other is self else other.by_output()
+        (b, c, t, o), (b2, c2, s, _), i = one[0].shape, two[0].shape, one[1].shape[2]
+        positions = b * t * b2 * s * (i + c * c2 * o)
+        rows = (b * c * t + (0 if two is one else b2 * c2 * s) + b * c * b2 * c2) * o * i
+        return (_by_positions if positions <= rows else _by_rows)(one, two)
+
+    def by_output(self) -> tuple[Tensor, Tensor]:
+        """Both sides of several outputs that share their inputs: (B, C, t, O) and (B, t, I)."""
+        gy, x = self.batch()
+        return gy.unsqueeze(1), x
+
+    def stack(self, factors: Sequence[Factor]) -> Factor | None:
+        parts, (size, *own) = cast(Sequence[Outer], factors), self.shape
+        gys, xs = zip(*(part.batch() for part in parts), strict=True)
+        if same([part.x for part in parts]):
+            return Outers(torch.stack(gys, 1), xs[0], torch.Size(own))
+        return self._of(beside(gys, size), beside(xs, size))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """By the plain product, after the smaller side was multiplied."""
@@ -141,6 +144,72 @@ class Outer(Factor):
 def _pairs(gy: Tensor, x: Tensor, gy2: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
     """The products of all positions of a sample with all of another use, (b, t, s), on each side."""
     return gy @ gy2.transpose(1, 2), x @ x2.transpose(1, 2)
+
+
+class Outers(Outer):
+    """Of C outputs of one call, which share the inputs of a linear map, C samples for each of the batch.
+
+    Args:
+        gy: (B, C, t, O).
+        x: (B, t, I).
+        own: the weight's shape.
+    """
+
+    def __init__(self, gy: Tensor, x: Tensor, own: torch.Size) -> None:
+        super().__init__(gy, x, torch.Size((gy.shape[0] * gy.shape[1], *own)))
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Both sides, inputs once for each output."""
+        return self.gy.flatten(0, 1), self.x.repeat_interleave(self.gy.shape[1], 0)
+
+    def by_output(self) -> tuple[Tensor, Tensor]:
+        """As they are."""
+        return self.gy, self.x
+
+
+def same(tensors: Sequence[Tensor]) -> bool:
+    """Whether they are one and the same memory."""
+    return len({(t.data_ptr(), t.shape, t.stride()) for t in tensors}) == 1
+
+
+Sides = tuple[Tensor, Tensor]  # gy (B, C, t, O) and x (B, t, I)
+
+
+def _by_positions(one: Sides, two: Sides) -> Tensor:
+    """The Gram matrix (B * C, B' * C') by products of positions, those of the inputs once for all outputs."""
+    (gy, x), (gy2, x2) = one, two
+    (b, c, t, _), (b2, c2, s, _) = gy.shape, gy2.shape
+    out = gy.new_empty(b * c, b2 * c2)
+    step = max(1, CHUNK_BYTES // max((c * c2 + 1) * t * b2 * s * gy.element_size(), 1))
+    for start in range(0, b, step):
+        some = slice(start, min(start + step, b))
+        rest = slice(0, some.stop if two is one else b2)  # what follows is known by symmetry
+        of_gy = affine(gy[some].reshape(-1, gy.shape[3]), gy2[rest].reshape(-1, gy.shape[3]))
+        of_x = affine(x[some].reshape(-1, x.shape[2]), x2[rest].reshape(-1, x.shape[2]))
+        n, m = some.stop - start, rest.stop
+        pairs = of_gy.view(n, c, t, m, c2, s).mul_(of_x.view(n, 1, t, m, 1, s))
+        found = pairs if t == s == 1 else pairs.sum((2, 5))
+        out[start * c : some.stop * c, : m * c2] = found.reshape(n * c, m * c2)
+    return mirrored(out) if two is one else out
+
+
+def _by_rows(one: Sides, two: Sides) -> Tensor:
+    """The same by dense rows, of some of the weight's outer dim at a time: each is formed once."""
+    (gy, x), (gy2, x2) = one, two
+    n, m = gy.shape[:2].numel(), gy2.shape[:2].numel()
+    budget = max(CHUNK_BYTES, gy.numel() * gy.element_size())
+    step = max(1, budget // max((n if two is one else n + m) * x.shape[2] * gy.element_size(), 1))
+    out = gy.new_zeros(n, m)
+    for start in range(0, gy.shape[3], step):
+        left = _rows(gy[..., start : start + step], x)
+        add_gram(out, left, left if two is one else _rows(gy2[..., start : start + step], x2))
+    return mirrored(out) if two is one else out
+
+
+def _rows(gy: Tensor, x: Tensor) -> Tensor:
+    """Dense rows, flat: of (B, C, t, q) and (B, t, I), (B * C, q * I)."""
+    b, c, t, q = gy.shape
+    return (gy.transpose(2, 3).reshape(b, c * q, t) @ x).view(b * c, q * x.shape[2])
 
 
 def cancelled(each: Tensor, squares: Tensor) -> Tensor:

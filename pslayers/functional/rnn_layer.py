@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..core.expansion import Expansion, Op, composite_backward, needed_grads
 from ..core.factors import Dense
+from ..core.products import affine
 from .cells import Cell, Pass
 from .linear_factor import Outer
-from .products import affine
 from .sequences import Steps
 
 

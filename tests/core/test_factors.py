@@ -1,5 +1,6 @@
 """Factors of every family of ops: what they write, and what they sum to, against a loop over samples."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from pslayers.core.expansion import Expansion
-from pslayers.core.factors import Blocks, Dense, Factor, Sum
+from pslayers.core.factors import Blocks, Dense, Factor, Sum, joined
+from pslayers.functional import linear_factor
 from pslayers.functional.bags import Bagged, _Bags
 from pslayers.functional.conv import Patches
 from pslayers.functional.conv_weight_grads import Geometry
@@ -216,25 +218,72 @@ def test_norms_sums_and_products(
 
 @pytest.mark.parametrize("width", [8, 100])
 def test_several_uses_take_the_cheaper_way(width: int) -> None:
-    """Dense rows of their sum, or products of each use with each, and half of these where they are the same.
+    """Dense rows of their sum, or products of each use with each.
 
     Multiplications: of 6 uses of one position, 36 B^2 2 width, or B^2 width^2 and 6 B width^2 for the rows.
     """
     size, uses = 50, 6
     shape = torch.Size((size, width, width))
     one, other = (
-        Sum([Outer(draw(size, width), draw(size, width), shape) for _ in range(uses)], [1.0] * uses)
+        joined([Outer(draw(size, width), draw(size, width), shape) for _ in range(uses)], [1.0] * uses)
         for _ in range(2)
     )
-    for batch, share in ((one, (uses + 1) / (2 * uses)), (other, 1.0)):
+    for batch in one, other:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             found = one.gram(batch)
         torch.testing.assert_close(found, one.dense().flatten(1) @ batch.dense().flatten(1).t())
-        products, rows = share * (uses * size) ** 2 * 2 * width, (size + 2 * uses) * size * width**2
+        products, rows = (uses * size) ** 2 * 2 * width, (size + 2 * uses) * size * width**2
         assert counter.get_total_flops() <= 2 * min(products, rows)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         one.sq_norms()
     assert counter.get_total_flops() <= 2 * uses * size * width**2
+
+
+def of_other_outputs(factor: Factor, count: int) -> list[Factor]:
+    """Those of further backward passes of the same call: other gradients of the same inputs."""
+    found = [factor]
+    for _ in range(count - 1):
+        other = copy.copy(factor)
+        for computed in ("gathered", "sparse"):
+            vars(other).pop(computed, None)
+        for name in ("gy", "each"):
+            if name in vars(other):
+                setattr(other, name, draw(*getattr(other, name).shape))
+        if isinstance(factor, Blocks | Sum):
+            other.parts = [of_other_outputs(part, 2)[1] for part in factor.parts]
+        found.append(other)
+    return found
+
+
+@pytest.mark.parametrize("form", ["cheaper", "_by_positions", "_by_rows"])
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_products_of_several_outputs(
+    one: str, other: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one sample side by side, of each use and of the sum of two."""
+    if form != "cheaper":  # by either form of a linear map, in chunks
+        monkeypatch.setattr(linear_factor, "CHUNK_BYTES", 1)
+        chosen = getattr(linear_factor, form)
+        for name in ("_by_positions", "_by_rows"):
+            monkeypatch.setattr(linear_factor, name, chosen)
+    cases, near = CASES | {"linear": table_of_a_linear_map}, torch.testing.assert_close
+    torch.manual_seed(0)
+    first, second, third = (
+        of_other_outputs(cases[name](size, k)[0], count)
+        for name, size, k, count in ((one, 3, 2, 4), (other, 3, 1, 4), (one, 2, 2, 3))
+    )
+    both = [Sum([a, b], [2.0, -0.5]) for a, b in zip(first, second, strict=True)]
+    with torch.no_grad():
+        for ones, twos in (first, first), (both, both), (first, third), (both, third), (third, both):
+            left, right = ones[0].stack(ones), twos[0].stack(twos)
+            if (left is None or right is None) and (one == "grouped" or "max" in one + other):
+                continue
+            rows, others = (
+                torch.stack([f.dense() for f in each], 1).flatten(0, 1).flatten(1) for each in (ones, twos)
+            )
+            assert left is not None and right is not None and left.shape[0] == len(rows)
+            near(left.gram(left if twos is ones else right), rows @ others.t())
+            near(left.select(slice(1, 3)).dense().flatten(1), rows[1:3])
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ skipped.
 """
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import pslayers as ps
 from benchmarks.public_models import (
@@ -21,6 +22,7 @@ from benchmarks.public_models import (
     Rows,
     TrainingCase,
     checkpointed,
+    clipped,
     compare,
     library,
     loop,
@@ -50,6 +52,44 @@ def imported() -> set[str]:
 
 def first(rows: Rows, size: int) -> Rows:
     return {name: None if r is None else r[:size] for name, r in rows.items()}
+
+
+def assert_clipped(
+    ours: nn.Module, loss: Callable[[], Tensor], truth: Rows, tolerance: float, scale: float, again: bool
+) -> None:
+    """Norms and products by factors, and the clipped step, are those of the loop's rows; `scale`: what the
+    loss divides by; `again`: the model may be called twice.
+    """
+    norms, sums = clipped(truth)
+    tolerance *= 10  # these are sums over all parameters
+    near = functools.partial(torch.testing.assert_close, rtol=tolerance)
+    if again:
+        ours.zero_grad()
+        with ps.factored(ours, grad=False) as grads:
+            loss().backward()  # type: ignore[no-untyped-call]
+        near(grads.norms().double(), norms, atol=tolerance * norms.max().item())
+        each = [r.reshape(len(r), -1).double() for r in truth.values() if r is not None]
+        products = sum((r @ r.t() for r in each[1:]), start=each[0] @ each[0].t())
+        near(grads.gram().double(), products, atol=tolerance * products.max().item())
+        assert all(p.grad is None for p in ours.parameters())
+    ours.zero_grad()
+    with ps.clipping(ours, norms.median().item()) as clip:
+        loss().backward()  # type: ignore[no-untyped-call]
+    near(clip.norms.double(), norms, atol=tolerance * norms.max().item())
+    found = {name: None if p.grad is None else p.grad * scale for name, p in ours.named_parameters()}
+    assert compare(found, sums, tolerance) == {}
+
+
+@pytest.mark.parametrize("case", MODELS.values(), ids=lambda case: case.name)
+def test_norms_and_clipped_sums_equal_the_loop(case: PublicModel, imported: set[str]) -> None:
+    if case.library not in imported:
+        pytest.skip(f"needs {case.library}: pip install -r benchmarks/requirements.txt")
+    model, inputs = case.make(), case.batch(3)
+    truth = loop(model, inputs, 3, case.copies)
+    ours = ps.convert_model(copy.deepcopy(model), on_unsupported="general")
+    assert_clipped(
+        ours, lambda: losses(ours(**inputs), 3).mean(), truth, case.tolerance, 3, again=not case.once
+    )
 
 
 @pytest.mark.parametrize("case", MODELS.values(), ids=lambda case: case.name)
@@ -100,6 +140,26 @@ def test_rows_equal_the_loop_with_labels(case: TrainingCase, way: str, imported:
         )
         loss.backward()  # type: ignore[no-untyped-call]
         assert compare(rows_of(ours), first(truth, some), case.tolerance) == {}, f"a batch of {some}"
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [pytest.param(case, way, id=f"{case.name}-{way}") for case in TRAINING.values() for way in case.ways],
+)
+def test_norms_and_clipped_sums_equal_the_loop_with_labels(
+    case: TrainingCase, way: str, imported: set[str]
+) -> None:
+    """In training mode, by the model's own loss."""
+    for package in ("transformers", "peft") if way == "lora" else ("transformers",):
+        if package not in imported and not (package == "peft" and find_spec(package)):
+            pytest.skip(f"needs {package}: pip install -r benchmarks/requirements.txt")
+    model, batch, size = case.make(way), case.batch(3), 3
+    truth = loop(model, batch, size, loss=case.loss)
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction=case.reduction)
+    if way in ("checkpoint", "reentrant"):
+        checkpointed(ours, reentrant=way == "reentrant")
+    scale = size if case.reduction == "mean" else 1
+    assert_clipped(ours, lambda: case.loss(ours(**batch), size), truth, case.tolerance, scale, again=True)
 
 
 def test_many_families() -> None:

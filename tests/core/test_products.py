@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pslayers.functional import products
+from pslayers.core import products
 
 SIZES = [(3, 5, 4), (64, 96, 32), (256, 300, 128), (512, 130, 260)]
 
@@ -35,6 +35,11 @@ def test_affine_and_outer(n: int, i: int, o: int, dtype: torch.dtype, onednn: bo
             expected = (x.double() @ w.double().t() + b.double()).to(dtype)
             torch.testing.assert_close(products.affine(x, w, b), expected, **tol)
             torch.testing.assert_close(products.product(x, w) + b, expected, **tol)
+            for other in (x, w):
+                out = torch.zeros(len(x), len(other), dtype=dtype)
+                products.add_gram(out, x, other)
+                found = products.mirrored(out) if other is x else out
+                torch.testing.assert_close(found, (x.double() @ other.double().t()).to(dtype), **tol)
         for g in forms(torch.randn(n, o, dtype=dtype)):
             torch.testing.assert_close(products.outer(g, x), (g.double().t() @ x.double()).to(dtype), **tol)
     x3 = torch.randn(4, n, i, dtype=dtype)

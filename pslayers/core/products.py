@@ -74,6 +74,23 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return _onednn(left, right, None) if _by_onednn(left, 0, 0) else left @ right.t()
 
 
+def add_gram(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right.T`` to `out` (N, M): left (N, p), right (M, p). Of one tensor with itself, the lower
+    triangle alone is right: see `mirrored`. Not differentiable.
+    """
+    n = len(left)
+    block = max(64, -(-n // 8)) if right is left else n
+    for start in range(0, n, max(block, 1)):
+        stop = min(start + block, n)
+        others = right[:stop] if right is left else right
+        out[start:stop, : len(others)] += affine(left[start:stop], others)
+
+
+def mirrored(out: Tensor) -> Tensor:
+    """A symmetric matrix of which the lower triangle is given."""
+    return torch.where(torch.ones_like(out, dtype=torch.bool).tril(), out, out.t())
+
+
 def outer(left: Tensor, right: Tensor) -> Tensor:
     """``left.T @ right`` over all rows: left (..., O), right (..., I), result (O, I). Not differentiable."""
     if left.ndim != 2:
