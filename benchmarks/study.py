@@ -5,6 +5,8 @@
     networks, recurrent, ... python -m benchmarks.study --model my.module:build                    # yours:
     build(batch_size) -> model, inputs, target, loss python -m benchmarks.study --cells all sweeps --out
     benchmarks/results/study.json    # all of it, some hours
+    python -m benchmarks.study --cells clipped gram --out benchmarks/results/clipped.json    # what needs no
+    rows
 
 In each cell it first proves that all engines agree (with a loop over samples), then times them in turns, then
 measures each one's peak memory in a process of its own. The JSON is written after every cell, and `--resume`
@@ -45,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
         help='cells or groups of them (default "all"; the plots need "sweeps")',
     )
     p.add_argument("--model", nargs="*", default=[], help="your own, by import path: module:function")
+    p.add_argument("--task", default="rows", choices=engines.TASKS, help="what is measured of --model")
     p.add_argument(
         "--engines",
         nargs="*",
@@ -77,7 +80,9 @@ def parser() -> argparse.ArgumentParser:
         "--memory-limit",
         type=float,
         default=None,
-        help="GiB; larger cells are skipped (default: 70%% of what is free)",
+        help=(
+            "GiB; larger cells are skipped (default: 70%% of what is free), and what asks for more is refused"
+        ),
     )
     p.add_argument("--threads", type=int, default=None)
     p.add_argument("--tf32", action="store_true", help="let GPUs round float32 products")
@@ -91,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run it."""
     options = parser().parse_args(argv)
     options.cells = options.cells if options.cells is not None else [] if options.model else ["all"]
-    cases = choice.chosen_cells(options.cells, options.model)
+    cases = choice.chosen_cells(options.cells, options.model, options.task)
     kinds = choice.chosen_engines(options.engines)
     left_out = {
         k.name: f"{k.package} is not installed: pip install '.[peers]'" for k in kinds if not k.installed()
@@ -119,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
         bar = progress.add_task("", total=len(todo))
         for case, cell, measures in todo:
             try:
-                with memory.limited() if cell["device"] == "cpu" else nullcontext():
+                with memory.limited(options.memory_limit) if cell["device"] == "cpu" else nullcontext():
                     cell |= _measure(
                         case, cell, kinds, options, measures, partial(_say, progress, bar, report.label(cell))
                     )
@@ -157,8 +162,8 @@ def _cells(cases: list[Case], options: argparse.Namespace) -> Iterator[tuple[Cas
         for size in case.sizes[:1] if options.quick else case.sizes:
             for b in options.batch_sizes or ((2, 16) if options.quick else case.batch_sizes):
                 yield case, {
-                    "case": case.name, "group": case.group, "axis": case.axis, "size": size, "batch_size": b,
-                    "device": device, "dtype": dtype, "engines": {},
+                    "case": case.name, "group": case.group, "task": case.task, "axis": case.axis,
+                    "size": size, "batch_size": b, "device": device, "dtype": dtype, "engines": {},
                 }  # fmt: skip
 
 
@@ -182,15 +187,16 @@ def _measure(
     full = problem(cell["batch_size"], dtype)
     count = sum(p.numel() for p in full.model.parameters() if p.requires_grad)
     limit = 2**30 * options.memory_limit if options.memory_limit else 0.7 * _free(device)
+    kinds = [kind for kind in kinds if case.task in kind.tasks]
     rows = count * cell["batch_size"] * report.BYTES[cell["dtype"]]
     # what a peer needs at its worst: the rows, their copy, and what they were made from
-    if 3.5 * rows > limit:
+    if case.task == "rows" and 3.5 * rows > limit:
         return {"parameters": count, "skipped": f"3.5 x {rows / 2**30:.1f} GiB of rows do not fit"}
 
     tick("reference")
     small = problem(min(3, cell["batch_size"]), torch.float64)
-    truth = agreement.Reference.of(small, None)
-    reference = agreement.Reference.of(full, autocast)
+    truth = agreement.REFERENCES[case.task].of(small, None)
+    reference = agreement.REFERENCES[case.task].of(full, autocast)
     results: dict[str, dict[str, Any]] = {}
     for kind in kinds:
         tick(f"agreement of {kind.name}")
@@ -220,6 +226,7 @@ def _measure(
             steps = 4 if options.quick else options.steps_memory
             job = memory.Job(
                 **{k: cell[k] for k in ("case", "size", "batch_size", "device", "dtype")},
+                limit=options.memory_limit,
                 engine=f"{kind.__module__}:{kind.__qualname__}",
                 steps=steps,
                 threads=torch.get_num_threads(),

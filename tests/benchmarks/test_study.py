@@ -21,6 +21,7 @@ from benchmarks import (
     summary,
     tables,
     timing,
+    without_rows,
 )
 from benchmarks.agreement import Reference, exact_verdict, verdict
 
@@ -123,24 +124,65 @@ def test_every_engine_agrees_step_after_step_and_frees_its_gradients(kind: type[
     if not kind.installed():
         pytest.skip(f"{kind.package} is not installed")
     given = problem()
-    reference = Reference.of(given, None)
-    engine = kind(copy.deepcopy(given.model), given.loss)
-    for _ in range(3):
-        engine.step(given.inputs, given.target)
-        assert reference.disagreement(engine, agreement.EXACT * 10) is None
+    for task in kind.tasks:
+        reference = agreement.REFERENCES[task].of(given, None)
+        engine = kind(copy.deepcopy(given.model), given.loss)
+        reference.ask(engine)
+        for _ in range(3):
+            engine.step(given.inputs, given.target)
+            assert reference.disagreement(engine, agreement.EXACT * 10) is None
     engine.release()
-    assert all(g is None for g in engine.grads().values())
+    assert engine.gram is None and all(g is None for g in engine.grads().values())
     if kind.makes_rows:
         assert all(g is None for g in engine.rows().values())
 
 
-@pytest.mark.parametrize("case", choice.chosen_cells(["all", "sweeps"]), ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", choice.chosen_cells(["all", "sweeps", "clipped", "gram"]), ids=lambda c: c.name
+)
 def test_every_cell_can_be_built(case: registry.Case) -> None:
     if case.name == "layer_conv":
         pytest.skip("its one forward pass takes a second")
     made = case.build(2, case.sizes[0])
     loss = made.loss(made.model(*made.inputs), made.target)
     assert loss.ndim == 0 and len(made.target) == len(made.inputs[0]) == 2
+
+
+def test_wrong_clipped_sums_and_products_are_caught() -> None:
+    class Unclipped(without_rows.Clipping):
+        def step(self, inputs: Any, target: Any) -> None:
+            self.max_norm *= 2
+            super().step(inputs, target)
+
+    class Neighbours(without_rows.Gram):
+        def step(self, inputs: Any, target: Any) -> None:
+            super().step(inputs, target)
+            assert self.gram is not None
+            self.gram = self.gram.roll(1, 0)
+
+    full, small = problem(), problem(3, torch.float64)
+    for wrong, right, task, what in (
+        (Unclipped, without_rows.Clipping, "clipped", "the clipped gradient of 0.weight"),
+        (Neighbours, without_rows.Gram, "gram", "the Gram matrix of all"),
+    ):
+        of = agreement.REFERENCES[task].of
+        for kind, expected in ((wrong, f"wrong: {what}: off by"), (right, "ok")):
+            assert verdict(kind, full, of(full, None), torch.float32).startswith(expected)
+            assert exact_verdict(kind, small, of(small, None)).startswith(expected)
+
+
+def test_clipped_references_by_hand() -> None:
+    given = problem(dtype=torch.float64)
+    rows = [
+        torch.autograd.grad(given.loss(given.model(x[None]), y[None]), list(given.model.parameters()))
+        for x, y in zip(given.inputs[0], given.target, strict=True)
+    ]
+    flat = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    clipped = agreement.Clipped.of(given, None)
+    assert clipped.max_norm == pytest.approx(float(flat.norm(dim=1).median()))
+    expected = (flat * (clipped.max_norm / flat.norm(dim=1, keepdim=True)).clamp(max=1)).mean(0)
+    torch.testing.assert_close(torch.cat([g.flatten() for g in clipped.grads.values()]), expected)
+    torch.testing.assert_close(agreement.Gram.of(given, None).gram, flat @ flat.t())
 
 
 def test_bfloat16_autocast() -> None:
@@ -160,7 +202,7 @@ def test_streamed_norms() -> None:
 
 
 def test_names_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match=r"no cell 'mpl'; there are: all, fast-dpsgd, layers, .*mlp"):
+    with pytest.raises(ValueError, match=r"no cell 'mpl'; there are: all, clipped, fast-dpsgd, gram, .*mlp"):
         choice.chosen_cells(["mpl"])
     with pytest.raises(
         ValueError, match=r"no engine 'psalyers'; there are: all, peers, plain, limit, pslayers"
