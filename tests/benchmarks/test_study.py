@@ -271,11 +271,24 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "architectures.json").write_text(
         json.dumps({"cells": [cell("benchmarks.architectures:vit", 2.5)]})
     )
+    clipped = cell("mine", 1.0, group="clipped", task="clipped")
+    plain = clipped["engines"]["plain"]
+    clipped["engines"] = {
+        "plain": plain,
+        "pslayers-clipping": {**plain, "times": [1.3] * 3, "peak": 330 * 2**20},
+        "loop-clipping": {**plain, "times": [2.6] * 3},
+        "opacus-ghost": {"verdict": "no: NotImplementedError: tied"},
+        "opacus-fast": {"verdict": "no: RuntimeError: can't allocate memory"},
+    }
+    (tmp_path / "clipped.json").write_text(json.dumps({**written, "cells": [clipped]}))
+    apart = tmp_path / "factored.md"
+    apart.write_text(page.read_text())
     others = [
         part
-        for name in ("compiled", "architectures")
+        for name in ("compiled", "architectures", "clipped")
         for part in (f"--{name}", str(tmp_path / f"{name}.json"))
     ]
+    others += ["--clipped-page", str(apart)]
     assert summary.main([str(tmp_path / "a.json"), "--page", str(page), "--slow", *others]) == 0
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
@@ -284,10 +297,21 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "| one | 1 | 2.00x (2.00x) | 1.25x (1.25x) | 0.54x |" in text
     assert "| one, B=16 | 3.00x | 1.20x | 1.00x |" in text
     assert "| vit, B=16 | 4.19 M | torch.func | 2.00x | 1.25x | 2.50x |" in text
+    costs = apart.read_text()
+    assert (
+        "| a clipped step's time / a plain step's, geometric mean | at most 1.2x | 1.30x (1 cells)" in costs
+    )
+    assert "| best peer's time / ours, worst cell | at least 1.0x | 2.00x (mine, B=16) | met |" in costs
+    row = "| mine, B=16 | 1e+03 (1e+03 to 1e+03) | 300.0 | 1.30x, 1.10x | -, - | -, - | 2.60x, 1.00x |"
+    assert row + " refused | no memory |" in costs
+    assert "1.1x of the memory: mine, B=16 (1.30x, 1.10x)." in costs
     assert "](summary-time-width.svg)" in text and (tmp_path / "summary-time-width.svg").exists()
     assert "two, B=16: torch.func / ours 1.25x, ours / limit 2.00x" in capsys.readouterr().out
     full = tables.full(json.loads((tmp_path / "a.json").read_text()))
     assert "huge, B=16 was skipped: too large" in full and "backpack was left out" in full
+    one["task"], one["engines"] = "gram", {"pslayers-gram": plain, "pslayers-gram-rows": plain}
+    assert [a.value for a in report.aims([one])] == [1, 1, None]
+    assert "mine, B=16: best peer (loop-clipping) / ours 2.00x, time, memory" in tables.one_line(clipped)
     page.write_text("no place")
     with pytest.raises(ValueError, match="no place for the summary"):
         summary.main([str(tmp_path / "a.json"), "--page", str(page)])
