@@ -246,28 +246,16 @@ def _language(b: int, t: int, vocabulary: int, tied: bool) -> Problem:
     return Problem(model, (ids[:, :-1],), ids[:, 1:].contiguous(), larger.next_token_loss)
 
 
-@case(**CLIPPED, axis="T", sizes=(16, 100, 256), batch_sizes=(8,))
+@case(**CLIPPED, axis="T", sizes=(16, 100), batch_sizes=(8,))
 def gpt(b: int, t: int) -> Problem:
     """4 layers, 256 wide, GPT-2's vocabulary."""
     return _language(b, t, 50_257, tied=False)
 
 
-@case(**CLIPPED, axis="T", sizes=(16, 100, 256), batch_sizes=(8,))
+@case(**CLIPPED, axis="T", sizes=(16, 100), batch_sizes=(8,))
 def gpt_tied(b: int, t: int) -> Problem:
     """The same, its head the table of tokens."""
     return _language(b, t, 50_257, tied=True)
-
-
-@case(**CLIPPED, axis="T", sizes=(1024,), batch_sizes=(2,))
-def gpt_long(b: int, t: int) -> Problem:
-    """As `gpt`."""
-    return gpt(b, t)
-
-
-@case(**CLIPPED, axis="T", sizes=(1024,), batch_sizes=(2,))
-def gpt_tied_long(b: int, t: int) -> Problem:
-    """As `gpt_tied`."""
-    return gpt_tied(b, t)
 
 
 @case(**CLIPPED, axis="T", sizes=(64,), batch_sizes=(32,))
@@ -279,6 +267,18 @@ def gpt_8192(b: int, t: int) -> Problem:
 @case(**CLIPPED, axis="T", sizes=(64,), batch_sizes=(32,))
 def gpt_8192_tied(b: int, t: int) -> Problem:
     """The same, tied."""
+    return _language(b, t, 8192, tied=True)
+
+
+@case(**CLIPPED, axis="T", sizes=(16, 64, 256, 1024), batch_sizes=(2,))
+def gpt_time(b: int, t: int) -> Problem:
+    """As `gpt_8192`."""
+    return _language(b, t, 8192, tied=False)
+
+
+@case(**CLIPPED, axis="T", sizes=(16, 64, 256, 1024), batch_sizes=(2,))
+def gpt_tied_time(b: int, t: int) -> Problem:
+    """As `gpt_8192_tied`."""
     return _language(b, t, 8192, tied=True)
 
 
