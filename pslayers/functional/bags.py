@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from ..core.factors import Factor
-from .common import check_rows, owned
+from .common import check_rows, owned, weighed
 from .embedding import Gather, places_of
 
 MODES = "sum", "mean", "max"  # by torch's numbers
@@ -208,7 +208,18 @@ class Bagged(Factor):
         return self.gy
 
     def sq_norms(self) -> Tensor:
-        return self.gathered.sq_norms()
+        """Where a sample has one bag, each entry gets the bag's gradient as often as it is in there."""
+        bags, (size, entries, _) = self.bags, self.shape
+        if bags.mode == "max" or bags.count != size:
+            return self.gathered.sq_norms()
+        keys, places, counts = self.entries.unique(return_inverse=True, return_counts=True)
+        each = counts.to(self.gy.dtype)
+        if self.factors is not None:
+            each = torch.zeros_like(each).index_add_(0, places, self.factors.to(each.dtype))
+        found = each.new_zeros(size).index_add_(0, keys // max(entries, 1), each.square())
+        if bags.mode == "mean":
+            found /= bags.sizes.clamp(min=1).square()
+        return found * self.gy.square().sum(1)
 
     def _like_it(self, other: Factor) -> Factor | None:
         """What `gathered` can be compared with: maxima are entries of one value, with others such alone."""
@@ -225,7 +236,9 @@ class Bagged(Factor):
         return None if like_it is None else self.gathered.meet_all(like_it)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return self.gathered.weighted_sum(weights).view(self.shape[1:])
+        """After the bags' gradients were multiplied, which are fewer than the entries'."""
+        weighted = Bagged(self.bags, weighed(self.gy, weights), self.factors, self.chosen, self.shape)
+        return weighted.gathered.total().view(self.shape[1:])
 
     def dot(self, direction: Tensor) -> Tensor:
         return self.gathered.dot(direction.reshape(self.gathered.shape[1:]))

@@ -76,9 +76,7 @@ class Outer(Factor):
             return gy.square().sum((1, 2)) * x.square().sum((1, 2))
         if gy.shape[1] * (gy.shape[2] + x.shape[2]) > gy.shape[2] * x.shape[2]:
             return super().sq_norms()
-        of_gy, of_x = gy @ gy.transpose(1, 2), x @ x.transpose(1, 2)
-        found = torch.einsum("nts,nts->n", of_gy, of_x)
-        lost = cancelled(of_gy.diagonal(dim1=1, dim2=2) * of_x.diagonal(dim1=1, dim2=2), found)
+        found, lost = norms_of_products(gy @ gy.transpose(1, 2), x @ x.transpose(1, 2))
         if len(lost):
             found[lost] = Factor.sq_norms(self.select(lost))
         return found
@@ -90,7 +88,7 @@ class Outer(Factor):
         t, s, o, i = gy.shape[1], gy2.shape[1], gy.shape[2], x.shape[2]
         if t * s * (o + i) > (t + s) * o * i:
             return None
-        return torch.einsum("nts,nts->n", gy @ gy2.transpose(1, 2), x @ x2.transpose(1, 2))
+        return (gy @ gy2.transpose(1, 2)).mul_(x @ x2.transpose(1, 2)).sum((1, 2))
 
     def meet_all(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Outer):
@@ -122,8 +120,19 @@ class Outer(Factor):
         gy, x = self.batch()
         v = direction.reshape(gy.shape[2], x.shape[2]).to(gy.dtype)
         if gy.shape[2] < x.shape[2]:
-            return torch.einsum("nto,nto->n", gy, x @ v.t())
-        return torch.einsum("nti,nti->n", gy @ v, x)
+            return (x @ v.t()).mul_(gy).sum((1, 2))
+        return (gy @ v).mul_(x).sum((1, 2))
+
+
+def norms_of_products(of_gy: Tensor, of_x: Tensor) -> tuple[Tensor, Tensor]:
+    """The squared norms (n,) of sums over positions of outer products, from the products of positions on both
+    sides (n, t, t), the first of which is written over; and for which of them these cancel.
+
+    Torch's own sum is by pairs; a product of vectors, as einsum takes here, adds up one after the other.
+    """
+    both = of_gy.mul_(of_x)
+    found = both.sum((1, 2))
+    return found, cancelled(both.diagonal(dim1=1, dim2=2), found)
 
 
 def cancelled(each: Tensor, squares: Tensor) -> Tensor:
