@@ -17,6 +17,7 @@ could not run anywhere.
 import argparse
 import json
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -33,6 +34,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from . import agreement, choice, engines, memory, plots, registry, report, tables, timing
 from .environment import environment
 from .registry import Case
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -75,6 +78,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--rounds", type=int, default=11)
     p.add_argument("--seconds", type=float, default=60.0, help="per cell, for the rounds")
+    p.add_argument(
+        "--clock",
+        default="wall",
+        choices=CLOCKS,
+        help="cpu: this process's own time, with one thread, on a machine that others use, too",
+    )
     p.add_argument("--steps-memory", type=int, default=10, help="1000 shows whether memory stays steady")
     p.add_argument(
         "--memory-limit",
@@ -108,7 +117,11 @@ def main(argv: list[str] | None = None) -> int:
     for name, why in left_out.items():
         console.print(f"[yellow]{name} is left out: {why}")
 
-    document: dict[str, Any] = {"environment": environment(), "left_out": left_out, "cells": []}
+    document: dict[str, Any] = {
+        "environment": environment() | {"clock": options.clock},
+        "left_out": left_out,
+        "cells": [],
+    }
     if options.resume and options.out.exists():
         document["cells"] = json.loads(options.out.read_text())["cells"]
     have = {report.key(c): c for c in document["cells"]}
@@ -210,9 +223,10 @@ def _measure(
     del reference, small, truth
     agreed = [k for k in kinds if results[k.name]["verdict"] == "ok"]
     if "time" in measures:
-        effort = timing.Effort(options.rounds, min(5, options.rounds), cell=options.seconds)
+        clock, rounds = CLOCKS[options.clock], options.rounds
+        effort = timing.Effort(rounds, min(5, rounds), cell=options.seconds, clock=clock)
         if options.quick:
-            effort = timing.Effort(3, 3, turn=0.01, cell=5.0)
+            effort = timing.Effort(3, 3, turn=0.01, cell=5.0, clock=clock)
         for name, times in timing.interleaved(agreed, full, autocast, effort, tick).items():
             results[name] |= {
                 "median": median(times),

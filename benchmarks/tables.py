@@ -173,6 +173,7 @@ def _measured(document: Document) -> str:
     where = f"{env['processor']}, {env['threads']} threads, load {env['load_at_start']} at the start"
     measured = (str(c.get("commit", env["commit"])).split(", ") for c in document["cells"])  # time and memory
     commits = ", ".join(dict.fromkeys(commit for each in measured for commit in each))
+    where += ", times of the processor's own clock" if env.get("clock") == "cpu" else ""
     note = f" Note: {env['note']}." if "note" in env else ""
     return f"Measured on {where}, {versions}; pslayers at {commits}.{note}\n"
 

@@ -212,7 +212,7 @@ def test_names_that_do_not_exist() -> None:
 
 def test_a_slow_peer_drops_out_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"plain": 1.0, "loop": 50.0, "torch.func": 5.0, "expanded": 70.0, "pslayers": 90.0}
-    monkeypatch.setattr(timing, "timed", lambda engine, problem, steps: seconds[engine.name])
+    monkeypatch.setattr(timing, "timed", lambda engine, *rest: seconds[engine.name])
     kinds = [k for k in choice.chosen_engines(["all"]) if k.name in seconds]
     times = timing.interleaved(kinds, problem(), None, timing.Effort(7, 3, cell=1e9), lambda text: None)
     assert {name: len(t) for name, t in times.items()} == {
