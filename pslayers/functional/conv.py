@@ -274,7 +274,7 @@ def _left_over(x: Tensor, gy: Tensor, weight: Tensor, geometry: Geometry) -> tup
     )
 
 
-ADDING = 32  # multiplications of a matrix product that take as long as to add a value
+ADDING = 64  # multiplications of a matrix product that take as long as to add a value
 
 
 class Patches(Factor):

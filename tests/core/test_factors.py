@@ -233,7 +233,7 @@ def test_norms_of_a_convolution_from_products_of_values(
     torch.testing.assert_close(found, rows.flatten(1).square().sum(1))
 
 
-@pytest.mark.parametrize(("channels", "chosen"), [(64, True), (2, False)])
+@pytest.mark.parametrize(("channels", "chosen"), [(128, True), (2, False)])
 def test_norms_from_products_of_values_where_these_are_cheapest(
     channels: int, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
