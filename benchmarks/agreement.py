@@ -1,7 +1,8 @@
-"""Do the engines agree? Nothing is timed that gives wrong rows."""
+"""Do the engines agree? Nothing is timed that gives wrong rows, clipped sums or products."""
 
 import copy
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class Reference:
     grads: dict[str, Tensor]
     rows: dict[str, Tensor]
     samples: list[int]
+    exact: ClassVar[float] = EXACT
 
     @classmethod
     def of(cls, problem: Problem, autocast: torch.dtype | None) -> "Reference":
@@ -36,6 +38,9 @@ class Reference:
         return cls(
             grads, {k: torch.stack(g) for k, g in zip(grads, zip(*rows, strict=True), strict=True)}, samples
         )
+
+    def ask(self, engine: Engine) -> None:
+        """Tell an engine what it shall compute."""
 
     def disagreement(self, engine: Engine, tolerance: float) -> str | None:
         """What is wrong with the engine's last step, in words; None where it agrees."""
@@ -52,6 +57,78 @@ class Reference:
         return _compare("rows", picked, self.rows, tolerance) or _compare(
             "the rows' mean", means, self.grads, tolerance
         )
+
+
+@dataclass
+class Clipped:
+    """The mean of the samples' gradients, each clipped to the median of their norms, by the loop."""
+
+    grads: dict[str, Tensor]
+    max_norm: float
+    exact: ClassVar[float] = 1e-5  # Opacus divides by the norm and 1e-6
+
+    @classmethod
+    def of(cls, problem: Problem, autocast: torch.dtype | None) -> "Clipped":
+        """Two runs of the loop: for the norms, and for the sum."""
+        size = len(problem.target)
+        loop = Loop(copy.deepcopy(problem.model), problem.loss, autocast)
+
+        def row(i: int) -> tuple[Tensor, ...]:
+            return loop.row(problem.inputs, problem.target, i)
+
+        norms = torch.stack(
+            [torch.stack([g.square().sum() for g in row(i)]).sum().sqrt() for i in range(size)]
+        )
+        max_norm = float(norms.median())
+        grads = {k: torch.zeros_like(p) for k, p in loop.params().items()}
+        for i, factor in enumerate((max_norm / norms).clamp(max=1) / size):
+            for total, g in zip(grads.values(), row(i), strict=True):
+                total += factor * g
+        return cls(grads, max_norm)
+
+    def ask(self, engine: Engine) -> None:
+        """Clip at this norm."""
+        engine.max_norm = self.max_norm
+
+    def disagreement(self, engine: Engine, tolerance: float) -> str | None:
+        """As for rows; plain training, which clips nothing, always agrees."""
+        if isinstance(engine, Plain):
+            return None
+        return _compare("the clipped gradient", engine.grads(), self.grads, tolerance)
+
+
+@dataclass
+class Gram:
+    """The products of the samples' gradients with each other, of the loop's rows."""
+
+    gram: Tensor
+    exact: ClassVar[float] = EXACT
+
+    @classmethod
+    def of(cls, problem: Problem, autocast: torch.dtype | None) -> "Gram":
+        """Row by row."""
+        loop = Loop(copy.deepcopy(problem.model), problem.loss, autocast)
+        rows = [
+            torch.cat([g.flatten() for g in loop.row(problem.inputs, problem.target, i)])
+            for i in range(len(problem.target))
+        ]
+        return cls(torch.stack([torch.stack([one @ other for other in rows]) for one in rows]))
+
+    def ask(self, engine: Engine) -> None:
+        """Nothing to be told."""
+
+    def disagreement(self, engine: Engine, tolerance: float) -> str | None:
+        """As for rows; plain training, which has none, always agrees."""
+        if isinstance(engine, Plain):
+            return None
+        return _compare("the Gram matrix", {"all": engine.gram}, {"all": self.gram}, tolerance)
+
+
+REFERENCES: dict[str, type[Reference] | type[Clipped] | type[Gram]] = {
+    "rows": Reference,
+    "clipped": Clipped,
+    "gram": Gram,
+}
 
 
 def _compare(
@@ -71,7 +148,9 @@ def _compare(
     return None
 
 
-def verdict(kind: type[Engine], problem: Problem, reference: Reference, dtype: torch.dtype) -> str:
+def verdict(
+    kind: type[Engine], problem: Problem, reference: Reference | Clipped | Gram, dtype: torch.dtype
+) -> str:
     """Says "ok", or "no: reason" where the engine raises or leaves rows out, or "wrong: reason".
 
     Two steps in the precision and at the batch size that are timed, so that state left behind shows.
@@ -79,6 +158,7 @@ def verdict(kind: type[Engine], problem: Problem, reference: Reference, dtype: t
     autocast = dtype if dtype == torch.bfloat16 else None
     try:
         engine = kind(copy.deepcopy(problem.model), problem.loss, autocast)
+        reference.ask(engine)
         for _ in range(2):
             engine.step(problem.inputs, problem.target)
         found = reference.disagreement(engine, ROUNDED[dtype])
@@ -89,14 +169,15 @@ def verdict(kind: type[Engine], problem: Problem, reference: Reference, dtype: t
     return f"no: {found}" if found.startswith(MISSING) else f"wrong: {found}"
 
 
-def exact_verdict(kind: type[Engine], problem: Problem, reference: Reference) -> str:
+def exact_verdict(kind: type[Engine], problem: Problem, reference: Reference | Clipped | Gram) -> str:
     """The same in float64 on a few samples, to many digits: in lower precision a ReLU that rounding switches
     moves a row by 1 %.
     """
     try:
         engine = kind(copy.deepcopy(problem.model), problem.loss)
+        reference.ask(engine)
         engine.step(problem.inputs, problem.target)
-        found = reference.disagreement(engine, EXACT)
+        found = reference.disagreement(engine, reference.exact)
     except Exception as error:
         # some peers have no float64: the other check is theirs
         return "ok" if kind.peer else f"no: {_in_a_line(error)} (float64)"

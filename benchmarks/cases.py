@@ -1,13 +1,15 @@
 """The cells of the study: a model, inputs, a target and a loss for a batch size `b` and a size."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import larger_networks as larger
 from . import networks as nets
-from .registry import Problem, case
+from .registry import CASES, Problem, case
 
 
 def _classify(model: nn.Module, x: Tensor, classes: int = 10) -> Problem:
@@ -231,3 +233,134 @@ def lstm_time(b: int, t: int) -> Problem:
 def transformer_time(b: int, t: int) -> Problem:
     """As `transformer`, D=128."""
     return _classify(nets.transformer(128), torch.randn(b, t, 32))
+
+
+# Clipped steps, of which no rows are wanted
+
+CLIPPED: dict[str, Any] = {"group": "clipped", "task": "clipped"}
+
+
+def _language(b: int, t: int, vocabulary: int, tied: bool) -> Problem:
+    ids = nets.tokens(b, t + 1, vocabulary)
+    model = larger.LanguageModel(vocabulary, vocabulary, t, tied=tied)
+    return Problem(model, (ids[:, :-1],), ids[:, 1:].contiguous(), larger.next_token_loss)
+
+
+@case(**CLIPPED, axis="T", sizes=(16, 100), batch_sizes=(8,))
+def gpt(b: int, t: int) -> Problem:
+    """4 layers, 256 wide, GPT-2's vocabulary."""
+    return _language(b, t, 50_257, tied=False)
+
+
+@case(**CLIPPED, axis="T", sizes=(16, 100), batch_sizes=(8,))
+def gpt_tied(b: int, t: int) -> Problem:
+    """The same, its head the table of tokens."""
+    return _language(b, t, 50_257, tied=True)
+
+
+@case(**CLIPPED, axis="T", sizes=(64,), batch_sizes=(32,))
+def gpt_8192(b: int, t: int) -> Problem:
+    """8,192 words."""
+    return _language(b, t, 8192, tied=False)
+
+
+@case(**CLIPPED, axis="T", sizes=(64,), batch_sizes=(32,))
+def gpt_8192_tied(b: int, t: int) -> Problem:
+    """The same, tied."""
+    return _language(b, t, 8192, tied=True)
+
+
+@case(**CLIPPED, axis="T", sizes=(16, 64, 256, 1024), batch_sizes=(2,))
+def gpt_time(b: int, t: int) -> Problem:
+    """As `gpt_8192`."""
+    return _language(b, t, 8192, tied=False)
+
+
+@case(**CLIPPED, axis="T", sizes=(16, 64, 256, 1024), batch_sizes=(2,))
+def gpt_tied_time(b: int, t: int) -> Problem:
+    """As `gpt_8192_tied`."""
+    return _language(b, t, 8192, tied=True)
+
+
+@case(**CLIPPED, axis="T", sizes=(128,), batch_sizes=(32, 128))
+def bert_last_part(b: int, t: int) -> Problem:
+    """4 layers, 256 wide; the last one and the head are trained."""
+    return _classify(larger.bert_for_its_last_part(30_522, 2, t), nets.tokens(b, t, 30_522), 2)
+
+
+@case(**CLIPPED, batch_sizes=(32, 256))
+def mlp_wide(b: int, _: int) -> Problem:
+    """5120-2560-1280-10."""
+    layers = nn.Linear(5120, 2560), nn.ReLU(), nn.Linear(2560, 1280), nn.ReLU(), nn.Linear(1280, 10)
+    return _classify(nn.Sequential(*layers), torch.randn(b, 5120))
+
+
+@case(**CLIPPED, batch_sizes=(2,))
+def resnet18_224(b: int, _: int) -> Problem:
+    """224x224, with the first layers of the network for 32x32: 49 times its positions."""
+    return _classify(nets.resnet18(), torch.randn(b, 3, 224, 224))
+
+
+@case(**CLIPPED, batch_sizes=(32,))
+def vgg11_32(b: int, _: int) -> Problem:
+    """32x32."""
+    return _classify(larger.vgg11(32), torch.randn(b, 3, 32, 32))
+
+
+@case(**CLIPPED, batch_sizes=(2,))
+def vgg11_224(b: int, _: int) -> Problem:
+    """224x224."""
+    return _classify(larger.vgg11(224), torch.randn(b, 3, 224, 224))
+
+
+@case(**CLIPPED, batch_sizes=(16,))
+def vit(b: int, _: int) -> Problem:
+    """4 layers, 192 wide, T=197."""
+    return _classify(larger.ViT(), torch.randn(b, 3, 224, 224))
+
+
+@case(**CLIPPED, batch_sizes=(16,))
+def swin(b: int, _: int) -> Problem:
+    """Three stages from 48 wide on, 112x112."""
+    return _classify(larger.swin(), torch.randn(b, 3, 112, 112))
+
+
+@case(**CLIPPED, batch_sizes=(16,))
+def convnext(b: int, _: int) -> Problem:
+    """Three stages of ConvNeXt-Atto, 96x96."""
+    return _classify(larger.convnext(), torch.randn(b, 3, 96, 96))
+
+
+@case(**CLIPPED, batch_sizes=(64,))
+def embedding_bag(b: int, _: int) -> Problem:
+    """128 of 20,000 words, 128 wide."""
+    return _classify(larger.Bag(20_000, 128, 4), nets.tokens(b, 128, 20_000), 4)
+
+
+@case(**CLIPPED, batch_sizes=(32,))
+def text_lstm(b: int, _: int) -> Problem:
+    """128 of 10,000 words."""
+    rnn = nn.LSTM(100, 100, batch_first=True)
+    return _classify(nets.Recurrent(rnn, 2, 10_000), nets.tokens(b, 128, 10_000), 2)
+
+
+@case(**CLIPPED, batch_sizes=(32,))
+def text_gru(b: int, _: int) -> Problem:
+    """128 of 10,000 words."""
+    rnn = nn.GRU(100, 100, batch_first=True)
+    return _classify(nets.Recurrent(rnn, 2, 10_000), nets.tokens(b, 128, 10_000), 2)
+
+
+def _again(name: str, task: str, b: int) -> None:
+    """Register a case from above for another task."""
+    options: dict[str, Any] = {"sizes": CASES[name].sizes[:1], "batch_sizes": (b,)}
+    CASES[f"{name}_{task}"] = replace(CASES[name], name=f"{name}_{task}", group=task, task=task, **options)
+
+
+for name, b in {"resnet18": 32, "depthwise_cnn": 32, "imdb_embedding": 64}.items():
+    _again(name, "clipped", b)
+
+# Gram matrices of a batch
+
+for name, b in {"mlp": 64, "cifar_cnn": 16, "transformer": 16, "gpt_8192": 8, "text_lstm": 16}.items():
+    _again(name, "gram", b)

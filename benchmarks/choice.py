@@ -8,12 +8,13 @@ from . import (
     engines,
     peers,  # noqa: F401 -- they register themselves
     registry,
+    without_rows,  # noqa: F401 -- they register themselves
 )
 
 
-def chosen_cells(names: Iterable[str], models: Iterable[str] = ()) -> list[registry.Case]:
-    """The cases with these names or of these groups ("all": all but the sweeps), and those at import paths
-    (``module:build``).
+def chosen_cells(names: Iterable[str], models: Iterable[str] = (), task: str = "rows") -> list[registry.Case]:
+    """The cases with these names or of these groups ("all": all of rows but the sweeps), and those at import
+    paths (``module:build``), which are measured for `task`.
 
     A user's ``build(batch_size)`` returns a `registry.Problem`, or a tuple of the same four.
     """
@@ -22,13 +23,13 @@ def chosen_cells(names: Iterable[str], models: Iterable[str] = ()) -> list[regis
         chosen = [
             c
             for c in registry.CASES.values()
-            if name in (c.name, c.group) or (name == "all" and c.group != "sweeps")
+            if name in (c.name, c.group) or (name == "all" and c.group != "sweeps" and c.task == "rows")
         ]
         if not chosen:
             known = sorted({c.group for c in registry.CASES.values()}) + sorted(registry.CASES)
             raise ValueError(f"There is no cell {name!r}; there are: all, {', '.join(known)}.")
         found |= {c.name: c for c in chosen}
-    return [*found.values(), *map(registry.from_path, models)]
+    return [*found.values(), *(registry.from_path(path, task) for path in models)]
 
 
 def chosen_engines(names: Iterable[str]) -> list[type[engines.Engine]]:

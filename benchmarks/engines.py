@@ -13,13 +13,17 @@ from torch import Tensor, nn
 import pslayers as ps
 
 ENGINES: dict[str, type["Engine"]] = {}
+# what is wanted of a step, and the engine of ours that is held against plain training and peers
+TASKS = {"rows": "pslayers", "clipped": "pslayers-clipping", "gram": "pslayers-gram"}
 
 
 class Engine:
-    """One way to per-sample gradients.
+    """One way to per-sample gradients, or to what is made of them.
 
     A step does what a user's training step does up to the optimizer: frees the last step's gradients, fills
-    every parameter's summed gradient and, where `makes_rows`, its per-sample gradients.
+    every parameter's summed gradient and, where `makes_rows`, its per-sample gradients. For the task
+    "clipped" the summed gradient is the mean of the samples' gradients, each clipped to `max_norm`; for
+    "gram" the step leaves their products with each other, (B, B), as `gram`, and need not fill any.
     """
 
     name: ClassVar[str] = ""
@@ -27,6 +31,9 @@ class Engine:
     peer: ClassVar[bool] = False  # a competitor
     makes_rows: ClassVar[bool] = True
     by_name_only: ClassVar[bool] = False  # not one of "all": it takes long to start
+    tasks: ClassVar[tuple[str, ...]] = ("rows",)
+    max_norm = 1.0
+    gram: Tensor | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -34,7 +41,7 @@ class Engine:
             ENGINES[cls.name] = cls
 
     def __init__(
-        self, model: nn.Module, loss: Callable[[Any, Tensor], Tensor], autocast: torch.dtype | None = None
+        self, model: nn.Module, loss: Callable[..., Tensor], autocast: torch.dtype | None = None
     ) -> None:
         self.model, self.loss = model.train(), loss
         self.device = next(model.parameters()).device
@@ -60,6 +67,12 @@ class Engine:
         with self.autocast():
             return self.loss(self.model(*inputs), target)
 
+    def losses(self, inputs: tuple[Tensor, ...], target: Tensor) -> Tensor:
+        """The samples' losses, (B,)."""
+        with self.autocast():
+            losses = self.loss(self.model(*inputs), target, reduction="none")
+            return losses if losses.ndim == 1 else losses.flatten(1).mean(1)
+
     def step(self, inputs: tuple[Tensor, ...], target: Tensor) -> None:
         """One training step without the optimizer's."""
         self.clear()
@@ -68,6 +81,7 @@ class Engine:
     def clear(self) -> None:
         """Free the gradients, as users do in every step."""
         self.model.zero_grad(set_to_none=True)
+        self.gram = None
 
     def release(self) -> None:
         """Free all that is kept from step to step: other engines take their turn."""
@@ -91,6 +105,7 @@ class Plain(Engine):
 
     name = "plain"
     makes_rows = False
+    tasks = tuple(TASKS)
 
 
 class Limit(Plain):
@@ -99,6 +114,7 @@ class Limit(Plain):
     """
 
     name = "limit"
+    tasks = ("rows",)
     buffer: Tensor | None = None
 
     def step(self, inputs: tuple[Tensor, ...], target: Tensor) -> None:
@@ -174,6 +190,7 @@ class CompiledPlain(Plain):
     """Plain training under torch.compile: what a compiled pslayers is to be held against."""
 
     name = "plain-compiled"
+    tasks = ("rows",)
     by_name_only = True
 
     def prepare(self) -> None:

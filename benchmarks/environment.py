@@ -13,7 +13,7 @@ import torch
 
 import pslayers as ps
 
-PACKAGES = ("torch", "einops", "opacus", "backpack-for-pytorch", "numpy")
+PACKAGES = ("torch", "einops", "opacus", "backpack-for-pytorch", "torchjd", "numpy")
 
 
 def environment() -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Job:
     steps: int = 10
     threads: int = 1
     seconds: float = 20.0  # fewer steps, but at least three, where these take longer
+    limit: float | None = None  # GiB
 
 
 def measure(job: Job, repeats: int = 1) -> dict[str, Any]:
@@ -84,20 +85,21 @@ def _child(job: Job, pipe: Connection) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             # CUDA reserves addresses without end
-            with limited() if job.device == "cpu" else contextlib.nullcontext():
+            with limited(job.limit) if job.device == "cpu" else contextlib.nullcontext():
                 pipe.send(_run(job))
     except Exception as error:
         pipe.send({"memory_error": f"{type(error).__name__}: {error}"[:200]})
 
 
 @contextlib.contextmanager
-def limited(share: float = 0.9) -> Iterator[None]:
-    """Lets an allocation that the machine cannot serve fail where it is asked for, instead of ending
-    processes at random.
+def limited(most: float | None = None, share: float = 0.9) -> Iterator[None]:
+    """Lets an allocation that the machine cannot serve, or with which the process would hold more than `most`
+    GiB, fail where it is asked for, instead of ending processes at random.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if (free := available()) is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (int(share * free), hard))
+        allowed = share * free if most is None else min(share * free, most * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (int(allowed), hard))
     try:
         yield
     finally:

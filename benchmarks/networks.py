@@ -158,19 +158,23 @@ def bag_of_words(vocabulary: int, width: int, classes: int) -> nn.Sequential:
 class Block(nn.Module):
     """A pre-norm Transformer block of plain layers around torch's fused attention."""
 
-    def __init__(self, dims: int, heads: int) -> None:
+    def __init__(self, dims: int, heads: int, causal: bool = False) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(dims), nn.LayerNorm(dims)
         self.qkv, self.proj = nn.Linear(dims, 3 * dims), nn.Linear(dims, dims)
         self.mlp = nn.Sequential(nn.Linear(dims, 4 * dims), nn.GELU(), nn.Linear(4 * dims, dims))
-        self.heads = heads
+        self.heads, self.causal = heads, causal
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, dims) to the same."""
-        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v)
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        x = x + self.proj(self.attend(self.qkv(self.norm1(x))))
         return x + self.mlp(self.norm2(x))
+
+    def attend(self, qkv: Tensor) -> Tensor:
+        """(B, T, 3 * dims) to (B, T, dims)."""
+        q, k, v = qkv.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return attended.transpose(1, 2).flatten(2)
 
 
 def transformer(dims: int, blocks: int = 2) -> nn.Sequential:

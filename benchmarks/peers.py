@@ -132,7 +132,7 @@ class OpacusHooks(GradSamplePeer):
         from opacus.grad_sample.utils import prepare_module
 
         # its layers' state differs in names: the original names of the parameters that they split up
-        self.wrapped = prepare_module(_with_opacus_layers(self.model), self.mode, loss_reduction="mean")
+        self.wrapped = prepare_module(with_opacus_layers(self.model), self.mode, loss_reduction="mean")
         self.model = self.wrapped
 
     def params(self) -> dict[str, nn.Parameter]:
@@ -167,7 +167,8 @@ class OpacusExpanded(OpacusHooks):
         _fill_grads(self.params())
 
 
-def _with_opacus_layers(model: nn.Module) -> nn.Module:
+def with_opacus_layers(model: nn.Module) -> nn.Module:
+    """Recurrent layers and attention replaced by Opacus' own, with the same weights."""
     from opacus.layers import DPRNN
     from opacus.validators import ModuleValidator
 
@@ -179,7 +180,7 @@ def _with_opacus_layers(model: nn.Module) -> nn.Module:
         rnn.load_state_dict(model.state_dict())
         return rnn
     for name, child in model.named_children():
-        setattr(model, name, _with_opacus_layers(child))
+        setattr(model, name, with_opacus_layers(child))
     return model
 
 

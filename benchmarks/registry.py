@@ -15,12 +15,15 @@ BATCH_SIZES = (1, 16, 64, 256)
 class Problem:
     """What is run: `loss(model(*inputs), target)` is a mean over the samples, which lie in dim 0 of all
     inputs and the target.
+
+    With ``reduction="none"`` the loss gives those of the samples, (B, ...): what some engines of clipped
+    steps and Gram matrices ask for.
     """
 
     model: nn.Module
     inputs: tuple[Tensor, ...]
     target: Tensor
-    loss: Callable[[Any, Tensor], Tensor]
+    loss: Callable[..., Tensor]
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Problem":
         """The same elsewhere; `dtype` is for parameters and floating inputs."""
@@ -35,7 +38,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """A model of the study at one or more sizes; `axis` says what a size is (D: width, T: time)."""
+    """A model of the study at one or more sizes; `axis` says what a size is (D: width, T: time), `task` what
+    is wanted of a step (`engines.TASKS`).
+    """
 
     name: str
     group: str
@@ -43,6 +48,7 @@ class Case:
     axis: str = ""
     sizes: tuple[int, ...] = (0,)
     batch_sizes: tuple[int, ...] = BATCH_SIZES
+    task: str = "rows"
 
 
 CASES: dict[str, Case] = {}
@@ -60,7 +66,7 @@ def case(group: str, **options: Any) -> Callable[[Builder], Builder]:
     return register
 
 
-def from_path(path: str) -> Case:
+def from_path(path: str, task: str = "rows") -> Case:
     """The case of a user's function."""
     function = pkgutil.resolve_name(path)
 
@@ -71,4 +77,4 @@ def from_path(path: str) -> Case:
         model, inputs, target, loss = made
         return Problem(model, inputs if isinstance(inputs, tuple) else (inputs,), target, loss)
 
-    return Case(path, "yours", build)
+    return Case(path, "yours", build, task=task)

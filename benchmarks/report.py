@@ -6,6 +6,8 @@ from itertools import groupby
 from statistics import geometric_mean, median
 from typing import Any
 
+from .engines import TASKS
+
 Cell = dict[str, Any]
 Document = dict[str, Any]
 
@@ -18,6 +20,11 @@ BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}  # of a parameter: under aut
 def key(cell: Cell) -> tuple[Any, ...]:
     """What tells cells apart."""
     return tuple(cell[k] for k in ("case", "size", "batch_size", "device", "dtype"))
+
+
+def task(cell: Cell) -> str:
+    """What was wanted of a step; rows in results that do not say."""
+    return cell.get("task", "rows")
 
 
 def lacks(cell: Cell, measures: Iterable[str]) -> list[str]:
@@ -67,7 +74,7 @@ def ratio(cell: Cell, above: str, below: str) -> float | None:
 
 def to_best(cell: Cell) -> float | None:
     """The best peer's time over ours: above 1 where we are faster."""
-    return ratio(cell, peers(cell)[0], "pslayers") if peers(cell) else None
+    return ratio(cell, peers(cell)[0], TASKS[task(cell)]) if peers(cell) else None
 
 
 def to_limit(cell: Cell) -> float | None:
@@ -96,6 +103,12 @@ def memory_ratio(cell: Cell, which: str = "peak") -> float | None:
 def later_memory_ratio(cell: Cell) -> float | None:
     """The same without the first two steps, in which pslayers proves whose rows are whose."""
     return memory_ratio(cell, "peak_later")
+
+
+def peak_ratio(cell: Cell, above: str, below: str) -> float | None:
+    """Peak memory of one over that of another."""
+    a, b = (cell["engines"].get(k, {}).get("peak") for k in (above, below))
+    return a / b if a and b else None
 
 
 def norms_memory_ratio(cell: Cell) -> float | None:
@@ -139,14 +152,16 @@ class Aim:
 Measure = Callable[[Cell], float | None]
 
 
-def aims(cells: Iterable[Cell]) -> list[Aim]:
-    """The study's aims, over cells of one device and dtype; sweeps repeat other cells, so they are not
-    averaged.
-    """
-    chosen = [c for c in cells if c["group"] != "sweeps" and "skipped" not in c]
+@dataclass(frozen=True)
+class _Over:
+    """Some cells, of which aims are judged in the mean or the worst."""
 
-    def judge(what: str, measure: Measure, least: float | None, most: float | None, average: bool) -> Aim:
-        values = {label(c): v for c in chosen if (v := measure(c)) is not None}
+    cells: list[Cell]
+
+    def judge(
+        self, what: str, measure: Measure, least: float | None, most: float | None, average: bool
+    ) -> Aim:
+        values = {label(c): v for c in self.cells if (v := measure(c)) is not None}
         what += ", geometric mean" if average else ", worst cell"
         aim = f"at least {least}x" if least is not None else f"at most {most}x"
         if not values:
@@ -163,26 +178,84 @@ def aims(cells: Iterable[Cell]) -> list[Aim]:
             what, aim, value, (least is None or value >= least) and (most is None or value <= most), where
         )
 
-    def worst(what: str, measure: Measure, least: float | None = None, most: float | None = None) -> Aim:
-        return judge(what, measure, least, most, average=False)
+    def worst(
+        self, what: str, measure: Measure, least: float | None = None, most: float | None = None
+    ) -> Aim:
+        return self.judge(what, measure, least, most, average=False)
 
-    def mean(what: str, measure: Measure, least: float | None = None, most: float | None = None) -> Aim:
-        return judge(what, measure, least, most, average=True)
+    def mean(self, what: str, measure: Measure, least: float | None = None, most: float | None = None) -> Aim:
+        return self.judge(what, measure, least, most, average=True)
 
+
+def aims(cells: Iterable[Cell]) -> list[Aim]:
+    """The study's aims, over cells of one device and dtype; sweeps repeat other cells, so they are not
+    averaged.
+    """
+    chosen = [c for c in cells if c["group"] != "sweeps" and "skipped" not in c]
+    found: list[Aim] = []
+    for name, of_task in (("rows", _of_rows), ("clipped", _of_clipped), ("gram", _of_gram)):
+        some = [c for c in chosen if task(c) == name]
+        if some or not chosen:
+            found += of_task(_Over(some))
+    return found
+
+
+def _of_rows(of: _Over) -> list[Aim]:
     def over(peer: str) -> Measure:
         return lambda c: ratio(c, peer, "pslayers")
 
     return [
-        worst("best peer's time / ours", to_best, least=1.0),
-        mean("best peer's time / ours", to_best, least=1.9),
+        of.worst("best peer's time / ours", to_best, least=1.0),
+        of.mean("best peer's time / ours", to_best, least=1.9),
         *(
-            mean(f"{p}'s time / ours", over(p), least=2.4)
-            for p in sorted({p for c in chosen for p in peers(c)})
+            of.mean(f"{p}'s time / ours", over(p), least=2.4)
+            for p in sorted({p for c in of.cells for p in peers(c)})
         ),
-        mean("our time / limit", to_limit, most=1.2),
-        worst("our time / limit", to_limit, most=1.6),
-        worst("our peak memory / (plain + B x P)", memory_ratio, most=1.1),
-        worst("the same after the first two steps", later_memory_ratio, most=1.1),
-        worst("our memory after all steps / after 10", growth, most=1.02),
-        mean("time with recording off / plain", when_off, most=1.02),
+        of.mean("our time / limit", to_limit, most=1.2),
+        of.worst("our time / limit", to_limit, most=1.6),
+        of.worst("our peak memory / (plain + B x P)", memory_ratio, most=1.1),
+        of.worst("the same after the first two steps", later_memory_ratio, most=1.1),
+        of.worst("our memory after all steps / after 10", growth, most=1.02),
+        of.mean("time with recording off / plain", when_off, most=1.02),
+    ]
+
+
+def clipped_time(cell: Cell) -> float | None:
+    """A clipped step's time over a plain step's."""
+    return ratio(cell, "pslayers-clipping", "plain")
+
+
+def clipped_memory(cell: Cell) -> float | None:
+    """A clipped step's peak memory over a plain step's; None where that is too little to tell."""
+    enough = cell["engines"].get("plain", {}).get("peak", 0) >= NOTICEABLE
+    return peak_ratio(cell, "pslayers-clipping", "plain") if enough else None
+
+
+def _of_clipped(of: _Over) -> list[Aim]:
+    return [
+        of.mean("a clipped step's time / a plain step's", clipped_time, most=1.2),
+        of.worst("a clipped step's time / a plain step's", clipped_time, most=1.5),
+        of.mean("its peak memory / a plain step's", clipped_memory, most=1.1),
+        of.worst("its peak memory / a plain step's", clipped_memory, most=1.25),
+        of.mean("best peer's time / ours", to_best, least=1.0),
+        of.worst("best peer's time / ours", to_best, least=1.0),
+    ]
+
+
+def gram_of_rows(cell: Cell) -> float | None:
+    """Time of dense rows and their products over that of the factors'."""
+    return ratio(cell, "pslayers-gram-rows", "pslayers-gram")
+
+
+def gram_memory(cell: Cell) -> float | None:
+    """The same of peak memory; None where the rows' is too little to tell."""
+    enough = cell["engines"].get("pslayers-gram-rows", {}).get("peak", 0) >= NOTICEABLE
+    return peak_ratio(cell, "pslayers-gram-rows", "pslayers-gram") if enough else None
+
+
+def _of_gram(of: _Over) -> list[Aim]:
+    return [
+        of.worst("time of a Gram matrix by dense rows / by factors", gram_of_rows, least=1.0),
+        of.worst("its memory by dense rows / by factors", gram_memory, least=1.0),
+        of.worst("best peer's time of a Gram matrix / ours", to_best, least=1.0),
     ]

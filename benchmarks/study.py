@@ -5,6 +5,8 @@
     networks, recurrent, ... python -m benchmarks.study --model my.module:build                    # yours:
     build(batch_size) -> model, inputs, target, loss python -m benchmarks.study --cells all sweeps --out
     benchmarks/results/study.json    # all of it, some hours
+    python -m benchmarks.study --cells clipped gram --out benchmarks/results/clipped.json    # what needs no
+    rows
 
 In each cell it first proves that all engines agree (with a loop over samples), then times them in turns, then
 measures each one's peak memory in a process of its own. The JSON is written after every cell, and `--resume`
@@ -15,6 +17,7 @@ could not run anywhere.
 import argparse
 import json
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -32,6 +35,8 @@ from . import agreement, choice, engines, memory, plots, registry, report, table
 from .environment import environment
 from .registry import Case
 
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
@@ -45,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         help='cells or groups of them (default "all"; the plots need "sweeps")',
     )
     p.add_argument("--model", nargs="*", default=[], help="your own, by import path: module:function")
+    p.add_argument("--task", default="rows", choices=engines.TASKS, help="what is measured of --model")
     p.add_argument(
         "--engines",
         nargs="*",
@@ -72,12 +78,20 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--rounds", type=int, default=11)
     p.add_argument("--seconds", type=float, default=60.0, help="per cell, for the rounds")
+    p.add_argument(
+        "--clock",
+        default="wall",
+        choices=CLOCKS,
+        help="cpu: this process's own time, with one thread, on a machine that others use, too",
+    )
     p.add_argument("--steps-memory", type=int, default=10, help="1000 shows whether memory stays steady")
     p.add_argument(
         "--memory-limit",
         type=float,
         default=None,
-        help="GiB; larger cells are skipped (default: 70%% of what is free)",
+        help=(
+            "GiB; larger cells are skipped (default: 70%% of what is free), and what asks for more is refused"
+        ),
     )
     p.add_argument("--threads", type=int, default=None)
     p.add_argument("--tf32", action="store_true", help="let GPUs round float32 products")
@@ -91,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run it."""
     options = parser().parse_args(argv)
     options.cells = options.cells if options.cells is not None else [] if options.model else ["all"]
-    cases = choice.chosen_cells(options.cells, options.model)
+    cases = choice.chosen_cells(options.cells, options.model, options.task)
     kinds = choice.chosen_engines(options.engines)
     left_out = {
         k.name: f"{k.package} is not installed: pip install '.[peers]'" for k in kinds if not k.installed()
@@ -103,7 +117,11 @@ def main(argv: list[str] | None = None) -> int:
     for name, why in left_out.items():
         console.print(f"[yellow]{name} is left out: {why}")
 
-    document: dict[str, Any] = {"environment": environment(), "left_out": left_out, "cells": []}
+    document: dict[str, Any] = {
+        "environment": environment() | {"clock": options.clock},
+        "left_out": left_out,
+        "cells": [],
+    }
     if options.resume and options.out.exists():
         document["cells"] = json.loads(options.out.read_text())["cells"]
     have = {report.key(c): c for c in document["cells"]}
@@ -119,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         bar = progress.add_task("", total=len(todo))
         for case, cell, measures in todo:
             try:
-                with memory.limited() if cell["device"] == "cpu" else nullcontext():
+                with memory.limited(options.memory_limit) if cell["device"] == "cpu" else nullcontext():
                     cell |= _measure(
                         case, cell, kinds, options, measures, partial(_say, progress, bar, report.label(cell))
                     )
@@ -157,8 +175,8 @@ def _cells(cases: list[Case], options: argparse.Namespace) -> Iterator[tuple[Cas
         for size in case.sizes[:1] if options.quick else case.sizes:
             for b in options.batch_sizes or ((2, 16) if options.quick else case.batch_sizes):
                 yield case, {
-                    "case": case.name, "group": case.group, "axis": case.axis, "size": size, "batch_size": b,
-                    "device": device, "dtype": dtype, "engines": {},
+                    "case": case.name, "group": case.group, "task": case.task, "axis": case.axis,
+                    "size": size, "batch_size": b, "device": device, "dtype": dtype, "engines": {},
                 }  # fmt: skip
 
 
@@ -182,15 +200,16 @@ def _measure(
     full = problem(cell["batch_size"], dtype)
     count = sum(p.numel() for p in full.model.parameters() if p.requires_grad)
     limit = 2**30 * options.memory_limit if options.memory_limit else 0.7 * _free(device)
+    kinds = [kind for kind in kinds if case.task in kind.tasks]
     rows = count * cell["batch_size"] * report.BYTES[cell["dtype"]]
     # what a peer needs at its worst: the rows, their copy, and what they were made from
-    if 3.5 * rows > limit:
+    if case.task == "rows" and 3.5 * rows > limit:
         return {"parameters": count, "skipped": f"3.5 x {rows / 2**30:.1f} GiB of rows do not fit"}
 
     tick("reference")
     small = problem(min(3, cell["batch_size"]), torch.float64)
-    truth = agreement.Reference.of(small, None)
-    reference = agreement.Reference.of(full, autocast)
+    truth = agreement.REFERENCES[case.task].of(small, None)
+    reference = agreement.REFERENCES[case.task].of(full, autocast)
     results: dict[str, dict[str, Any]] = {}
     for kind in kinds:
         tick(f"agreement of {kind.name}")
@@ -204,9 +223,10 @@ def _measure(
     del reference, small, truth
     agreed = [k for k in kinds if results[k.name]["verdict"] == "ok"]
     if "time" in measures:
-        effort = timing.Effort(options.rounds, min(5, options.rounds), cell=options.seconds)
+        clock, rounds = CLOCKS[options.clock], options.rounds
+        effort = timing.Effort(rounds, min(5, rounds), cell=options.seconds, clock=clock)
         if options.quick:
-            effort = timing.Effort(3, 3, turn=0.01, cell=5.0)
+            effort = timing.Effort(3, 3, turn=0.01, cell=5.0, clock=clock)
         for name, times in timing.interleaved(agreed, full, autocast, effort, tick).items():
             results[name] |= {
                 "median": median(times),
@@ -220,6 +240,7 @@ def _measure(
             steps = 4 if options.quick else options.steps_memory
             job = memory.Job(
                 **{k: cell[k] for k in ("case", "size", "batch_size", "device", "dtype")},
+                limit=options.memory_limit,
                 engine=f"{kind.__module__}:{kind.__qualname__}",
                 steps=steps,
                 threads=torch.get_num_threads(),

@@ -1,8 +1,7 @@
-"""The tables and pictures of docs/benchmarks.md, from committed results.
+"""The tables and pictures of docs/benchmarks.md and docs/factored.md, from committed results.
 
-python -m benchmarks.summary                                        # the files of results/ into
-docs/benchmarks.md python -m benchmarks.summary mine.json --page none                  # print the table, draw
-the pictures beside the first file
+python -m benchmarks.summary                         # the files of results/ into these pages
+python -m benchmarks.summary mine.json --page none   # print the table, draw the pictures beside the file
 """
 
 import argparse
@@ -45,6 +44,17 @@ def main(argv: list[str] | None = None) -> int:
         help="results of the public architectures",
     )
     p.add_argument(
+        "--clipped",
+        type=Path,
+        default=HERE / "results" / "clipped.json",
+        help="results of clipped steps and Gram matrices",
+    )
+    p.add_argument(
+        "--clipped-page",
+        default=str(HERE.parent / "docs" / "factored.md"),
+        help='the file for these, or "none"',
+    )
+    p.add_argument(
         "--slow",
         action="store_true",
         help="list the cells that are slower than a peer, or far from the limit",
@@ -64,6 +74,13 @@ def main(argv: list[str] | None = None) -> int:
         text += "\n" + tables.compiled(json.loads(options.compiled.read_text())["cells"])
     if options.architectures.exists():
         text += "\n" + tables.architectures(json.loads(options.architectures.read_text())["cells"])
+    if options.clipped.exists():
+        apart = tables.without_rows(json.loads(options.clipped.read_text()))
+        if options.clipped_page == "none":
+            print(apart)
+        else:
+            other = Path(options.clipped_page)
+            other.write_text(replaced(other.read_text(), apart))
     if options.page == "none":
         print(text)
     else:

@@ -6,18 +6,23 @@ from statistics import geometric_mean
 
 from rich.table import Table
 
+from .engines import TASKS
 from .report import (
     Cell,
     Document,
     aims,
+    clipped_memory,
+    clipped_time,
     label,
     later_memory_ratio,
     memory_ratio,
     norms_memory_ratio,
+    peak_ratio,
     peers,
     ratio,
     rows_bytes,
     sections,
+    task,
     to_best,
     to_limit,
     when_off,
@@ -52,6 +57,8 @@ def one_line(cell: Cell) -> str:
     bad = [f"{k} {e['verdict']}" for k, e in cell["engines"].items() if e["verdict"] != "ok"]
     best = f"best peer ({peers(cell)[0]}) / ours {number(to_best(cell))}" if peers(cell) else "no peer"
     ours = f"ours / limit {number(to_limit(cell))}, memory {number(memory_ratio(cell))}"
+    if task(cell) != "rows":
+        ours = "time, memory / plain " + _both(cell, TASKS[task(cell)])
     return "; ".join([f"{label(cell)}: {best}, {ours}", *bad])
 
 
@@ -90,6 +97,55 @@ def full(document: Document) -> str:
     return "\n".join(parts)
 
 
+def _both(cell: Cell, engine: str) -> str:
+    """Time and peak memory over plain training's; or that the engine could not."""
+    found = cell["engines"].get(engine, {})
+    if found.get("verdict", "ok") != "ok":
+        return "refused" if "memory" not in found["verdict"] else "no memory"
+    return f"{number(ratio(cell, engine, 'plain'))}, {number(peak_ratio(cell, engine, 'plain'))}"
+
+
+WITHOUT_ROWS = {  # of each task, the engines as columns
+    "clipped": {
+        "clipped": "pslayers-clipping",
+        "twice": "pslayers-clipping-twice",
+        "rows": "pslayers-clipping-rows",
+        "loop": "loop-clipping",
+        "ghost": "opacus-ghost",
+        "fast": "opacus-fast",
+    },
+    "gram": {
+        "gram": "pslayers-gram",
+        "rows": "pslayers-gram-rows",
+        "torch.func": "torch.func-gram",
+        "TorchJD": "torchjd",
+    },
+}
+
+
+def without_rows(document: Document) -> str:
+    """For the documentation: what clipped steps and Gram matrices cost, a row for each cell."""
+    parts = []
+    for title, cells in sections(document["cells"]):
+        parts += [f"On {title}:\n", markdown_table(HEADS, (aim.row() for aim in aims(cells)))]
+        for name, engines in WITHOUT_ROWS.items():
+            rows = [
+                (label(c), _time(c, "plain"), _peak(c, "plain"), *(_both(c, k) for k in engines.values()))
+                for c in cells
+                if task(c) == name
+            ]
+            if rows:
+                parts += [markdown_table((name, "plain: ms", "MiB", *engines), rows)]
+        if far := _beyond(cells):
+            parts += [f"Beyond 1.2x of the time or 1.1x of the memory: {'; '.join(far)}.\n"]
+    return "\n".join([*parts, _measured(document)])
+
+
+def _beyond(cells: Iterable[Cell]) -> list[str]:
+    found = [(c, clipped_time(c) or 0, clipped_memory(c) or 0) for c in cells if task(c) == "clipped"]
+    return [f"{label(c)} ({number(t)}, {number(m or None)})" for c, t, m in found if t > 1.2 or m > 1.1]
+
+
 def short(document: Document) -> str:
     """For the documentation: the aims, and one row a model over its batch sizes and sizes."""
     parts = []
@@ -108,17 +164,18 @@ def short(document: Document) -> str:
         if cases:
             parts += [f"On {title}:\n", markdown_table(HEADS, (aim.row() for aim in aims(cells)))]
             parts += [markdown_table(head, (_of_case(name, group) for name, group in cases.items()))]
+    return "\n".join([*parts, _measured(document)])
+
+
+def _measured(document: Document) -> str:
     env = document["environment"]
     versions = ", ".join(f"{k} {v}" for k, v in env["packages"].items() if v)
     where = f"{env['processor']}, {env['threads']} threads, load {env['load_at_start']} at the start"
     measured = (str(c.get("commit", env["commit"])).split(", ") for c in document["cells"])  # time and memory
     commits = ", ".join(dict.fromkeys(commit for each in measured for commit in each))
-    parts += [
-        f"Measured on {where}, {versions}; pslayers at {commits}."
-        + (f" Note: {env['note']}." if "note" in env else "")
-        + "\n"
-    ]
-    return "\n".join(parts)
+    where += ", times of the processor's own clock" if env.get("clock") == "cpu" else ""
+    note = f" Note: {env['note']}." if "note" in env else ""
+    return f"Measured on {where}, {versions}; pslayers at {commits}.{note}\n"
 
 
 def compiled(cells: Iterable[Cell]) -> str:

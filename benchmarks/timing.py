@@ -27,9 +27,12 @@ class Effort:
     cell: float = 60.0  # seconds: fewer rounds, but not fewer than the least, where all turns take longer
     # after two rounds a peer so many times slower than the best has lost; after one: three times so many
     patience: float = 4.0
+    clock: Callable[[], float] = time.perf_counter  # of the processor
 
 
-def timed(engine: Engine, problem: Problem, steps: int) -> float:
+def timed(
+    engine: Engine, problem: Problem, steps: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Seconds a step, over some steps after an untimed one."""
     inputs, target = problem.inputs, problem.target
     engine.step(inputs, target)
@@ -42,10 +45,10 @@ def timed(engine: Engine, problem: Problem, steps: int) -> float:
         end.record()
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1e3 / steps
-    start = time.perf_counter()
+    start = clock()
     for _ in range(steps):
         engine.step(inputs, target)
-    return (time.perf_counter() - start) / steps
+    return (clock() - start) / steps
 
 
 @contextlib.contextmanager
@@ -79,7 +82,7 @@ def interleaved(
     with quiet_collector():
         steps, turn_cost = {}, 0.0
         for name, engine in engines.items():
-            estimate = timed(engine, problem, 1)
+            estimate = timed(engine, problem, 1, effort.clock)
             engine.release()
             steps[name] = min(max(int(effort.turn / max(estimate, 1e-9)), 1), 200)
             turn_cost += estimate * (steps[name] + 1)
@@ -94,7 +97,7 @@ def interleaved(
             # nobody always follows the same engine
             for name, engine in order[n % len(order) :] + order[: n % len(order)]:
                 tick(f"{name}, round {n + 1} of {rounds}")
-                times[name].append(timed(engine, problem, steps[name]))
+                times[name].append(timed(engine, problem, steps[name], effort.clock))
                 engine.release()
                 gc.collect()
     return times

@@ -4,6 +4,7 @@ Shapes: B samples, N = k * B rows, C and O in and out channels, G groups, K kern
 the result, T = k * L of them a sample, P the number of values in a weight.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -20,10 +21,11 @@ from .conv_weight_grads import (
     convolution,
     convolution_backward,
     differentiable_rows,
+    patch_products,
     patches_of,
     write_rows,
 )
-from .linear_factor import Outer, Outers, same
+from .linear_factor import Outer, Outers, norms_of_products, same
 
 Size = int | tuple[int, ...]
 
@@ -272,6 +274,9 @@ def _left_over(x: Tensor, gy: Tensor, weight: Tensor, geometry: Geometry) -> tup
     )
 
 
+ADDING = 64  # multiplications of a matrix product that take as long as to add a value
+
+
 class Patches(Factor):
     """Of a convolution: `x` correlated with `gy` over the positions of each sample.
 
@@ -332,19 +337,48 @@ class Patches(Factor):
         shape = torch.Size((size * groups, o // groups, width))
         return Outer(outs.transpose(1, 2), columns.transpose(1, 2), shape)
 
+    def _by_values(self) -> int:
+        """How many products of values of the input there are for each group of a sample, where these are the
+        cheapest way to those of its patches; else 0.
+        """
+        (size, o, c, *kernel), (stride, padding, _, groups) = self.shape, self.geometry
+        t, o, width = self.positions // max(size, 1), o // groups, self.shape[2:].numel()
+        sides = zip(self.x.shape[2:], padding, strict=True)
+        values = (math.prod(s + 2 * p for s, p in sides) * len(self.x) // max(size, 1)) ** 2
+        cost = t * t * o + values * c + ADDING * sum(kernel) * t * t * max(stride) ** len(stride)
+        return values if cost < min(t * t * (o + width), t * o * width) else 0
+
+    def _norms_of_products(self) -> Tensor:
+        """By the products of positions with each other, those of patches from those of values."""
+        (size, o, *_), groups, lengths = self.shape, self.geometry.groups, self.gy.shape[2:]
+        of_x = patch_products(self.x, lengths, self.shape, self.geometry)
+        gy = self.gy.unflatten(0, (size, -1)).unflatten(2, (groups, o // groups)).movedim(1, 3)
+        gy = gy.reshape(size * groups, o // groups, of_x.shape[2])
+        found, lost = norms_of_products(gy.transpose(1, 2) @ gy, of_x)
+        found = found.view(size, groups).sum(1)
+        if len(lost):
+            lost = (lost // groups).unique()
+            found[lost] = Factor.sq_norms(self.select(lost))
+        return found
+
     def sq_norms(self) -> Tensor:
         """By the products of positions with each other, where these are few."""
+        values = self._by_values()
         found = [
-            Factor.sq_norms(part) if (maps := part._outer()) is None else _of_groups(maps.sq_norms(), part)
-            for part in self._parts()
+            part._norms_of_products()
+            if values
+            else Factor.sq_norms(part)
+            if (maps := part._outer()) is None
+            else _of_groups(maps.sq_norms(), part)
+            for part in self._parts(values)
         ]
         return torch.cat(found) if found else self.gy.new_zeros(0)
 
-    def _parts(self) -> Iterator["Patches"]:
-        """Some samples at a time, whose patches take little."""
-        (size, *_), width = self.shape, self.shape[2:].numel() * self.geometry.groups
-        each = width * self.positions // max(size, 1) * self.gy.element_size()
-        step = max(1, CHUNK_BYTES // max(each, 1))
+    def _parts(self, values: int) -> Iterator["Patches"]:
+        """Some samples at a time, whose patches, or so many products, take little."""
+        (size, *_), width = self.shape, self.shape[2:].numel()
+        each = values or width * self.positions // max(size, 1)
+        step = max(1, CHUNK_BYTES // max(each * self.geometry.groups * self.gy.element_size(), 1))
         for start in range(0, size, step):
             yield cast(Patches, self.select(slice(start, start + step)))
 

@@ -185,6 +185,34 @@ def patches_of(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> 
     return x, gy.reshape(size * groups, shape[1] // groups, gy.shape[3:].numel())
 
 
+def patch_products(x: Tensor, lengths: torch.Size, shape: torch.Size, geometry: Geometry) -> Tensor:
+    """The products of a sample's patches with each other, (B * G, T, T), without the patches.
+
+    That of two patches is the sum, over the places in the kernel, of the products of the values (of all
+    channels) that lie there: the products of all values of the input with each other, shifted along both
+    positions and added up, for each dim of the kernel by itself (direct derivation). `lengths`: L.
+    """
+    stride, padding, dilation, groups = geometry
+    size, n, kernel = shape[0], len(stride), shape[3:]
+    if any(padding):
+        x = F.pad(x, [p for pad in reversed(padding) for p in (pad, pad)])
+    x = x.unflatten(0, (size, -1)).unflatten(2, (groups, shape[2])).permute(0, 2, 3, 1, *range(4, 4 + n))
+    places = x.shape[3:]  # (k, *S)
+    values = x.reshape(size * groups, shape[2], places.numel())
+    found = (values.transpose(1, 2) @ values).view(-1, *places, *places)
+    for i in range(n):
+        spans = [
+            slice(o * dilation[i], o * dilation[i] + stride[i] * (lengths[i] - 1) + 1, stride[i])
+            for o in range(kernel[i])
+        ]
+        before, between = (slice(None),) * (2 + i), (slice(None),) * n
+        first, *others = (found[(*before, span, *between, span)] for span in spans)
+        found = first.clone() if others else first
+        for other in others:
+            found += other
+    return found.reshape(size * groups, -1, len(x[0, 0, 0]) * lengths.numel())
+
+
 # Nanoseconds on two cores, fitted to some 750 shapes; what decides is their ratios. The fused kernel pays for
 # every value of the result (another memory layout inside), for what it reads, and for blocks of channels, odd
 # numbers of which go slower; it copies patches where it moves far beyond the edge, or has few channels in. A

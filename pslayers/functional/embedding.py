@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
-from ..core.factors import CHUNK_BYTES, Factor, beside
+from ..core.factors import CHUNK_BYTES, Factor, beside, squares
 from .common import check_rows, of_dtype, owned, weighed
 from .linear_factor import Outer
 
@@ -178,7 +178,7 @@ class Gather(Factor):
 
     def sq_norms(self) -> Tensor:
         """Of sums by entry."""
-        return self.by_sample(self.sparse[2].square().sum(1))
+        return self.by_sample(squares(self.sparse[2]))
 
     def meet(self, other: Factor) -> Tensor | None:
         """With another table, entry by entry; with a linear map (a tied one), its rows at the entries."""

@@ -83,16 +83,13 @@ class Outer(Factor):
         if gy.shape[1] * (gy.shape[2] + x.shape[2]) > gy.shape[2] * x.shape[2]:
             return super().sq_norms()
         step = max(1, CHUNK_BYTES // max(2 * gy.shape[1] ** 2 * gy.element_size(), 1))
-        found, alone = [], []  # of all positions with all; of each with itself
-        for g, h in zip(gy.split(step), x.split(step), strict=True):
-            of_gy, of_x = _pairs(g, h, g, h)
-            found.append(torch.einsum("nts,nts->n", of_gy, of_x))
-            alone.append(of_gy.diagonal(dim1=1, dim2=2) * of_x.diagonal(dim1=1, dim2=2))
-        squares = torch.cat(found)
-        lost = cancelled(torch.cat(alone), squares)
+        parts = zip(gy.split(step), x.split(step), strict=True)
+        pairs = [norms_of_products(g @ g.transpose(1, 2), h @ h.transpose(1, 2)) for g, h in parts]
+        found = torch.cat([norms for norms, _ in pairs])
+        lost = torch.cat([some + i * step for i, (_, some) in enumerate(pairs)])
         if len(lost):
-            squares[lost] = Factor.sq_norms(self.select(lost))
-        return squares
+            found[lost] = Factor.sq_norms(self.select(lost))
+        return found
 
     def meet(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Outer):
@@ -101,7 +98,7 @@ class Outer(Factor):
         t, s, o, i = gy.shape[1], gy2.shape[1], gy.shape[2], x.shape[2]
         if t * s * (o + i) > (t + s) * o * i:
             return None
-        return torch.einsum("nts,nts->n", *_pairs(gy, x, gy2, x2))
+        return (gy @ gy2.transpose(1, 2)).mul_(x @ x2.transpose(1, 2)).sum((1, 2))
 
     def meet_all(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Outer):
@@ -137,13 +134,19 @@ class Outer(Factor):
         gy, x = self.batch()
         v = direction.reshape(gy.shape[2], x.shape[2]).to(gy.dtype)
         if gy.shape[2] < x.shape[2]:
-            return torch.einsum("nto,nto->n", gy, x @ v.t())
-        return torch.einsum("nti,nti->n", gy @ v, x)
+            return (x @ v.t()).mul_(gy).sum((1, 2))
+        return (gy @ v).mul_(x).sum((1, 2))
 
 
-def _pairs(gy: Tensor, x: Tensor, gy2: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-    """The products of all positions of a sample with all of another use, (b, t, s), on each side."""
-    return gy @ gy2.transpose(1, 2), x @ x2.transpose(1, 2)
+def norms_of_products(of_gy: Tensor, of_x: Tensor) -> tuple[Tensor, Tensor]:
+    """The squared norms (n,) of sums over positions of outer products, from the products of positions on both
+    sides (n, t, t), the first of which is written over; and for which of them these cancel.
+
+    Torch's own sum is by pairs; a product of vectors, as einsum takes here, adds up one after the other.
+    """
+    both = of_gy.mul_(of_x)
+    found = both.sum((1, 2))
+    return found, cancelled(both.diagonal(dim1=1, dim2=2), found)
 
 
 class Outers(Outer):

@@ -21,6 +21,7 @@ from benchmarks import (
     summary,
     tables,
     timing,
+    without_rows,
 )
 from benchmarks.agreement import Reference, exact_verdict, verdict
 
@@ -123,24 +124,65 @@ def test_every_engine_agrees_step_after_step_and_frees_its_gradients(kind: type[
     if not kind.installed():
         pytest.skip(f"{kind.package} is not installed")
     given = problem()
-    reference = Reference.of(given, None)
-    engine = kind(copy.deepcopy(given.model), given.loss)
-    for _ in range(3):
-        engine.step(given.inputs, given.target)
-        assert reference.disagreement(engine, agreement.EXACT * 10) is None
+    for task in kind.tasks:
+        reference = agreement.REFERENCES[task].of(given, None)
+        engine = kind(copy.deepcopy(given.model), given.loss)
+        reference.ask(engine)
+        for _ in range(3):
+            engine.step(given.inputs, given.target)
+            assert reference.disagreement(engine, agreement.EXACT * 10) is None
     engine.release()
-    assert all(g is None for g in engine.grads().values())
+    assert engine.gram is None and all(g is None for g in engine.grads().values())
     if kind.makes_rows:
         assert all(g is None for g in engine.rows().values())
 
 
-@pytest.mark.parametrize("case", choice.chosen_cells(["all", "sweeps"]), ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", choice.chosen_cells(["all", "sweeps", "clipped", "gram"]), ids=lambda c: c.name
+)
 def test_every_cell_can_be_built(case: registry.Case) -> None:
     if case.name == "layer_conv":
         pytest.skip("its one forward pass takes a second")
     made = case.build(2, case.sizes[0])
     loss = made.loss(made.model(*made.inputs), made.target)
     assert loss.ndim == 0 and len(made.target) == len(made.inputs[0]) == 2
+
+
+def test_wrong_clipped_sums_and_products_are_caught() -> None:
+    class Unclipped(without_rows.Clipping):
+        def step(self, inputs: Any, target: Any) -> None:
+            self.max_norm *= 2
+            super().step(inputs, target)
+
+    class Neighbours(without_rows.Gram):
+        def step(self, inputs: Any, target: Any) -> None:
+            super().step(inputs, target)
+            assert self.gram is not None
+            self.gram = self.gram.roll(1, 0)
+
+    full, small = problem(), problem(3, torch.float64)
+    for wrong, right, task, what in (
+        (Unclipped, without_rows.Clipping, "clipped", "the clipped gradient of 0.weight"),
+        (Neighbours, without_rows.Gram, "gram", "the Gram matrix of all"),
+    ):
+        of = agreement.REFERENCES[task].of
+        for kind, expected in ((wrong, f"wrong: {what}: off by"), (right, "ok")):
+            assert verdict(kind, full, of(full, None), torch.float32).startswith(expected)
+            assert exact_verdict(kind, small, of(small, None)).startswith(expected)
+
+
+def test_clipped_references_by_hand() -> None:
+    given = problem(dtype=torch.float64)
+    rows = [
+        torch.autograd.grad(given.loss(given.model(x[None]), y[None]), list(given.model.parameters()))
+        for x, y in zip(given.inputs[0], given.target, strict=True)
+    ]
+    flat = torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+    clipped = agreement.Clipped.of(given, None)
+    assert clipped.max_norm == pytest.approx(float(flat.norm(dim=1).median()))
+    expected = (flat * (clipped.max_norm / flat.norm(dim=1, keepdim=True)).clamp(max=1)).mean(0)
+    torch.testing.assert_close(torch.cat([g.flatten() for g in clipped.grads.values()]), expected)
+    torch.testing.assert_close(agreement.Gram.of(given, None).gram, flat @ flat.t())
 
 
 def test_bfloat16_autocast() -> None:
@@ -160,7 +202,7 @@ def test_streamed_norms() -> None:
 
 
 def test_names_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match=r"no cell 'mpl'; there are: all, fast-dpsgd, layers, .*mlp"):
+    with pytest.raises(ValueError, match=r"no cell 'mpl'; there are: all, clipped, fast-dpsgd, gram, .*mlp"):
         choice.chosen_cells(["mpl"])
     with pytest.raises(
         ValueError, match=r"no engine 'psalyers'; there are: all, peers, plain, limit, pslayers"
@@ -170,7 +212,7 @@ def test_names_that_do_not_exist() -> None:
 
 def test_a_slow_peer_drops_out_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"plain": 1.0, "loop": 50.0, "torch.func": 5.0, "expanded": 70.0, "pslayers": 90.0}
-    monkeypatch.setattr(timing, "timed", lambda engine, problem, steps: seconds[engine.name])
+    monkeypatch.setattr(timing, "timed", lambda engine, *rest: seconds[engine.name])
     kinds = [k for k in choice.chosen_engines(["all"]) if k.name in seconds]
     times = timing.interleaved(kinds, problem(), None, timing.Effort(7, 3, cell=1e9), lambda text: None)
     assert {name: len(t) for name, t in times.items()} == {
@@ -229,11 +271,24 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (tmp_path / "architectures.json").write_text(
         json.dumps({"cells": [cell("benchmarks.architectures:vit", 2.5)]})
     )
+    clipped = cell("mine", 1.0, group="clipped", task="clipped")
+    plain = clipped["engines"]["plain"]
+    clipped["engines"] = {
+        "plain": plain,
+        "pslayers-clipping": {**plain, "times": [1.3] * 3, "peak": 330 * 2**20},
+        "loop-clipping": {**plain, "times": [2.6] * 3},
+        "opacus-ghost": {"verdict": "no: NotImplementedError: tied"},
+        "opacus-fast": {"verdict": "no: RuntimeError: can't allocate memory"},
+    }
+    (tmp_path / "clipped.json").write_text(json.dumps({**written, "cells": [clipped]}))
+    apart = tmp_path / "factored.md"
+    apart.write_text(page.read_text())
     others = [
         part
-        for name in ("compiled", "architectures")
+        for name in ("compiled", "architectures", "clipped")
         for part in (f"--{name}", str(tmp_path / f"{name}.json"))
     ]
+    others += ["--clipped-page", str(apart)]
     assert summary.main([str(tmp_path / "a.json"), "--page", str(page), "--slow", *others]) == 0
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
@@ -242,10 +297,21 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "| one | 1 | 2.00x (2.00x) | 1.25x (1.25x) | 0.54x |" in text
     assert "| one, B=16 | 3.00x | 1.20x | 1.00x |" in text
     assert "| vit, B=16 | 4.19 M | torch.func | 2.00x | 1.25x | 2.50x |" in text
+    costs = apart.read_text()
+    assert (
+        "| a clipped step's time / a plain step's, geometric mean | at most 1.2x | 1.30x (1 cells)" in costs
+    )
+    assert "| best peer's time / ours, worst cell | at least 1.0x | 2.00x (mine, B=16) | met |" in costs
+    row = "| mine, B=16 | 1e+03 (1e+03 to 1e+03) | 300.0 | 1.30x, 1.10x | -, - | -, - | 2.60x, 1.00x |"
+    assert row + " refused | no memory |" in costs
+    assert "1.1x of the memory: mine, B=16 (1.30x, 1.10x)." in costs
     assert "](summary-time-width.svg)" in text and (tmp_path / "summary-time-width.svg").exists()
     assert "two, B=16: torch.func / ours 1.25x, ours / limit 2.00x" in capsys.readouterr().out
     full = tables.full(json.loads((tmp_path / "a.json").read_text()))
     assert "huge, B=16 was skipped: too large" in full and "backpack was left out" in full
+    one["task"], one["engines"] = "gram", {"pslayers-gram": plain, "pslayers-gram-rows": plain}
+    assert [a.value for a in report.aims([one])] == [1, 1, None]
+    assert "mine, B=16: best peer (loop-clipping) / ours 2.00x, time, memory" in tables.one_line(clipped)
     page.write_text("no place")
     with pytest.raises(ValueError, match="no place for the summary"):
         summary.main([str(tmp_path / "a.json"), "--page", str(page)])

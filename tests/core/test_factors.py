@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from pslayers.core.expansion import Expansion
-from pslayers.core.factors import Blocks, Dense, Factor, Sum, joined
+from pslayers.core.factors import Blocks, Dense, Factor, Sum, joined, squares
 from pslayers.functional import linear_factor
 from pslayers.functional.bags import Bagged, _Bags
 from pslayers.functional.conv import Patches
-from pslayers.functional.conv_weight_grads import Geometry
+from pslayers.functional.conv_weight_grads import Geometry, convolution
 from pslayers.functional.embedding import Gather
 from pslayers.functional.grouped import Grouped
 from pslayers.functional.linear_factor import Outer
@@ -96,18 +96,20 @@ def gather_of_given_samples(size: int, k: int) -> Case:
     return factor, lambda w, ids, gy: (F.embedding(ids, w) * gy).sum(), (7, 2), [ids, gy]
 
 
-def bagged(mode: str) -> Callable[[int, int], Case]:
+def bagged(mode: str, weighed: bool = False) -> Callable[[int, int], Case]:
     def make(size: int, k: int) -> Case:
         ids, gy, w = torch.randint(7, (k * size, 3)), draw(k * size, 2), torch.zeros(7, 2).double()
         w = torch.arange(14).view(7, 2).double().sin() if mode == "max" else w
         bags = _Bags(ids.flatten(), torch.arange(k * size).repeat_interleave(3), k * size, mode)
-        factor = Bagged(bags, gy, None, bags.plain(w, bags.ids, None)[1], torch.Size((size, 7, 2)))
-        return (
-            factor,
-            lambda v, ids, gy: (F.embedding_bag(ids, v + w, mode=mode) * gy).sum(),
-            (7, 2),
-            [ids, gy],
-        )
+        each, shape = draw(k * size, 3), torch.Size((size, 7, 2))
+        factors = each.flatten() if weighed else None
+        factor = Bagged(bags, gy, factors, bags.plain(w, bags.ids, None)[1], shape)
+
+        def bag(v: Tensor, ids: Tensor, gy: Tensor, each: Tensor) -> Tensor:
+            weights = each if weighed else None
+            return (F.embedding_bag(ids, v + w, mode=mode, per_sample_weights=weights) * gy).sum()
+
+        return factor, bag, (7, 2), [ids, gy, each]
 
     return make
 
@@ -139,6 +141,7 @@ CASES: dict[str, Callable[[int, int], Case]] = {
     "bags, sum": bagged("sum"),
     "bags, mean": bagged("mean"),
     "bags, max": bagged("max"),
+    "bags, weighed": bagged("sum", weighed=True),
     "grouped": grouped,
 }
 
@@ -175,7 +178,7 @@ def table_of_a_linear_map(size: int, k: int) -> Case:
     return Outer(gy, x, torch.Size((size, 7, 2))), linear, (7, 2), [x, gy]
 
 
-TABLES = ["gather", "gather of given samples", "bags, sum", "bags, mean", "bags, max", "linear"]
+TABLES = [name for name in CASES if name.startswith(("gather", "bags"))] + ["linear"]
 PAIRS = [*((name, name) for name in CASES), *((a, b) for a in TABLES for b in TABLES if a != b)]
 
 
@@ -284,6 +287,58 @@ def test_products_of_several_outputs(
             assert left is not None and right is not None and left.shape[0] == len(rows)
             near(left.gram(left if twos is ones else right), rows @ others.t())
             near(left.select(slice(1, 3)).dense().flatten(1), rows[1:3])
+
+
+@pytest.mark.parametrize(
+    ("geometry", "kernel", "sides"),
+    [
+        (Geometry((1, 1), (1, 1), (1, 1), 1), (3, 3), (4, 5)),
+        (Geometry((2, 1), (1, 0), (1, 2), 2), (3, 2), (9, 8)),
+        (Geometry((2,), (3,), (2,), 1), (4,), (20,)),
+        (Geometry((1, 2, 1), (1, 1, 0), (1, 1, 1), 4), (2, 3, 1), (4, 5, 3)),
+        (Geometry((3, 3), (0, 0), (1, 1), 1), (2, 2), (9, 7)),
+    ],
+)
+@pytest.mark.parametrize(("size", "k"), [(3, 1), (2, 3)])
+def test_norms_of_a_convolution_from_products_of_values(
+    geometry: Geometry, kernel: tuple[int, ...], sides: tuple[int, ...], size: int, k: int
+) -> None:
+    torch.manual_seed(0)
+    x, w = draw(k * size, 4, *sides), draw(8, 4 // geometry.groups, *kernel)
+    gy = draw(*convolution(x, w, None, geometry).shape)
+    rows = by_loop(
+        lambda w, x, gy: (convolution(x, w, None, geometry) * gy).sum(), tuple(w.shape), [x, gy], size
+    )
+    found = Patches(x, gy, w, rows.shape, geometry)._norms_of_products()
+    torch.testing.assert_close(found, rows.flatten(1).square().sum(1))
+
+
+@pytest.mark.parametrize(("channels", "chosen"), [(128, True), (2, False)])
+def test_norms_from_products_of_values_where_these_are_cheapest(
+    channels: int, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    geometry = Geometry((1, 1), (0, 0), (1, 1), 1)
+    x, gy, w = draw(3, channels, 6, 6), draw(3, 32, 4, 4), draw(32, channels, 3, 3)
+    factor = Patches(x, gy, w, torch.Size((3, *w.shape)), geometry)
+    expected, taken = factor.dense().flatten(1).square().sum(1), []
+    by_products = Patches._norms_of_products
+    monkeypatch.setattr(Patches, "_norms_of_products", lambda self: taken.append(1) or by_products(self))
+    monkeypatch.setattr("pslayers.functional.conv.CHUNK_BYTES", 1)
+    torch.testing.assert_close(factor.sq_norms(), expected)
+    assert len(taken) == (3 if chosen else 0)
+
+
+def test_norms_in_float32_are_right_to_rounding() -> None:
+    torch.manual_seed(0)
+    rows, gy, x = torch.rand(2, 1_000_003), torch.rand(2, 256, 600), torch.rand(2, 256, 600)
+    one = torch.ones(2, dtype=torch.float64)
+    torch.testing.assert_close(squares(rows) / rows.double().square().sum(1), one, rtol=1e-6, atol=0)
+    outer = Outer(gy, x, torch.Size((2, 600, 600)))
+    exact = Outer(gy.double(), x.double(), outer.shape)
+    assert outer.meet(outer) is not None
+    torch.testing.assert_close(outer.sq_norms() / exact.sq_norms(), one, rtol=1e-6, atol=0)
+    torch.testing.assert_close(outer.meet(outer) / exact.sq_norms(), one, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
