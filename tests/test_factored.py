@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -723,3 +724,21 @@ def test_uses_of_one_kind_are_one_factor() -> None:
         squares(ours(ids)).mean().backward()
     assert_factored(grads, loop(model, square, (ids,)))
     assert {name: len(grad.factor.parts) for name, grad in grads.items()} == dict.fromkeys(grads, 1)
+
+
+def test_threads_with_a_model_each() -> None:
+    def clip(seed: int) -> None:
+        torch.manual_seed(seed)
+        model, ours = pair(mlp())
+        for _ in range(10):
+            x = torch.randn(4, 5, dtype=torch.float64)
+            norms, sums = clipped(loop(model, square, (x,)), 1.0)
+            ours.zero_grad()
+            with ps.clipping(ours, 1.0, passes=1 + seed % 2) as found:
+                found.backward(squares(ours(x)).mean())
+            near(found.norms, norms)
+            for name, p in ours.named_parameters():
+                near(p.grad, sums[name] / 4)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(clip, range(8)))
