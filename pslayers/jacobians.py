@@ -46,8 +46,8 @@ def per_sample_jacobians(
         model: any model that `convert_model` takes, in the mode that it is in: in training mode its dropout
             draws.
         inputs: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
-        output_fn: ``output_fn(model(inputs))`` returns the outputs ``(B, *out)``, where the model returns more
-            than that, or a function of each sample's output is to be differentiated.
+        output_fn: ``output_fn(model(inputs))`` returns the outputs ``(B, *out)``, where the model returns
+            more than that, or a function of each sample's output is to be differentiated.
         chunk_size: samples a pass, which bounds the memory of activations; None takes all at once.
         memory_budget: bytes that a pass may take beside the result, instead of `chunk_size`.
         progress: show a bar over the backward passes (needs tqdm).
