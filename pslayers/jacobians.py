@@ -35,7 +35,7 @@ def per_sample_jacobians(
     progress: bool = False,
 ) -> dict[str, Tensor]:
     """The derivatives of each sample's outputs by every trainable parameter: ``{name: (B, C, *S)}`` for
-    outputs (B, C), and ``(B, *out, *S)`` for outputs (B, *out), as `torch.func.jacrev` lays them out.
+    outputs (B, C), and ``(B, *out, *S)`` for outputs ``(B, *out)``, as `torch.func.jacrev` lays them out.
 
     Plain derivatives, whatever ``loss_reduction`` the model was told. By one forward pass, and one backward
     pass for each of a sample's outputs, whose rows are written into place. Nothing is left behind: ``.grad``
@@ -46,8 +46,8 @@ def per_sample_jacobians(
         model: any model that `convert_model` takes, in the mode that it is in: in training mode its dropout
             draws.
         inputs: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
-        output_fn: ``output_fn(model(inputs))`` returns the outputs (B, *out), where the model returns more
-            than that, or a function of each sample's output is to be differentiated.
+        output_fn: ``output_fn(model(inputs))`` returns the outputs ``(B, *out)``, where the model returns
+            more than that, or a function of each sample's output is to be differentiated.
         chunk_size: samples a pass, which bounds the memory of activations; None takes all at once.
         memory_budget: bytes that a pass may take beside the result, instead of `chunk_size`.
         progress: show a bar over the backward passes (needs tqdm).
@@ -91,7 +91,7 @@ def jacobian_gram(
 
     ``kernel[i, c, j, d]`` is the sum over all trainable parameters of ``d out[i, c] * d out[j, d]``: of
     outputs (B, C) and (B', C'), (B, C, B', C'), and ``kernel.flatten(2).flatten(0, 1)`` is the matrix.
-    Outputs of other shapes (B, *out) count as (B, C), flat.
+    Outputs of other shapes ``(B, *out)`` count as (B, C), flat.
 
     By one forward pass, and a backward pass for each of a sample's outputs, of which factors are kept (see
     `factored`): the inputs of layers once, the gradients of their outputs C times. With itself, each pair is
@@ -103,7 +103,7 @@ def jacobian_gram(
         other: the same of another batch, or None.
         kernel: "full"; "trace", the sum over outputs, (B, B'), of an output with itself; "diagonal", the same
             for each output, (B, B', C). These two hold one output at a time.
-        output_fn: ``output_fn(model(inputs))`` returns the outputs (B, *out), where the model returns more.
+        output_fn: ``output_fn(model(inputs))`` returns the outputs ``(B, *out)`` of what the model returns.
         chunk_size: samples that are differentiated at a time, of each batch; None takes all at once. What is
             held is bounded by it, and the passes of the other batch are run for each chunk of this one.
 
