@@ -425,12 +425,13 @@ class _Block(Keeping):
     def end(self) -> None:
         for settings in self.every:
             settings.check_bare()
-        for recorder in self.uses:
+        recorders = list(self.uses)
+        for recorder in recorders:
             recorder.checked = True
         if self.weigh is not None:
             with computing():
                 self._fill(self.weigh())
-        for recorder in self.uses:
+        for recorder in recorders:
             recorder.drop_blank()
         if self.weigh is not None:
             self._clear()
@@ -456,15 +457,16 @@ class _Block(Keeping):
                 " the place of loss.backward()."
             )
 
-    def _add_all(self, totals: Mapping[Recorder, Callable[[], Tensor]]) -> None:
-        """Add to `.grad`, over all processes."""
+    def _add_all(self, totals: dict[Recorder, Callable[[], Tensor]]) -> None:
+        """Add to `.grad`, over all processes, and let go of what each was made of."""
         params = [(self.ranks.param_of(recorder), recorder) for recorder in totals]
         here = {param: recorder for param, recorder in params if param is not None}
         for param in self.ranks.reached(list(here)):
             if (recorder := here.get(param)) is None:
                 total = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
             else:
-                total = totals[recorder]().to(param.dtype)
+                total = totals.pop(recorder)().to(param.dtype)
+                self._let_go(recorder)
             self.ranks.add(param, total)
 
     def backward(self, loss: Tensor) -> None:
@@ -495,11 +497,15 @@ class _Block(Keeping):
 
     def _clear(self) -> None:
         """Leave nothing on the parameters; what was weighed is gone."""
-        for recorder in self.uses:
-            if (holder := recorder.holder.tensor()) is not None:
-                holder.grad_sample = None  # type: ignore[attr-defined]
+        for recorder in list(self.uses):
+            self._let_go(recorder)
+
+    def _let_go(self, recorder: Recorder) -> None:
+        if (holder := recorder.holder.tensor()) is not None:
+            holder.grad_sample = None  # type: ignore[attr-defined]
         if self.weigh is not None:
-            self.uses, self.grads._grads = {}, {}
+            self.uses.pop(recorder, None)
+            self.grads._grads.pop(recorder.name, None)
 
 
 def _as_it_is(total: Tensor) -> Tensor:
