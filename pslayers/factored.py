@@ -277,7 +277,7 @@ def reweighting(model: nn.Module, weigh: Callable[[FactoredGrads], Tensor]) -> I
 
     def finish(add: Callable[[str, Tensor], None]) -> None:
         weights = weigh(grads)
-        for name in grads:
+        for name in list(grads):
             add(name, weights)
 
     with _kept(model, grads, sums=False, finish=finish):
@@ -326,7 +326,7 @@ def clipping(model: nn.Module, max_norm: float | Mapping[str, float]) -> Iterato
         else:
             clip.norms = grads.norms()
             weights = _clip_factors(clip.norms, max_norm)
-            for name in grads:
+            for name in list(grads):
                 add(name, weights)
 
     with _kept(model, grads, sums=False, finish=finish):
@@ -346,7 +346,7 @@ def _kept(
     finish: Callable[[Callable[[str, Tensor], None]], None] | None = None,
 ) -> Iterator[None]:
     """Inside the block, backward passes leave factors in `grads`; `finish` is called after each, with a
-    function that adds a parameter's weighted sum to its `.grad`.
+    function that adds a parameter's weighted sum to its `.grad`, and lets go of what that was made of.
     """
     every = settings_of(model)
     _check_alone(every)
@@ -375,16 +375,19 @@ def _kept(
         for settings in every:
             settings.check_bare()
         recorders = {recorder.name: recorder for recorder in keeping.uses}
+
+        def add(name: str, weights: Tensor) -> None:
+            recorder = recorders[name]
+            _add(recorder, grads[name], weights)
+            del keeping.uses[recorder], grads._grads[name]
+            if (holder := recorder.holder.tensor()) is not None:
+                holder.grad_sample = None  # type: ignore[attr-defined]
+
         if finish is not None:
             with _computing():
-                finish(lambda name, weights: _add(recorders[name], grads[name], weights))
+                finish(add)
         for recorder in recorders.values():
             recorder.drop_blank()
-            if finish is not None and (holder := recorder.holder.tensor()) is not None:
-                holder.grad_sample = None  # type: ignore[attr-defined]
-        if finish is not None:
-            keeping.uses = {}
-            grads._grads = {}
 
     keeping = Keeping(sums, carry, begin, end)
     try:
