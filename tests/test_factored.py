@@ -4,6 +4,8 @@ trained. Every layer: `test_factored` of the layers' suite.
 
 import copy
 import functools
+import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +195,22 @@ def test_several_backward_passes_in_a_block() -> None:
             for name, p in ours.named_parameters():  # at once
                 expected[name] = expected.get(name, 0) + sums[name] / 2
                 near(p.grad, expected[name])
+
+
+def test_factors_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, seen, alive = sys.modules["pslayers.factored"], [], []
+    add = module._add
+
+    def watched(recorder: Any, grad: Any, weights: Tensor) -> None:
+        seen.append(weakref.ref(grad._uses[0].factor))
+        add(recorder, grad, weights)
+        alive.append(sum(ref() is not None for ref in seen))
+
+    monkeypatch.setattr(module, "_add", watched)
+    _, ours = pair(mlp())
+    with ps.clipping(ours, max_norm=0.5):
+        squares(ours(floats(4, 5))).mean().backward()
+    assert alive == [1] * len(list(ours.parameters()))
 
 
 def test_reweighting() -> None:
