@@ -243,7 +243,8 @@ CLIPPED: dict[str, Any] = {"group": "clipped", "task": "clipped"}
 def _language(b: int, t: int, vocabulary: int, tied: bool) -> Problem:
     ids = nets.tokens(b, t + 1, vocabulary)
     model = larger.LanguageModel(vocabulary, vocabulary, t, tied=tied)
-    return Problem(model, (ids[:, :-1],), ids[:, 1:].contiguous(), larger.next_token_loss)
+    inputs, target = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return Problem(model, (inputs,), target, larger.next_token_loss)
 
 
 @case(**CLIPPED, axis="T", sizes=(16, 100), batch_sizes=(8,))

@@ -34,7 +34,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, T) to (B, T, outputs), or (B, outputs)."""
-        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        places = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
         x = self.norm(self.blocks(self.tokens(ids) + self.positions(places)))
         return self.head(x if self.causal else x[:, 0])
 
@@ -66,7 +66,7 @@ class ViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, side, side) to (B, 10)."""
         x = F.pad(self.patches(x).flatten(2).transpose(1, 2), (0, 0, 1, 0))  # (B, T, dims)
-        places = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        places = torch.arange(x.shape[1], device=x.device).repeat(len(x), 1)
         return self.head(self.norm(self.blocks(x + self.positions(places)))[:, 0])
 
 

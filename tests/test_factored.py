@@ -5,6 +5,8 @@ trained. Every layer: `test_factored` of the layers' suite.
 import copy
 import functools
 import importlib
+import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -220,6 +222,22 @@ def test_several_backward_passes_in_a_block() -> None:
             for name, p in ours.named_parameters():  # at once
                 expected[name] = expected.get(name, 0) + sums[name] / 2
                 near(p.grad, expected[name])
+
+
+def test_factors_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, seen, alive = sys.modules["pslayers.factored"], [], []
+    weighted_sum = module._weighted_sum
+
+    def watched(recorder: Any, grad: Any, weights: Tensor) -> Tensor:
+        alive.append(sum(ref() is not None for ref in seen))
+        seen.append(weakref.ref(grad.factor.parts[0]))
+        return weighted_sum(recorder, grad, weights)
+
+    monkeypatch.setattr(module, "_weighted_sum", watched)
+    _, ours = pair(mlp())
+    with ps.clipping(ours, max_norm=0.5):
+        squares(ours(floats(4, 5))).mean().backward()
+    assert alive == [0] * len(list(ours.parameters()))
 
 
 def test_reweighting() -> None:
