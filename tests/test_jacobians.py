@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 
+from . import combinations
 from .layers.suite import floats
 from .oracle import flat, loop, squares, true_rows
 from .patterns import PATTERNS
@@ -53,8 +55,10 @@ def assert_kernels(model: nn.Module, x: Tensor, y: Tensor, expected: Tensor, **o
     near(ps.jacobian_gram(model, x, y, kernel="diagonal", **options), torch.einsum("icjc->ijc", expected))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("size", [3, 1])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    combinations.part([*((name, 3) for name in MODELS), ("mlp", 1)], itertools.product(MODELS, (3, 1))),
+)
 def test_models(name: str, size: int) -> None:
     build, batch = MODELS[name]
     model, x, y = build().double(), batch(size), batch(2)

@@ -98,7 +98,7 @@ class Twice(nn.Module):
         return self.norm(self.layer(x)) + self.norm(self.layer(x)) * self.layer(x)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", part([("aot_eager",)], [("aot_eager",), ("inductor",)]))
 def test_a_layer_used_several_times(backend: str) -> None:
     model, ours = pair(Twice(), floats(4, 3))
     assert_right(compiled(ours, backend), ours, model, floats(11, 3))
@@ -221,7 +221,7 @@ FACTORED = {**MODELS, "words": (Words, ids), "deep": (deep, lambda n: floats(n, 
 @pytest.mark.parametrize(
     ("name", "backend"),
     part(
-        [("transformer", "aot_eager"), ("deep", "inductor")],
+        [("words", "aot_eager")],
         [*((name, "aot_eager") for name in ("cnn", "transformer", "words")), ("deep", "inductor")],
     ),
 )
@@ -277,7 +277,7 @@ def test_a_block_around_a_part_of_a_compiled_step() -> None:
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     part(
-        [("mlp", True), ("cnn", None), ("transformer", False)],
+        [("mlp", True), ("cnn", None), ("mlp", False)],
         itertools.product(("mlp", "cnn", "transformer"), (True, False, None)),
     ),
 )
