@@ -4,7 +4,6 @@ that is certain.
 
 import copy
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 import pslayers as ps
 from pslayers.parameters.per_sample import NoRuleError, PerSample
 
-from ..combinations import pairs
 from ..oracle import assert_rows_right, members, squares
 from .test_op_dispatch import Leaf
 
@@ -239,28 +237,25 @@ MOVED = (
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
-@pytest.mark.parametrize(
-    ("move", "op", "first"),
-    pairs(
-        (move, op, first)
-        for move, op, first in product(MOVED, (_linear, _times, _norm), ((4, 1), (8, 4), (2, 4), (3, 5)))
-        # two samples stay where they are, and docs/semantics.md says that what was proved for a kind of call
-        # is kept
-        if not (move is _rolled and first == (2, 4))
-    ),
-)
+@pytest.mark.parametrize("op", [_linear, _times, _norm])
+@pytest.mark.parametrize("move", MOVED)
 def test_rows_that_lie_elsewhere_for_some_shapes_alone(
-    move: Callable[..., Tensor], op: Callable[..., Tensor], first: tuple[int, int]
+    move: Callable[..., Tensor], op: Callable[..., Tensor]
 ) -> None:
     """First where they lie as the batch's do, or seem to; then in batches of which they do not."""
-    model = nn.Sequential(
-        nn.Linear(4, 4), Leaf(lambda x, w: move(x, lambda t: op(t, w)), w=(4, 4)), nn.Linear(4, 2)
-    ).double()
-    ours = ps.convert_model(copy.deepcopy(model))
-    for n, time in (first, (4, 3), (3, 2), (2, 4), (4, 4), (8, 2)):
-        ours.zero_grad()
-        x = torch.randn(n, time, 4, dtype=torch.float64)
-        assert_rows_right(model, x, converted=ours)
+    for first in ((4, 1), (8, 4), (2, 4), (3, 5)):
+        if move is _rolled and first == (2, 4):
+            # two samples stay where they are, and docs/semantics.md says that what was proved for a kind of
+            # call is kept
+            continue
+        model = nn.Sequential(
+            nn.Linear(4, 4), Leaf(lambda x, w: move(x, lambda t: op(t, w)), w=(4, 4)), nn.Linear(4, 2)
+        ).double()
+        ours = ps.convert_model(copy.deepcopy(model))
+        for n, time in (first, (4, 3), (3, 2), (2, 4), (4, 4), (8, 2)):
+            ours.zero_grad()
+            x = torch.randn(n, time, 4, dtype=torch.float64)
+            assert_rows_right(model, x, converted=ours)
 
 
 def test_a_caller_that_turns_the_batch_around() -> None:
