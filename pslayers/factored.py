@@ -17,7 +17,7 @@ from . import torch_api
 from .convert import settings_of
 from .core.context import Settings
 from .core.factors import CHUNK_BYTES, WIDER, Dense, Factor, Spent, Sum, added, flat, joined
-from .core.ranks import Replicas, ranks_of
+from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
 from .core.sinks import Keeping, Use, Weighing
 from .gradients import changed
@@ -223,8 +223,8 @@ class Clip:
 
     norms: Any = None
 
-    def __init__(self) -> None:
-        self._backward: Callable[[Tensor], None] = Tensor.backward
+    def __init__(self, backward: Callable[[Tensor], None]) -> None:
+        self._backward = backward
 
     def backward(self, loss: Tensor) -> None:
         """`loss.backward()`, and the second pass where one is needed (`passes` of `clipping`)."""
@@ -313,7 +313,7 @@ def clipping(
 
     Raises:
         ValueError: the model is not converted, a norm is not positive, or `passes` is something else.
-        KeyError: a parameter has no norm, or a name is no parameter's.
+        KeyError: a parameter has no norm.
 
     Source: Abadi et al. (2016), "Deep Learning with Differential Privacy", algorithm 1.
 
@@ -330,7 +330,7 @@ def clipping(
             raise ValueError(f"`max_norm` must be positive; got {norm}.")
     if passes not in (1, 2, "auto"):
         raise ValueError(f'`passes` must be 1, 2 or "auto"; got {passes!r}.')
-    grads, clip = FactoredGrads(), Clip()
+    grads = FactoredGrads()
 
     def weights() -> dict[str, Tensor]:
         if isinstance(max_norm, Mapping):
@@ -342,7 +342,7 @@ def clipping(
         return dict.fromkeys(grads, _clip_factors(clip.norms, max_norm))
 
     block = _Block(model, grads, False, weights, passes)
-    clip._backward = block.backward
+    clip = Clip(block.backward)
     with block.inside():
         yield clip
 
@@ -375,9 +375,10 @@ class _Block(Keeping):
         self.model, self.grads, self.weigh, self.passes = model, grads, weigh, passes
         self.every = settings_of(model)
         _check_alone(self.every)
+        self.ranks = OneProcess()
         if weigh is not None:
             _check_whole(model, self.every)
-        self.ranks = ranks_of(model, weigh is not None)
+            self.ranks = ranks_of(model)
         self.twice = False  # `backward` runs
         self.totals: dict[Recorder, Tensor] = {}  # of what is known before the second pass
         self.spent: dict[Recorder, Tensor] = {}  # weights of what the second pass gives
@@ -400,6 +401,8 @@ class _Block(Keeping):
         self.grads._grads = {}
 
     def held(self, recorder: Recorder, factor: Factor) -> Factor:
+        if self.passes == 1:
+            return factor.smaller()
         if any(isinstance(use.factor, Spent) for use in self.uses[recorder]):
             raise RuntimeError(
                 f"`{recorder.name}` has a further use in the graph of an earlier forward pass, after its"
@@ -482,8 +485,7 @@ class _Block(Keeping):
                 with changed(self.model, "sink", Weighing(self._add_now)):
                     torch.autograd.backward(loss, inputs=leaves)
                 with computing():
-                    found = self.totals.items()
-                    self._add_all({recorder: partial(_as_it_is, total) for recorder, total in found})
+                    self._add_all({recorder: partial(self.totals.pop, recorder) for recorder in self.totals})
         finally:
             self.twice, self.totals, self.spent = False, {}, {}
 
@@ -506,10 +508,6 @@ class _Block(Keeping):
         if self.weigh is not None:
             self.uses.pop(recorder, None)
             self.grads._grads.pop(recorder.name, None)
-
-
-def _as_it_is(total: Tensor) -> Tensor:
-    return total
 
 
 def _check_whole(model: nn.Module, every: list[Settings]) -> None:

@@ -72,7 +72,7 @@ def per_sample_jacobians(
         params = dict(converted_parameters(ours))  # type: ignore[arg-type]
         if not params:
             return {}
-        _check_whole(params)
+        _check_not_sharded(params)
         with ours._ps_state().settings.turns.writing:
             return _placed(ours, params, chunks, output_fn or _as_it_is, progress)
 
@@ -127,7 +127,7 @@ def jacobian_gram(
     if kernel not in KERNELS:
         raise ValueError(f"`kernel` must be one of {', '.join(map(repr, KERNELS))}; got {kernel!r}.")
     with converted(model) as ours:
-        _check_whole(dict(converted_parameters(ours)))  # type: ignore[arg-type]
+        _check_not_sharded(dict(converted_parameters(ours)))  # type: ignore[arg-type]
         made = output_fn or _as_it_is
         one = Chunks(ours, inputs, chunk_size=chunk_size)
         two = one if other is None else Chunks(ours, other, chunk_size=chunk_size)
@@ -355,7 +355,7 @@ def _check_rows(model: Converted, reached: Collection[str]) -> None:
             )
 
 
-def _check_whole(params: Mapping[str, Tensor]) -> None:
+def _check_not_sharded(params: Mapping[str, Tensor]) -> None:
     if any(is_shard(p) for p in params.values()):
         raise ValueError(
             "parameters are sharded (fully_shard): call loss.backward() for each output, and read"

@@ -270,6 +270,11 @@ onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not
 
 # RMSNorm, and the reciprocal of the root of the mean square: (N, ..., 1, ..)
 fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = _find("ops.aten._fused_rms_norm")
+Dropouts = _find("nn.modules.dropout._DropoutNd")  # what nn.Dropout and its like have in common
+dispatch_mode = _find("utils._python_dispatch.TorchDispatchMode")  # sees every op that runs
+
+
+# ------------------------------------------------------------------------------------------ several processes
 # the DistributedDataParallel whose forward runs, if one does
 active_ddp: Callable[[], Any] = _find("nn.parallel.DistributedDataParallel._get_active_ddp_module")
 
@@ -292,10 +297,6 @@ def divides_grads(module: Any) -> bool:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one before 2.12
     return any(group is not None and group.gradient_divide_factor is not None for group in groups)
-
-
-Dropouts = _find("nn.modules.dropout._DropoutNd")  # what nn.Dropout and its like have in common
-dispatch_mode = _find("utils._python_dispatch.TorchDispatchMode")  # sees every op that runs
 
 
 # ---------------------------------------------------------------------------------------------------- tracing

@@ -109,7 +109,8 @@ class Delivered(Expansion):
         recorder = self.recorder
         assert recorder is not None
         if isinstance(recorder.settings.sink, Keeping):
-            factor = factor.smaller().copied()
+            small = factor.smaller()
+            factor = small.copied() if small is factor else small  # which is in memory of its own
         if not sums and recorder.settings.sums:
             raise recorder.of_another_block()
         total, _ = self.take(factor, sums, True)

@@ -96,11 +96,11 @@ class Replicas(_Processes):
 class Shards(_Processes):
     """FSDP2: `.grad` of a shard is its part of the average."""
 
-    def __init__(self, model: nn.Module, weighs: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         for module in model.modules():
             if is_sharded(type(module)):
                 module.reshard()  # type: ignore[operator]
-                if weighs and torch_api.divides_grads(module):
+                if torch_api.divides_grads(module):
                     raise ValueError(
                         "set_gradient_divide_factor was called, of which weighed gradients know nothing:"
                         " leave it away, they are averaged over processes."
@@ -143,11 +143,8 @@ class Shards(_Processes):
         return found.redistribute(placements=placements or [Replicate()] * mesh.ndim)
 
 
-def ranks_of(model: nn.Module, weighs: bool) -> OneProcess:
-    """How the gradients of a model are averaged; DistributedDataParallel is seen when it is called.
-
-    `weighs`: they are weighed, and added to `.grad`.
-    """
+def ranks_of(model: nn.Module) -> OneProcess:
+    """How weighed gradients of a model are averaged; DistributedDataParallel is seen when it is called."""
     if in_use() and any(is_sharded(type(module)) for module in model.modules()):
-        return Shards(model, weighs)
+        return Shards(model)
     return OneProcess()
