@@ -20,8 +20,9 @@ PASSES = [2, "auto"]
 
 
 def assert_clipped(model: nn.Module, ours: nn.Module, x: Tensor, passes: Any) -> None:
-    bound = flat(loop(model, square, (x,))).square().sum(1).sqrt().median().item()
-    norms, sums = clipped(loop(model, square, (x,)), bound)
+    rows = loop(model, square, (x,))
+    bound = flat(rows).square().sum(1).sqrt().median().item()
+    norms, sums = clipped(rows, bound)
     ours.zero_grad()
     with ps.clipping(ours, bound, passes=passes) as clip:
         clip.backward(squares(ours(x)).mean())
@@ -133,11 +134,12 @@ def test_micro_batches_of_each_parameter(reduction: Any) -> None:
         clip.backward(getattr(squares(ours(x)), reduction)())
         near(x.grad, expected)  # once
         clip.backward(getattr(squares(ours(x[:2])), reduction)())
+    parts = [loop(model, square, (some,)) for some in (x.detach(), x[:2].detach())]
     for name, p in ours.named_parameters():
         total = torch.zeros_like(p)
-        for some in (x.detach(), x[:2].detach()):
-            norms, sums = clipped({name: loop(model, square, (some,))[name]}, 0.3)
-            total += sums[name] / (len(some) if reduction == "mean" else 1)
+        for rows in parts:
+            norms, sums = clipped({name: rows[name]}, 0.3)
+            total += sums[name] / (len(rows[name]) if reduction == "mean" else 1)
         near(clip.norms[name], norms)
         near(p.grad, total)
 

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import warnings
 from types import ModuleType
 
 import pytest
@@ -13,16 +12,7 @@ import torch.nn.functional as F
 import pslayers as ps
 
 from ..oracle import loop
-from .loading import EXAMPLES, load_example
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in ("opacus", "sklearn"):
-            pytest.importorskip(name)
-        return load_example("dp_sgd_distributed")
+from .loading import EXAMPLES
 
 
 def test_two_processes_are_as_one(example: ModuleType) -> None:
@@ -58,12 +48,3 @@ def test_clipped_sum_against_a_loop(example: ModuleType) -> None:
     ps.convert_model(model)
     torch.testing.assert_close(example.clipped_sum(model, x, y), clipped.sum(0))
     assert not example.clipped_sum(model, x[:0], y[:0]).any()
-
-
-@pytest.mark.parametrize("options", [["--steps", "0"], ["--batch", "0"], ["--noise", "0"]])
-def test_bad_options_are_refused(
-    example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        example.main(options)
-    assert options[0] in capsys.readouterr().err

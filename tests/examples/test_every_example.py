@@ -4,24 +4,24 @@ missing.
 
 import ast
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 
-from .loading import EXAMPLES, load_example
+from .loading import EXAMPLES, load_example, need_packages, packages
 
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 ROOT = EXAMPLES.parent
-
-
-def packages(name: str) -> list[str]:
-    """What an example imports inside its ``try``: the packages that may be absent."""
-    tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
-    guarded = [node for block in tree.body if isinstance(block, ast.Try) for node in ast.walk(block)]
-    found = [alias.name for node in guarded if isinstance(node, ast.Import) for alias in node.names]
-    found += [node.module or "" for node in guarded if isinstance(node, ast.ImportFrom)]
-    return sorted({each.split(".")[0] for each in found})
+REFUSED = {
+    "dp_sgd_digits": ["--epsilon 0", "--epochs 0", "--seeds 0"],
+    "dp_sgd_distributed": ["--steps 0", "--batch 0", "--noise 0"],
+    "gradient_noise_scale": ["--epochs 0"],
+    "importance_sampling": ["--epochs 0", "--seeds 0", "--lr 0"],
+    "influence_digits": ["--epochs 0", "--seeds 0"],
+    "maml_sines": ["--tasks 0", "--iterations 0"],
+    "mislabelled_digits": ["--flip-share 0", "--epochs 0", "--seeds 0"],
+    "poisson_pinn": ["--steps 0", "--lr 0", "--width 0"],
+}
 
 
 def extra(name: str) -> str:
@@ -45,10 +45,7 @@ def test_tested_and_mentioned(name: str) -> None:
     ("name", "missing"), [(name, package) for name in NAMES for package in packages(name)]
 )
 def test_missing_dependency_is_named(name: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in packages(name):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            pytest.importorskip(package)
+    need_packages(name)
     for module in [module for module in sys.modules if module.split(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, missing, None)
@@ -58,8 +55,19 @@ def test_missing_dependency_is_named(name: str, missing: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("name", NAMES)
 def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for package in packages(name):
-        pytest.importorskip(package)
+    need_packages(name)
     with pytest.raises(SystemExit) as end:
         load_example(name).main(["--help"])
     assert end.value.code == 0 and "--seed" in capsys.readouterr().out
+
+
+def test_of_every_example_something_is_refused() -> None:
+    assert sorted(REFUSED) == NAMES
+
+
+@pytest.mark.parametrize(("name", "options"), [(name, each) for name in REFUSED for each in REFUSED[name]])
+def test_bad_options_are_refused(name: str, options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    need_packages(name)
+    with pytest.raises(SystemExit):
+        load_example(name).main(options.split())
+    assert options.split()[0] in capsys.readouterr().err

@@ -10,14 +10,6 @@ import torch.nn.functional as F
 import pslayers as ps
 
 from ..oracle import flat, loop
-from .loading import load_example
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    for name in ("matplotlib", "rich", "sklearn", "tqdm"):
-        pytest.importorskip(name)
-    return load_example("gradient_noise_scale")
 
 
 def test_quick_run(
@@ -50,9 +42,3 @@ def test_estimates_against_a_loop_over_samples(example: ModuleType, monkeypatch:
     torch.testing.assert_close(grads, mean)
     truth = example.of_all(model, x, y)
     assert truth == pytest.approx((float(rows.var(0, correction=0).sum()), float(mean.square().sum())))
-
-
-def test_bad_options_are_refused(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        example.main(["--epochs", "0"])
-    assert "--epochs" in capsys.readouterr().err

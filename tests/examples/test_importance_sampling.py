@@ -10,14 +10,6 @@ import torch.nn.functional as F
 import pslayers as ps
 
 from ..oracle import flat, loop
-from .loading import load_example
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    for name in ("matplotlib", "rich", "sklearn", "tqdm"):
-        pytest.importorskip(name)
-    return load_example("importance_sampling")
 
 
 def test_quick_run(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,12 +38,3 @@ def test_probabilities(example: ModuleType) -> None:
     p = example.probabilities(torch.tensor([0.0, 1.0, 3.0]))
     assert p.sum() == pytest.approx(1) and p[0] == pytest.approx(example.UNIFORM / 3)
     assert p[2] - p[0] == pytest.approx(3 * float(p[1] - p[0]))
-
-
-@pytest.mark.parametrize("options", [["--epochs", "0"], ["--seeds", "0"], ["--lr", "0"]])
-def test_bad_options_are_refused(
-    example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        example.main(options)
-    assert options[0] in capsys.readouterr().err

@@ -10,14 +10,6 @@ import torch.nn.functional as F
 import pslayers as ps
 
 from ..oracle import flat, loop
-from .loading import load_example
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    for name in ("matplotlib", "rich", "sklearn", "tqdm"):
-        pytest.importorskip(name)
-    return load_example("influence_digits")
 
 
 def test_quick_run(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,12 +41,3 @@ def test_what_is_removed(example: ModuleType) -> None:
     assert len(x) == len(y) == 300 - len(removed)
     for digit in range(10):
         assert score[removed][data[1][removed] == digit].min() >= score[data[1] == digit].sort().values[-3]
-
-
-@pytest.mark.parametrize("options", [["--epochs", "0"], ["--seeds", "0"]])
-def test_bad_options_are_refused(
-    example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        example.main(options)
-    assert options[0] in capsys.readouterr().err

@@ -9,15 +9,6 @@ import torch
 
 import pslayers as ps
 
-from .loading import load_example
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    for name in ("matplotlib", "rich", "tqdm"):
-        pytest.importorskip(name)
-    return load_example("maml_sines")
-
 
 def test_quick_run(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "sines.png"
@@ -53,12 +44,3 @@ def test_adapting_all_at_once_is_adapting_each(example: ModuleType) -> None:
         torch.testing.assert_close(
             {name: p[i] for name, p in params.items()}, {k: p.detach() for k, p in own.named_parameters()}
         )
-
-
-@pytest.mark.parametrize("options", [["--tasks", "0"], ["--iterations", "0"]])
-def test_bad_options_are_refused(
-    example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        example.main(options)
-    assert options[0] in capsys.readouterr().err

@@ -1,8 +1,5 @@
 """The example runs, finds what it says it finds, and its scores are what their formulas say."""
 
-import importlib.util
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,26 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from ..oracle import loop
-
-PATH = Path(__file__).resolve().parents[2] / "examples" / "mislabelled_digits.py"
-
-
-def load_example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mislabelled_digits", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    for name in ("matplotlib", "rich", "sklearn", "tqdm"):
-        pytest.importorskip(name)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the program does when run
-    yield load_example()
-    torch.set_num_threads(threads)
 
 
 def test_quick_run(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,21 +48,3 @@ def test_scores_against_a_loop_over_samples(example: ModuleType) -> None:
         ]
         nearest = torch.stack(cosines).sort(descending=True).values[: example.NEIGHBOURS]
         torch.testing.assert_close(against[i], -nearest.mean(), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("missing", ["sklearn", "matplotlib", "rich", "tqdm"])
-def test_missing_dependency_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == missing]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit, match=r"'\.\[examples\]'"):
-        load_example()
-
-
-@pytest.mark.parametrize("options", [["--flip-share", "0"], ["--epochs", "0"], ["--seeds", "0"]])
-def test_bad_options_are_refused(
-    example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        example.main(options)
-    assert options[0] in capsys.readouterr().err

@@ -9,14 +9,6 @@ import torch
 import pslayers as ps
 
 from ..oracle import true_rows
-from .loading import load_example
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    for name in ("matplotlib", "rich", "tqdm"):
-        pytest.importorskip(name)
-    return load_example("poisson_pinn")
 
 
 def test_quick_run(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,12 +50,3 @@ def test_the_exact_solution_leaves_nothing(example: ModuleType) -> None:
     x, b = example.inside(50), example.edge(50)
     assert example.equation(example.exact(x)[:, None], x).abs().max() < 1e-12
     assert ((b == 0) | (b == 1)).any(1).all() and example.exact(b).abs().max() < 1e-12
-
-
-@pytest.mark.parametrize("options", [["--steps", "0"], ["--lr", "0"], ["--width", "0"]])
-def test_bad_options_are_refused(
-    example: ModuleType, options: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        example.main(options)
-    assert options[0] in capsys.readouterr().err
