@@ -16,17 +16,34 @@ MISSING = "does not give"
 EXACT, ROUNDED = 1e-6, {torch.float64: 1e-6, torch.float32: 0.05, torch.bfloat16: 0.2}
 
 
-@dataclass
 class Reference:
+    """What is right."""
+
+    exact: ClassVar[float] = EXACT
+
+    @classmethod
+    def of(cls, problem: Problem, autocast: torch.dtype | None) -> "Reference":
+        """By plain training and the loop over samples."""
+        raise NotImplementedError
+
+    def ask(self, engine: Engine) -> None:
+        """Tell an engine what it shall compute."""
+
+    def disagreement(self, engine: Engine, tolerance: float) -> str | None:
+        """What is wrong with the engine's last step, in words; None where it agrees."""
+        raise NotImplementedError
+
+
+@dataclass
+class Rows(Reference):
     """Plain training's summed gradients, and a few samples' rows by the loop."""
 
     grads: dict[str, Tensor]
     rows: dict[str, Tensor]
     samples: list[int]
-    exact: ClassVar[float] = EXACT
 
     @classmethod
-    def of(cls, problem: Problem, autocast: torch.dtype | None) -> "Reference":
+    def of(cls, problem: Problem, autocast: torch.dtype | None) -> "Rows":
         """Run the plain step, and the loop on samples from the whole batch."""
         size = len(problem.target)
         samples = sorted({i * (size - 1) // max(SAMPLED - 1, 1) for i in range(SAMPLED)})
@@ -39,11 +56,8 @@ class Reference:
             grads, {k: torch.stack(g) for k, g in zip(grads, zip(*rows, strict=True), strict=True)}, samples
         )
 
-    def ask(self, engine: Engine) -> None:
-        """Tell an engine what it shall compute."""
-
     def disagreement(self, engine: Engine, tolerance: float) -> str | None:
-        """What is wrong with the engine's last step, in words; None where it agrees."""
+        """The sums, and of engines that make them the rows."""
         if problem := _compare("the summed gradient", engine.grads(), self.grads, tolerance):
             return problem
         if not engine.makes_rows:
@@ -60,7 +74,7 @@ class Reference:
 
 
 @dataclass
-class Clipped:
+class Clipped(Reference):
     """The mean of the samples' gradients, each clipped to the median of their norms, by the loop."""
 
     grads: dict[str, Tensor]
@@ -91,18 +105,17 @@ class Clipped:
         engine.max_norm = self.max_norm
 
     def disagreement(self, engine: Engine, tolerance: float) -> str | None:
-        """As for rows; plain training, which clips nothing, always agrees."""
+        """Plain training, which clips nothing, always agrees."""
         if isinstance(engine, Plain):
             return None
         return _compare("the clipped gradient", engine.grads(), self.grads, tolerance)
 
 
 @dataclass
-class Gram:
+class Gram(Reference):
     """The products of the samples' gradients with each other, of the loop's rows."""
 
     gram: Tensor
-    exact: ClassVar[float] = EXACT
 
     @classmethod
     def of(cls, problem: Problem, autocast: torch.dtype | None) -> "Gram":
@@ -114,21 +127,14 @@ class Gram:
         ]
         return cls(torch.stack([torch.stack([one @ other for other in rows]) for one in rows]))
 
-    def ask(self, engine: Engine) -> None:
-        """Nothing to be told."""
-
     def disagreement(self, engine: Engine, tolerance: float) -> str | None:
-        """As for rows; plain training, which has none, always agrees."""
+        """Plain training, which has none, always agrees."""
         if isinstance(engine, Plain):
             return None
         return _compare("the Gram matrix", {"all": engine.gram}, {"all": self.gram}, tolerance)
 
 
-REFERENCES: dict[str, type[Reference] | type[Clipped] | type[Gram]] = {
-    "rows": Reference,
-    "clipped": Clipped,
-    "gram": Gram,
-}
+REFERENCES: dict[str, type[Reference]] = {"rows": Rows, "clipped": Clipped, "gram": Gram}
 
 
 def _compare(
@@ -148,9 +154,7 @@ def _compare(
     return None
 
 
-def verdict(
-    kind: type[Engine], problem: Problem, reference: Reference | Clipped | Gram, dtype: torch.dtype
-) -> str:
+def verdict(kind: type[Engine], problem: Problem, reference: Reference, dtype: torch.dtype) -> str:
     """Says "ok", or "no: reason" where the engine raises or leaves rows out, or "wrong: reason".
 
     Two steps in the precision and at the batch size that are timed, so that state left behind shows.
@@ -169,7 +173,7 @@ def verdict(
     return f"no: {found}" if found.startswith(MISSING) else f"wrong: {found}"
 
 
-def exact_verdict(kind: type[Engine], problem: Problem, reference: Reference | Clipped | Gram) -> str:
+def exact_verdict(kind: type[Engine], problem: Problem, reference: Reference) -> str:
     """The same in float64 on a few samples, to many digits: in lower precision a ReLU that rounding switches
     moves a row by 1 %.
     """

@@ -183,7 +183,12 @@ class Streamed(PSLayers):
 
     def take(self, name: str, rows: Tensor) -> None:
         """One parameter's rows."""
-        self.squares += torch.linalg.vector_norm(rows.flatten(1), dim=1) ** 2
+        self.squares += squares_of(rows)
+
+
+def squares_of(rows: Tensor) -> Tensor:
+    """The squared norms of rows (B, *shape): (B,)."""
+    return torch.linalg.vector_norm(rows.flatten(1), dim=1) ** 2
 
 
 class CompiledPlain(Plain):

@@ -31,24 +31,13 @@ def main(argv: list[str] | None = None) -> int:
         default=str(HERE.parent / "docs" / "benchmarks.md"),
         help='file whose block between the marks is replaced, or "none"',
     )
-    p.add_argument(
-        "--compiled",
-        type=Path,
-        default=HERE / "results" / "compiled.json",
-        help="results of the compiled engines",
-    )
-    p.add_argument(
-        "--architectures",
-        type=Path,
-        default=HERE / "results" / "architectures.json",
-        help="results of the public architectures",
-    )
-    p.add_argument(
-        "--clipped",
-        type=Path,
-        default=HERE / "results" / "clipped.json",
-        help="results of clipped steps and Gram matrices",
-    )
+    for name, what in (
+        ("compiled", "the compiled engines"),
+        ("architectures", "the public architectures"),
+        ("clipped", "clipped steps and Gram matrices"),
+    ):
+        path = HERE / "results" / f"{name}.json"
+        p.add_argument(f"--{name}", type=Path, default=path, help=f"results of {what}")
     p.add_argument(
         "--clipped-page",
         default=str(HERE.parent / "docs" / "factored.md"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import pslayers as ps
 
-from .engines import Engine, PSLayers
+from .engines import Engine, PSLayers, Streamed, squares_of
 from .peers import Loop, TorchFunc, with_opacus_layers
 
 
@@ -31,7 +31,7 @@ class Clipping(PSLayers):
             super().step(inputs, target)
 
 
-class ClippingTwice(PSLayers):
+class ClippingTwice(Streamed):
     """Norms by ps.streaming, then a plain step with weights on the losses."""
 
     name = "pslayers-clipping-twice"
@@ -40,13 +40,10 @@ class ClippingTwice(PSLayers):
 
     def step(self, inputs: tuple[Tensor, ...], target: Tensor) -> None:
         """Two forward and backward passes."""
-        squares: list[Tensor] = []
-        self.clear()
-        with ps.streaming(self.model, lambda _, rows: squares.append(_squares(rows))):
-            self.forward(inputs, target).backward()
+        super().step(inputs, target)
         self.clear()
         with ps.recording(self.model, False):
-            (self.losses(inputs, target) * weights_of(squares, self.max_norm)).mean().backward()
+            (self.losses(inputs, target) * weights_of([self.squares], self.max_norm)).mean().backward()
 
 
 class ClippingRows(PSLayers):
@@ -59,13 +56,9 @@ class ClippingRows(PSLayers):
         """The sum is written over the plain one."""
         super().step(inputs, target)
         rows = [(p, p.grad_sample) for p in self.params().values()]  # type: ignore[attr-defined]
-        weights = weights_of([_squares(g) for _, g in rows], self.max_norm) / len(target)
+        weights = weights_of([squares_of(g) for _, g in rows], self.max_norm) / len(target)
         for p, g in rows:
             p.grad = torch.tensordot(weights, g, 1)
-
-
-def _squares(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows.flatten(1), dim=1) ** 2
 
 
 class LoopClipping(Loop):

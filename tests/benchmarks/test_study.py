@@ -23,7 +23,7 @@ from benchmarks import (
     timing,
     without_rows,
 )
-from benchmarks.agreement import Reference, exact_verdict, verdict
+from benchmarks.agreement import Rows, exact_verdict, verdict
 
 from . import examples
 
@@ -40,8 +40,8 @@ def problem(batch_size: int = 4, dtype: torch.dtype = torch.float32) -> registry
 def batched_outputs(kind: type[engines.Engine]) -> str:
     full, small = problem(), problem(3, torch.float64)
     answers = [
-        verdict(kind, full, Reference.of(full, None), torch.float32),
-        exact_verdict(kind, small, Reference.of(small, None)),
+        verdict(kind, full, Rows.of(full, None), torch.float32),
+        exact_verdict(kind, small, Rows.of(small, None)),
     ]
     return next((a for a in answers if a != "ok"), "ok")
 
@@ -189,7 +189,7 @@ def test_bfloat16_autocast() -> None:
     given = problem()
     engine = engines.PSLayers(copy.deepcopy(given.model), given.loss, torch.bfloat16)
     engine.step(given.inputs, given.target)
-    assert Reference.of(given, torch.bfloat16).disagreement(engine, agreement.ROUNDED[torch.bfloat16]) is None
+    assert Rows.of(given, torch.bfloat16).disagreement(engine, agreement.ROUNDED[torch.bfloat16]) is None
 
 
 def test_streamed_norms() -> None:
@@ -197,7 +197,7 @@ def test_streamed_norms() -> None:
     engine = engines.Streamed(copy.deepcopy(given.model), given.loss)
     for _ in range(2):
         engine.step(given.inputs, given.target)
-    rows = Reference.of(given, None).rows
+    rows = Rows.of(given, None).rows
     torch.testing.assert_close(engine.squares, sum(g.flatten(1).square().sum(1) for g in rows.values()))
 
 
