@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from ..core.factors import Factor
 from .common import check_rows, owned, weighed
-from .embedding import Gather, add_rows, places_of
+from .embedding import Gather, places_of
 
 MODES = "sum", "mean", "max"  # by torch's numbers
 
@@ -169,7 +169,7 @@ class Bagged(Factor):
     def _add(self, index: Tensor, gy: Tensor, out: Tensor) -> None:
         bags, tables = self.bags, out.view(-1, out.shape[2])
         if bags.mode != "max":
-            add_rows(tables, index, bags.by_entry(gy, self.factors))
+            tables.index_add_(0, index, bags.by_entry(gy, self.factors))
         elif bags.count:
             first = self._tables(torch.arange(bags.count, device=gy.device), out.shape)
             gy = gy.masked_fill((bags.sizes == 0).unsqueeze(1), 0)

@@ -108,7 +108,7 @@ class Gather(Factor):
         if self.padding_idx is not None:
             values = values.masked_fill((self.ids == self.padding_idx).unsqueeze(-1), 0)
         size, entries, width = self.shape
-        add_rows(out.view(size * entries, width), self.entries, values.reshape(self.ids.numel(), width))
+        out.view(size * entries, width).index_add_(0, self.entries, values.reshape(self.ids.numel(), width))
 
     def rows(self) -> Tensor:
         """Added to zeros."""
@@ -230,7 +230,7 @@ class Gather(Factor):
         if "sparse" in vars(self):
             samples, ids, sums = self.sparse
             out = gy.new_zeros(self.shape[1:])
-            return add_rows(out, ids, sums * weights.to(gy.dtype)[samples].unsqueeze(1))
+            return out.index_add_(0, ids, sums * weights.to(gy.dtype)[samples].unsqueeze(1))
         gy = weighed(gy, weights) if self.samples is None else weighed(gy, weights[self.samples])
         return self._of(self.ids, gy, self.samples, self.shape[0]).total()
 
@@ -238,13 +238,6 @@ class Gather(Factor):
         """At the entries."""
         _, ids, sums = self.sparse
         return self.by_sample((sums * direction.to(sums.dtype)[ids]).sum(1))
-
-
-def add_rows(out: Tensor, index: Tensor, rows: Tensor) -> Tensor:
-    """``out[index[m]] += rows[m]``: (V, D), (M,) and (M, D)."""
-    if out.device.type == "cpu":  # where torch's index_add_ takes two to five times as long
-        return out.scatter_add_(0, index.unsqueeze(1).expand_as(rows), rows)
-    return out.index_add_(0, index, rows)
 
 
 def _at(some: Tensor, samples: Tensor, ids: Tensor, sums: Tensor, size: int) -> Tensor:
