@@ -172,10 +172,8 @@ class GradientProbe:
         grad = grad.detach().movedim(dim, 0)
         if owners is None:
             owners = torch.arange(self.size, device=grad.device).repeat_interleave(grad.shape[0] // self.size)
-        of_others = ~torch.isin(owners, self.samples)
-        touched = grad[
-            grad.reshape(len(grad), -1).any(1) & of_others
-        ]  # mostly none: no copy is made to find out
+        others, reached = ~torch.isin(owners, self.samples), grad.reshape(len(grad), -1).any(1)
+        touched = grad[others & reached]  # mostly none
         if not touched.numel():
             return
         if bool(((touched != 0) & ~touched.isnan()).any()):
