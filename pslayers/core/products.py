@@ -67,6 +67,13 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """``out += left @ right``: left (N, t), right (t, O), out (N, O). Not differentiable."""
+    if _by_onednn(left, left.numel() * right.shape[1], WORTH_IT):
+        return out.add_(_onednn(left, right.t(), None))
+    return out.addmm_(left, right)
+
+
 def product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right.T``, in oneDNN whatever the sizes: left (O, t), right (I, t), result (O, I). Not
     differentiable.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..core.products import affine
+from ..core.products import add_product, affine
 from .sequences import Steps
 
 
@@ -110,7 +110,7 @@ class _LSTM:
             not p.reverse, gates, by_gate[:, :, :3], o, through, keep, p.g_after
         ):
             if later is not None:
-                gh.addmm_(later, w_hh)
+                add_product(gh, later, w_hh)
             gm = gh if w_hr is None else gh @ w_hr
             gc.addcmul_(gm, through_t)
             ifg.mul_(gc_each)
@@ -156,7 +156,7 @@ class _GRU:
         later: tuple[Tensor, ...] | None = None
         for hh_t, by_gate, z_t, gh in _in_time(not p.reverse, hh, hh.unflatten(-1, (3, -1)), z, p.g_after):
             if later is not None:
-                gh.addmm_(later[0], w_hh).addcmul_(*later[1:])
+                add_product(gh, later[0], w_hh).addcmul_(*later[1:])
             by_gate.mul_(gh.unsqueeze(1))
             later = hh_t, z_t, gh
         g_h0 = torch.addcmul(p.first(hh) @ w_hh, p.first(z), p.first(p.g_after))
@@ -188,7 +188,7 @@ class _RNN:
         later = None
         for gh, slope_t in _in_time(not p.reverse, p.g_after, slope):
             if later is not None:
-                gh.addmm_(later, p.weights["hh"])
+                add_product(gh, later, p.weights["hh"])
             later = gh.mul_(slope_t)
         return GateGrads(p.g_after, p.g_after, (p.first(p.g_after) @ p.weights["hh"],))
 
