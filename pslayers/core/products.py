@@ -69,7 +69,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """``out += left @ right``: left (N, t), right (t, O), out (N, O). Not differentiable."""
-    if _by_onednn(left, left.numel() * right.shape[1], WORTH_IT):
+    if right.shape[1] >= 16 and _by_onednn(left, left.numel() * right.shape[1], WORTH_IT):
         return out.add_(_onednn(left, right.t(), None))
     return out.addmm_(left, right)
 
