@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
-from ..core.context import Batch, picked_by
+from ..core.context import Batch, picked_by, transforming
 from ..core.trees import tensors_in, tensors_of
 from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
 
@@ -152,8 +152,7 @@ class GradientProbe:
         self.size = size
         self.edges: list[torch.autograd.graph.GradientEdge] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.samples: Tensor | None = None  # whose outputs are being back-propagated
-        self.agree: bool | None = True
+        self.look: Callable[[int, Tensor, Tensor], None] | None = None  # at an edge's gradient by rows
         self.met: set[int] = set()  # which of the edges gradients flowed by
 
     def add(self, owned: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
@@ -166,27 +165,31 @@ class GradientProbe:
                     self.hooks.append(t.register_hook(look))
 
     def _look(self, edge: int, grad: Tensor | None, dim: int, owners: Tensor | None) -> None:
-        if grad is None or self.samples is None:  # of one of several outputs; or the user's own pass
+        if grad is None or self.look is None:  # of one of several outputs; or the user's own pass
             return
         self.met.add(edge)
         grad = grad.detach().movedim(dim, 0)
         if owners is None:
             owners = torch.arange(self.size, device=grad.device).repeat_interleave(grad.shape[0] // self.size)
-        others, reached = ~torch.isin(owners, self.samples), grad.reshape(len(grad), -1).any(1)
-        touched = grad[others & reached]  # mostly none
-        if not touched.numel():
-            return
-        if bool(((touched != 0) & ~touched.isnan()).any()):
-            self.agree = False
-        elif self.agree:
-            self.agree = None
+        with torch_api.without_torch_function():
+            self.look(edge, grad, owners)
+
+    @contextmanager
+    def looking(self, look: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
+        """Inside the block `look` is called with each edge, and the gradient and its rows' owners."""
+        self.look = look
+        try:
+            with quiet_pass():
+                yield
+        finally:
+            self.look = None
 
     def missed(self, output: Any) -> bool:
         """Whether something that an output depends on was met by no pass: it goes but into numbers of the
         whole batch (a loss).
         """
-        missed = {edge.node for i, edge in enumerate(self.edges) if i not in self.met}
-        return bool(missed & _nodes(output)) if missed else False
+        missed = {tuple(edge)[:2] for i, edge in enumerate(self.edges) if i not in self.met}
+        return bool(missed & _edges(output)) if missed else False
 
     def close(self) -> None:
         """Look no more: hooks that hold what they look at would keep the graph."""
@@ -221,30 +224,136 @@ def rows_agree(
     None where they seem to, but a NaN leaves it open: no gradient at all times NaN is NaN.
 
     A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a
-    table as long as the batch). Costs 2 log2(B) passes of the graph without weight gradients, and their
-    memory: gradients are looked at as they flow by.
+    table as long as the batch). Costs two or three passes of the graph without weight gradients, where the
+    gradients of the samples' outputs can be told apart by factors, else 2 log2(B) of them; and their memory:
+    gradients are looked at as they flow by.
     """
     try:
         if not outputs or not layers.edges:
             return True  # nothing to be told here
-        tensors, last = [t for t, *_ in outputs], layers.last()
-        for samples in separating_groups(batch.size):
-            layers.samples = torch.tensor(samples, device=tensors[0].device)
-            grads = [
-                _of_sums(t, dim, torch.isin(owners, layers.samples.to(t.device)))
-                for t, dim, owners in outputs
-            ]
-            with quiet_pass():
-                torch.autograd.grad(tensors, last, grads, retain_graph=True, allow_unused=True)
-            if layers.agree is False:
-                break
-        return layers.agree
+        last = layers.last()
+
+        def back(grads: Sequence[Tensor | None]) -> None:
+            tensors = [t for t, *_ in outputs]
+            if not wrapped:
+                tensors, grads = [_Of.apply(grads, *tensors)], [None]
+            torch.autograd.grad(tensors, last, grads, retain_graph=True, allow_unused=True)
+
+        wrapped = transforming()
+        return (not wrapped and _proportional(layers, outputs, back)) or _apart(layers, outputs, back)
     except RuntimeError as error:
         if "use_reentrant=True" in str(error):
             raise Unprovable from error
         raise
     finally:
         layers.close()
+
+
+class _Of(torch.autograd.Function):
+    """A loss with these gradients, which go back as they are.
+
+    Given to torch.autograd.grad, they would have it import sympy, which takes longer than many a proof.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.grads = grads
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        return None, *ctx.grads
+
+
+Outputs = Sequence[tuple[Tensor, int, Tensor]]
+Back = Callable[[Sequence[Tensor | None]], None]
+
+
+def _apart(layers: GradientProbe, outputs: Outputs, back: Back) -> bool | None:
+    """By groups of samples: whether the outputs of some have no gradient in others' rows."""
+    agree: bool | None = True
+    for samples in separating_groups(layers.size):
+        chosen = torch.tensor(samples, device=outputs[0][0].device)
+
+        def look(_: int, grad: Tensor, owners: Tensor, chosen: Tensor = chosen) -> None:
+            nonlocal agree
+            others = ~torch.isin(owners, chosen.to(owners.device))
+            touched = grad[others & grad.reshape(len(grad), -1).any(1)]  # mostly none
+            if touched.numel() and bool(((touched != 0) & ~touched.isnan()).any()):
+                agree = False
+            elif touched.numel() and agree:
+                agree = None
+
+        with layers.looking(look):
+            back([_of_sums(t, dim, torch.isin(owners, chosen.to(t.device))) for t, dim, owners in outputs])
+        if agree is False:
+            break
+    return agree
+
+
+LETTERS = 64  # factors: 1, 2, .. 2^31, and the same below zero
+LETTERS_OF_HALF = 16  # up to 2^7: a float16 has room for no more
+NOTHING = {torch.float16: 2.0**-12}  # below which a number, times a factor, may have lost bits
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
+AT_ONCE = 1 << 20  # values
+
+
+def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
+    """By factors: whether a sample's rows get that sample's factor times their gradient, to the last bit,
+    when each sample's outputs get one of their own. False says nothing (direct derivation).
+
+    A backward pass is linear, and powers of two are exact: what comes from one sample's outputs alone is the
+    same number times the factor, however often it is rounded on its way. A part from another sample's
+    outputs, with another factor, leaves other bits, unless it is lost in the rounding of the sample's own.
+    """
+    if any(bool((owners < 0).any()) for *_, owners in outputs):
+        return False
+    marks: dict[int, Tensor] = {}  # of each edge, a number for each row that its bits tell
+    half = any(t.dtype == torch.float16 for t, *_ in outputs)
+    agree, digits, count = True, 0, LETTERS_OF_HALF if half else LETTERS
+    while count**digits < layers.size:
+        digits += 1
+    for digit in range(digits + 1):  # the first pass is without factors
+        letters = torch.arange(layers.size) // LETTERS ** (digit - 1) % LETTERS if digit else None
+        factors = (
+            torch.ones(layers.size) if letters is None else 2.0 ** (letters // 2) * (1 - letters % 2 * 2)
+        )
+
+        def look(edge: int, grad: Tensor, owners: Tensor, factors: Tensor = factors) -> None:
+            nonlocal agree
+            if not agree or bool((owners < 0).any()) or not bool(grad.sum().isfinite()):
+                agree = False
+                return
+            found = _marked(grad, factors[owners.cpu()].reciprocal().to(grad.device, grad.real.dtype))
+            agree = torch.equal(marks.setdefault(edge, found), found)
+
+        with layers.looking(look):
+            back([_scaled_sums(t, dim, factors[owners.cpu()].to(t)) for t, dim, owners in outputs])
+        if not agree:
+            return False
+    return True
+
+
+def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
+    """(N,) sums over each row's bits, times odd numbers, of the gradient (N, ...) without its factors."""
+    flat = grad.reshape(len(grad), -1)
+    flat = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
+    least, as_integers = NOTHING.get(flat.dtype, 1e-30), INTEGERS[flat.element_size()]
+    odd = torch.randint(1 << 62, flat.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
+    odd, found = odd.to(flat.device), []
+    for rows, scale in zip(
+        *(t.split(max(AT_ONCE // flat.shape[1], 1)) for t in (flat, inverse)), strict=True
+    ):
+        # no zeros of two signs, and nothing that lost bits below the smallest normal number
+        values = torch.nn.functional.hardshrink(rows * scale.unsqueeze(1), least)
+        found.append(values.view(as_integers).long().mul_(odd).sum(1))
+    return torch.cat(found)
+
+
+def _scaled_sums(t: Tensor, dim: int, factors: Tensor) -> Tensor:
+    """The gradient with respect to t of the sum of all rows' values and their squares, times factors."""
+    grad = t.detach().mul(2).add_(1)
+    return grad.movedim(dim, 0).mul(factors.view(-1, *[1] * (t.ndim - 1))).movedim(0, dim)
 
 
 def _of_sums(t: Tensor, dim: int, chosen: Tensor) -> Tensor:
@@ -254,14 +363,21 @@ def _of_sums(t: Tensor, dim: int, chosen: Tensor) -> Tensor:
     return grad
 
 
-def _nodes(output: Any) -> set[Any]:
-    """All nodes of the graph of an output."""
-    todo = [t.grad_fn for t in tensors_in([output]) if isinstance(t, Tensor) and t.grad_fn is not None]
-    seen = set(todo)
+def _edges(output: Any) -> set[tuple[Any, int]]:
+    """All edges of the graph of an output: its nodes, and which of their outputs."""
+    todo = [
+        (t.grad_fn, t.output_nr)
+        for t in tensors_in([output])
+        if isinstance(t, Tensor) and t.grad_fn is not None
+    ]
+    seen, nodes = set(todo), set()
     while todo:
-        new = {node for node, _ in todo.pop().next_functions if node is not None} - seen
-        seen |= new
-        todo += new
+        node, _ = todo.pop()
+        if node not in nodes:
+            nodes.add(node)
+            new = [(before, number) for before, number in node.next_functions if before is not None]
+            seen.update(new)
+            todo += new
     return seen
 
 

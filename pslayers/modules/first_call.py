@@ -7,8 +7,11 @@ returns the output, or UNDECIDED, and then the next one follows.
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -51,6 +54,13 @@ ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
 )
 
 
+# of how many samples a call may be learned, and of how many that pays: as many that no two are alike to the
+# groups and factors of the proof
+FEW, WORTH_IT = 3, 8
+TELL_EVERY = 5.0  # seconds
+_log = logging.getLogger(__name__.partition(".")[0])
+
+
 class ModelCall:
     """A call of a converted model, `run(model, *args, **kwargs)`, for `size` samples, more than one."""
 
@@ -82,11 +92,15 @@ class ModelCall:
 
     def first(self) -> Any:
         """The output of a call that is recorded, and of a kind that was not proved yet."""
+        with self._telling():
+            return self._first()
+
+    def _first(self) -> Any:
         before = Snapshot(self.model, (self.args, self.kwargs))
         # a checkpoint around this call, say, counts what is saved: prove on a run beside
         if torch_api.saved_tensors_packed(by=_keep):
             with saved_tensors_hooks(_keep, _keep):
-                self.first()
+                self._first()
             return self._undone(before).again()
         output = self._attempt(before)
         return output if output is not UNDECIDED else self._undone(before).learn(before)
@@ -102,6 +116,8 @@ class ModelCall:
             raise self.model._ps_apart()
         state, errors = self.state, list[Exception]()
         before = before or Snapshot(self.model, (self.args, self.kwargs))
+        if (output := self._by_few(before)) is not UNDECIDED:
+            return output
         by_itself = state.per_sample_forward, state.includes_children
         for shared, whole in ATTEMPTS:
             set_random_state(self.random)
@@ -119,6 +135,29 @@ class ModelCall:
         raise next((error for error in errors if isinstance(error, ValueError)), errors[0])
 
     # -------------------------------------------------------------------------------------------------- parts
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Say that the block is running, and what for, where it takes long."""
+        over, begun = threading.Event(), time.monotonic()
+
+        def tell() -> None:
+            while not over.wait(TELL_EVERY):
+                _log.warning(
+                    "`%s` (%s): the first call of this kind finds out and proves which rows are whose, as"
+                    " later ones need not; %.0f s so far.",
+                    self.state.path,
+                    type(self.model).__name__,
+                    time.monotonic() - begun,
+                )
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     def _undone(self, before: Snapshot | None) -> "ModelCall":
         """This call, with nothing left of what has been run of it."""
         set_random_state(self.random)
@@ -169,12 +208,14 @@ class ModelCall:
         """
         model, state = self.model, self.state
         state.keeps, state.writes = state.keeps or before.differs(), state.writes or before.inputs_differ()
+        if self._past_layers(output):
+            return False
         try:
             with gradients_unchanged(model):
                 agree = rows_agree(batch.outputs, batched_outputs(output, batch), batch)
         except Unprovable:  # then the samples are changed, and what depends on them is seen
             return False
-        if self._past_layers(output) or batch.outputs.missed(output) or agree is False:
+        if batch.outputs.missed(output) or agree is False:
             return False
         # where rows were picked, what shapes would not tell is looked at more closely, once
         if self.settings.has_gathered_rows:
@@ -191,6 +232,73 @@ class ModelCall:
         of_layers = (p for layer in layers for p in layer._parameters.values() if p is not None)
         return past_expansions(output, list(of_layers if self.settings.partial else self.model.parameters()))
 
+    def _by_few(self, before: Snapshot) -> Any:
+        """The output, where what is to be found out can be from a few of the samples, and proves right of all
+        of them; UNDECIDED, and all is as it was, where it cannot, or does not.
+        """
+        few = self._few()
+        if few is None:
+            return UNDECIDED
+        try:
+            with self._kept_if_proved():
+                with trial(self.model):
+                    few.learn()
+                if self.kind not in {kind[:-1] for kind in self.state.proved}:
+                    raise ValueError
+                set_random_state(self.random)
+                self._make_room()
+                with gathering(self.size, self.settings, self.args, self.kwargs):
+                    return self._proved()
+        except Exception:  # as of a forward that wants as many samples as it got
+            self._undone(before)
+            return UNDECIDED
+
+    def _few(self) -> "ModelCall | None":
+        """This call for a few of its samples; None where these are not worth it, or not told from the other
+        inputs by shape.
+        """
+        size, first = self.size, self.settings.batch_first
+        if size < WORTH_IT or local.explicit is not None or self.model._ps_given():
+            return None
+
+        def part(t: Tensor) -> Tensor:
+            dim = 0 if first or t.ndim < 2 else 1
+            if size not in t.shape:
+                return t
+            if t.shape[dim] != size:
+                raise ValueError
+            return t.detach().narrow(dim, 0, FEW).clone().requires_grad_(t.requires_grad)
+
+        call = self.args, self.kwargs
+        if not _sized(call, size):
+            return None
+        try:
+            args, kwargs = map_tensors(part, call)
+        except ValueError:
+            return None
+        kind = self.model._ps_kind(self.model._ps_sizes(args, kwargs), FEW)
+        return ModelCall(self.model, self.run, args, kwargs, FEW, kind) if kind == self.kind else None
+
+    @contextmanager
+    def _kept_if_proved(self) -> Iterator[None]:
+        """After an error in the block, what was learned there is forgotten."""
+        states = [s for m in self.model.modules() if (s := getattr(m, "_ps", None)) is not None]
+        before = [(state, state.learned()) for state in states]
+        proved, shared, picked = set(self.state.proved), self.state.shared, self.settings.has_gathered_rows
+        try:
+            yield
+        except BaseException:
+            for state, learned in before:
+                state.layouts, state.plans, state.per_sample_forward, state.includes_children = learned
+            self.state.proved, self.state.shared = proved, shared
+            self.settings.has_gathered_rows = picked
+            raise
+
+    def _make_room(self) -> None:
+        """Have memory for the rows of all samples, where rows are recorded."""
+        if self.settings.recording and torch.is_grad_enabled():
+            self.model._ps_make_room(self.size)
+
     def _learned(self) -> Any:
         """Track the batch through the layers below, let each remember how its inputs hold the samples, and
         run.
@@ -198,24 +306,17 @@ class ModelCall:
         model, size = self.model, self.size
         batch = Batch(size, self.settings)
         modules = {id(m): cast("Converted", m) for m in model.modules()}
-        states = [m._ps_state() for m in modules.values() if hasattr(m, "_ps_state")]
-        before = [(state, state.learned()) for state in states]
-        model._ps_inventory().check_given(size)
-        model._ps_leave_room()
-        try:
+        with self._kept_if_proved():
+            model._ps_inventory().check_given(size)
+            model._ps_leave_room()
             run = functools.partial(self.run, model)
             found, tracker = track(run, model, self.args, self.kwargs, batch)
             for (key, call, place, ndim), layout in found.items():
                 modules[key]._ps_state().layouts[call, place, ndim] = layout
             choose_how_modules_run(model, run, self.args, self.kwargs, tracker, batch)
             del found, tracker  # which hold what the layers were given
-            if self.settings.recording and torch.is_grad_enabled():
-                model._ps_make_room(size)
+            self._make_room()
             return self._proved()
-        except BaseException:
-            for state, learned in before:
-                state.layouts, state.plans, state.per_sample_forward, state.includes_children = learned
-            raise
 
     def _proved(self) -> Any:
         """The output of a run that is compared with one by the original layers.
@@ -270,6 +371,18 @@ class ModelCall:
             raise
         finally:
             local.batch = None
+
+
+def _sized(value: Any, size: int) -> bool:
+    """Whether nothing but tensors in a value can hold something of each of `size` samples."""
+    if isinstance(value, Mapping) and not isinstance(value, dict):
+        return False
+    if isinstance(value, (list, tuple, dict)):
+        items = list(value.values()) if isinstance(value, dict) else value
+        return len(items) != size and all(_sized(item, size) for item in items)
+    if isinstance(value, (Tensor, str, bool, float, type(None), torch.dtype, torch.device)):
+        return True
+    return isinstance(value, int) and value != size
 
 
 def random_state() -> list[Tensor]:

@@ -1,0 +1,200 @@
+"""The proof of a first call: what it sees, what it costs, and what it finds out from a few samples."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pslayers as ps
+from pslayers.attribution import proof
+from pslayers.modules import first_call
+from tests.composition.common import batch, both, right
+from tests.oracle import assert_rows, loop, square, squares
+
+
+class Leaks(nn.Module):
+    """A little of sample `source` goes into sample `into`, in batches that have both."""
+
+    def __init__(self, source: int, into: int, strength: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.source, self.into, self.strength = source, into, strength
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, mixing = self.first(x).tanh(), torch.eye(len(x), dtype=x.dtype)
+        if max(self.source, self.into) < len(x):
+            mixing[self.into, self.source] = self.strength
+        return self.last(mixing @ h)
+
+
+REFUSED = r"samples interact|more than one of the|cannot be attributed"
+
+# neighbours, ends, a pair with one and the same factor in the first pass or in the second
+PAIRS = {9: [(0, 1), (8, 0)], 64: [(0, 63), (63, 62)], 70: [(0, 64), (64, 0), (69, 5), (64, 65)]}
+
+
+@pytest.mark.parametrize("strength", [1.0, -1.0, 1e-2, 1e-5])
+@pytest.mark.parametrize(("size", "pair"), [(n, pair) for n, pairs in PAIRS.items() for pair in pairs])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_no_sample_leaks_into_another(
+    size: int, pair: tuple[int, int], strength: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts: list[bool | None] = []
+
+    def noted(*args: Any) -> bool | None:
+        verdicts.append(proof.rows_agree(*args))
+        return verdicts[-1]
+
+    monkeypatch.setattr(first_call, "rows_agree", noted)
+    if dtype.itemsize == 2 and abs(strength) < 0.1:
+        strength = 0.05  # less is lost in rounding
+    monkeypatch.setattr(first_call.ModelCall, "learn", lambda *_: None)  # what follows is not of interest
+    ps.convert_model(Leaks(*pair, strength).to(dtype))(torch.randn(size, 3).to(dtype))
+    assert verdicts == [False]
+    verdicts.clear()
+    ps.convert_model(Leaks(size, size, strength).to(dtype))(torch.randn(size, 3).to(dtype))
+    assert verdicts == [True]
+
+
+class Counted:
+    """How often the proof goes backward, and by which way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passes, self.groups = 0, 0
+        run, apart = torch.autograd._engine_run_backward, proof._apart
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.passes += 1
+            return run(*args, **kwargs)
+
+        def counted_groups(*args: Any) -> Any:
+            self.groups += 1
+            return apart(*args)
+
+        monkeypatch.setattr(torch.autograd, "_engine_run_backward", counted)
+        monkeypatch.setattr(proof, "_apart", counted_groups)
+
+
+@pytest.mark.parametrize(("size", "passes"), [(2, 2), (64, 2), (65, 3)])
+def test_passes_of_a_proof(size: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ps.convert_model(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    counted = Counted(monkeypatch)
+    model(torch.randn(size, 3))
+    assert (counted.passes, counted.groups) == (passes, 0)
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].clamp(-0.1, 0.1)
+
+
+def test_gradients_that_are_not_linear_are_told_apart_by_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Clips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(Clipped.apply(self.first(x)))
+
+    model, ours = both(Clips(), loss_reduction="sum")
+    counted = Counted(monkeypatch)
+    x = batch(9, 3)
+    squares(ours(x)).sum().backward()
+    assert counted.groups == 1
+    assert_rows(ours, loop(model, square, (x,)))
+
+
+def test_a_nan_is_left_to_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ps.convert_model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
+    counted = Counted(monkeypatch)
+    x = torch.randn(9, 3)
+    x[4, 1] = float("nan")
+    model(x)
+    assert counted.groups == 1
+
+
+class TimeFirst(nn.Module):
+    """Has its time in dim 0, which its layers cannot tell from the batch by shape; notes its batch sizes."""
+
+    seen: list[int]
+
+    def __init__(self, check: Callable[[int], None] = lambda size: None) -> None:
+        super().__init__()
+        self.first, self.last, self.check = nn.Linear(3, 4), nn.Linear(4, 2), check
+
+    def forward(self, x: Tensor) -> Tensor:
+        TimeFirst.seen.append(len(x))
+        self.check(len(x))
+        return self.last(self.first(x.transpose(0, 1)).tanh()).mean(0)
+
+
+@pytest.mark.parametrize("size", [8, 9, 33])
+def test_which_rows_are_whose_is_found_out_from_few_samples(size: int) -> None:
+    TimeFirst.seen = []
+    model, ours = both(TimeFirst())
+    ours(batch(size, size, 3))
+    assert first_call.FEW in TimeFirst.seen
+    # the one that could not tell, the plain one to compare with, and the one that is proved
+    assert TimeFirst.seen.count(size) == 3
+    right(ours, model, batch(size, size, 3))
+    right(ours, model, batch(size, 5, 3))
+    right(ours, model, batch(3, 3, 3))
+
+
+def test_a_model_that_takes_no_few_samples_is_tracked_with_all() -> None:
+    def check(size: int) -> None:
+        if size not in (1, 12):  # one: the loop of the oracle
+            raise RuntimeError(f"wants 12 samples, got {size}")
+
+    TimeFirst.seen = []
+    model, ours = both(TimeFirst(check))
+    x = batch(12, 12, 3)
+    right(ours, model, x)
+    assert TimeFirst.seen.count(12) > 3
+
+
+def test_what_few_samples_have_taught_wrongly_is_forgotten() -> None:
+    class Halves(nn.Module):
+        """Mixes samples, where there are many."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x.transpose(0, 1)).tanh()
+            return self.last(h + h.roll(1, 1) if x.shape[0] > 5 else h).mean(0)
+
+    ours = ps.convert_model(Halves())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=REFUSED):
+            ours(torch.randn(8, 8, 3))
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_slow_first_call_says_so(
+    slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(first_call, "TELL_EVERY", 0.05 if slow else 60.0)
+    TimeFirst.seen = []
+    model = ps.convert_model(TimeFirst(lambda _: time.sleep(0.06)))
+    with caplog.at_level(logging.WARNING, "pslayers"):
+        model(torch.randn(4, 5, 3))
+        told = len(caplog.records)
+        assert bool(told) is slow
+        model(torch.randn(4, 5, 3))
+    assert len(caplog.records) == told
+    if slow:
+        assert "`TimeFirst`" in caplog.text and "first call of this kind" in caplog.text
