@@ -2,6 +2,7 @@
 clearing.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from threading import RLock
@@ -22,7 +23,7 @@ from .core.context import Settings, clear, recorded_or_not
 from .core.sharding import is_shard
 from .core.sinks import Streaming
 from .core.trees import map_tensors, tensors_in
-from .modules.converted import Converted
+from .modules.converted import Converted, State
 
 ACCUMULATION = ("replace", "append", "add")
 _CONVERTING = RLock()  # of threads that convert a model for one call alone
@@ -227,22 +228,65 @@ def _in_chunks(
 
 @contextmanager
 def converted(model: nn.Module) -> Iterator[Converted]:
-    """The model, converted: where it is not, inside the block alone."""
+    """The model, converted: where it is not, inside the block alone, with what earlier such blocks have found
+    out about it.
+    """
     with _CONVERTING:
         apart = not any(isinstance(m, Converted) for m in model.modules())
     with _CONVERTING if apart else nullcontext():
         if apart:
             convert_model(model)
+        made = Learned(model) if apart else None
         try:
             if not isinstance(model, Converted):
                 raise ConversionError(
                     f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole"
                     " model."
                 )
+            if made is not None and (before := _LEARNED.get(model)) is not None and before.of_same(made):
+                before.give(model)
             yield model
         finally:
-            if apart:
+            if made is not None:
+                made.states = [m.__dict__.get("_ps") for m in model.modules()]
                 restore_model(model)
+                _LEARNED[model] = made.apart()
+
+
+class Learned:
+    """What calls of a model have found out about its modules, without the modules: for a model that has just
+    been converted in the same way.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        states = [(path, m, m.__dict__.get("_ps")) for path, m in model.named_modules()]
+        self.made = [
+            (path, type(m), None if state is None else state.per_sample_forward) for path, m, state in states
+        ]
+        self.modules = [weakref.ref(m) for _, m, _ in states]
+        self.states: list[State | None] = []
+
+    def of_same(self, other: "Learned") -> bool:
+        """Whether both are of the same modules, converted to the same classes."""
+        same = self.made == other.made and len(self.modules) == len(other.modules)
+        return same and all(a() is b() for a, b in zip(self.modules, other.modules, strict=True))
+
+    def apart(self) -> "Learned":
+        """Itself, without what holds modules."""
+        for state in self.states:
+            if state is not None:
+                state.inventory, state.forward, state.preallocated_size = None, None, -1
+        return self
+
+    def give(self, model: nn.Module) -> None:
+        """Let the modules know it."""
+        for module, state in zip(model.modules(), self.states, strict=True):
+            if state is not None:
+                state.forward = module.__dict__["_ps"].forward
+                module.__dict__["_ps"] = state
+
+
+_LEARNED: "weakref.WeakKeyDictionary[nn.Module, Learned]" = weakref.WeakKeyDictionary()
 
 
 class Chunks:

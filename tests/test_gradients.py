@@ -1,6 +1,9 @@
 """Reading: one call, chunks, the functional form, recording."""
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -418,3 +421,108 @@ def test_memory_budget(budget: int) -> None:
         ps.per_sample_grads(model, squares, x, memory_budget=budget, chunk_size=2)
     with pytest.raises(ValueError, match="`memory_budget` must be at least 1"):
         ps.per_sample_grads(model, squares, x, memory_budget=0)
+
+
+class Watched(nn.Module):
+    """Its time may be as long as the batch, which has to be tracked; counts its calls."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Watched.calls += 1
+        return self.last(self.act(self.first(x.transpose(0, 1)))).sum((0, 2))
+
+
+def _of_samples(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    """By the library, of a model that is not converted, and checked against the loop."""
+    found = ps.per_sample_grads(model, lambda y: y.square(), x)
+    true = loop(model, lambda y, i: y.square().sum(), (x,), zeros=True)
+    assert found.keys() == true.keys()
+    for name, rows in true.items():
+        torch.testing.assert_close(found[name], rows)
+    return found
+
+
+def _calls(model: nn.Module, x: Tensor) -> int:
+    before = Watched.calls
+    ps.per_sample_grads(model, lambda y: y.square(), x)
+    return Watched.calls - before
+
+
+def test_what_a_call_found_out_serves_the_next_one() -> None:
+    model, x = Watched().double(), torch.randn(4, 4, 3, dtype=torch.float64)
+    assert _calls(model, x) > 1
+    assert _calls(model, x) == 1
+    _of_samples(model, x)
+    assert type(model) is Watched and "_ps" not in model.__dict__  # and nothing is left on it
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "another layer": lambda m: setattr(m, "last", nn.Linear(4, 3).double()),
+    "one more layer": lambda m: setattr(m, "act", nn.Sequential(nn.Tanh(), nn.Linear(4, 4).double())),
+    "mixes samples": lambda m: setattr(m, "act", Mixes()),
+    "a module with a parameter": lambda m: setattr(m, "act", Scales()),
+}
+
+
+class Mixes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_was_changed_is_proved_anew(change: str) -> None:
+    model, x = Watched().double(), torch.randn(4, 4, 3, dtype=torch.float64)
+    _of_samples(model, x)
+    CHANGES[change](model)
+    if change == "mixes samples":
+        with pytest.raises(ValueError, match="cannot be attributed"):
+            ps.per_sample_grads(model, lambda y: y.square(), x)
+    else:
+        assert _calls(model, x) > 1
+        _of_samples(model, x)
+
+
+def test_other_calls_and_modes_between_calls_of_a_model_that_is_not_converted() -> None:
+    model, x = Watched().double(), torch.randn(4, 4, 3, dtype=torch.float64)
+    _of_samples(model, x)
+    _of_samples(model, torch.randn(3, 4, 3, dtype=torch.float64))
+    _of_samples(model.eval(), x)
+    model.first.weight.requires_grad_(False)
+    assert "first.weight" not in _of_samples(model, x)
+    model.first.weight.requires_grad_(True)
+    _of_samples(model, x)
+    converted = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    squares = converted(x).square().sum()
+    squares.backward()
+    for name, rows in _of_samples(model, x).items():
+        torch.testing.assert_close(converted.get_parameter(name).grad_sample, rows)
+    own: Any = Watched().double()
+    own.forward = own.forward  # a method of its own, on the instance
+    for _ in range(2):
+        _of_samples(own, x)
+    assert "forward" in own.__dict__
+
+
+def test_what_is_remembered_holds_no_model() -> None:
+    model, x = Watched().double(), torch.randn(4, 4, 3, dtype=torch.float64)
+    own: Any = model
+    own.forward = own.forward
+    _of_samples(model, x)
+    alive = weakref.ref(model)
+    del model, own
+    gc.collect()
+    assert alive() is None
