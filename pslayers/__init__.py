@@ -8,6 +8,7 @@ from . import functional, layers
 from .check import Check, check_layer, check_model
 from .convert import ConversionError, convert_model, restore_model
 from .core.context import batch_size
+from .core.tuning import tuning
 from .factored import FactoredGrad, FactoredGrads, clipping, factored, reweighting
 from .gradients import accumulating, clear_grad_samples, expand_params, per_sample_grads, recording, streaming
 from .jacobians import jacobian_gram, per_sample_jacobians
@@ -43,6 +44,8 @@ __all__ = [
     "check_model",
     "check_layer",
     "Check",
+    # speed
+    "tuning",
     # ops
     "functional",
 ]

@@ -272,6 +272,21 @@ onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not
 fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = _find("ops.aten._fused_rms_norm")
 Dropouts = _find("nn.modules.dropout._DropoutNd")  # what nn.Dropout and its like have in common
 dispatch_mode = _find("utils._python_dispatch.TorchDispatchMode")  # sees every op that runs
+_dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack")
+
+
+def watched() -> bool:
+    """Whether somebody sees every op that runs: a dispatch mode (that counts, or traces), the capture of a
+    CUDA graph.
+    """
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return capturing or bool(_dispatch_modes()) or torch.compiler.is_compiling()
+
+
+def synchronize() -> None:
+    """Wait for a GPU that is in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 # ------------------------------------------------------------------------------------------ several processes

@@ -1,45 +1,47 @@
 """Products of matrices, by the faster of the libraries that torch brings along.
 
-On CPUs that are not Intel's, the library behind torch's matrix products (MKL) leaves half of the machine
-unused; oneDNN, which torch uses for convolutions, does not: 90 against 180 GFLOP/s on one core of an AMD
-EPYC, for large float32 products. Small products are faster in MKL, whose calls cost less.
+Which one that is depends on the machine: on CPUs that are not its maker's own, the library behind torch's
+matrix products (MKL) may leave half of the machine unused, where oneDNN, which torch uses for convolutions,
+does not (90 against 180 GFLOP/s on one core of an AMD EPYC, for large float32 products). So it is measured.
+Small products are torch's, whose calls cost less.
 """
 
-import functools
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .. import torch_api
+from .tuning import tuning
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch_api.onednn_linear is not None
-WORTH_IT = 1 << 20  # multiplications, from which oneDNN's dearer call has paid
-WORTH_IT_EACH = 1 << 23  # the same for each of a batch, where MKL's batched product has one call for all
+WORTH_IT = 1 << 20  # multiplications, from which oneDNN's dearer call may have paid
+NARROW = 16  # columns, below which it never does
+EACH = 8  # of a batch of products that are measured
 
 
-@functools.cache
-def onednn_is_faster() -> bool:
-    """Whether torch's own matrix products are MKL's, on a CPU that is not Intel's."""
-    if not (HAS_ONEDNN and torch.backends.mkl.is_available()):
-        return False
-    try:
-        return "GenuineIntel" not in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-
-
-def _by_onednn(x: Tensor, multiplications: int, least: int) -> bool:
+def has_onednn(x: Tensor) -> bool:
+    """Whether oneDNN may multiply matrices of this kind."""
     return bool(
-        multiplications >= least
+        HAS_ONEDNN
         and x.dtype == torch.float32
         and x.device.type == "cpu"
-        and onednn_is_faster()
         and torch.backends.mkldnn.enabled
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )
+
+
+def _by_onednn(
+    kind: str,
+    sizes: tuple[int, ...],
+    by_torch: Callable[[], object],
+    by_onednn: Callable[[], object],
+) -> bool:
+    """Whether oneDNN is faster for products of these sizes, the first of which varies: rows of a batch."""
+    key = kind, sizes[0].bit_length(), *sizes[1:]
+    return tuning.fastest(key, {"torch": by_torch, "onednn": by_onednn}, "torch") == "onednn"
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -58,19 +60,22 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: x (..., I), weight (O, I), bias (O,) or None, result (..., O). Not
     differentiable.
     """
-    if (
-        weight.shape[0] >= 16
-        and _by_onednn(x, x.numel() * weight.shape[0], WORTH_IT)
-        and weight.dtype == x.dtype
-    ):
-        return _onednn(x, weight, bias)
+    width, inner = weight.shape
+    if width >= NARROW and x.numel() * width >= WORTH_IT and has_onednn(x) and weight.dtype == x.dtype:
+        sizes = x.numel() // inner, width, inner, weight.is_contiguous()
+        ways = (lambda: F.linear(x, weight, bias)), (lambda: _onednn(x, weight, bias))
+        if _by_onednn("affine", sizes, *ways):
+            return _onednn(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """``out += left @ right``: left (N, t), right (t, O), out (N, O). Not differentiable."""
-    if right.shape[1] >= 16 and _by_onednn(left, left.numel() * right.shape[1], WORTH_IT):
-        return out.add_(_onednn(left, right.t(), None))
+    width = right.shape[1]
+    if width >= NARROW and left.numel() * width >= WORTH_IT and has_onednn(left):
+        ways = (lambda: left.mm(right)), (lambda: _onednn(left, right.t(), None))
+        if _by_onednn("product", (*left.shape, width), *ways):
+            return out.add_(_onednn(left, right.t(), None))
     return out.addmm_(left, right)
 
 
@@ -78,7 +83,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right.T``, in oneDNN whatever the sizes: left (O, t), right (I, t), result (O, I). Not
     differentiable.
     """
-    return _onednn(left, right, None) if _by_onednn(left, 0, 0) else left @ right.t()
+    return _onednn(left, right, None) if has_onednn(left) else left @ right.t()
 
 
 def add_gram(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -102,8 +107,11 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
     """``left.T @ right`` over all rows: left (..., O), right (..., I), result (O, I). Not differentiable."""
     if left.ndim != 2:
         left, right = left.flatten(0, -2), right.flatten(0, -2)
-    if min(left.shape[1], right.shape[1]) >= 16 and _by_onednn(left, left.numel() * right.shape[1], WORTH_IT):
-        return _onednn(left.t(), right.t(), None)
+    wide = left.shape[1], right.shape[1]
+    if min(wide) >= NARROW and left.numel() * wide[1] >= WORTH_IT and has_onednn(left):
+        ways = (lambda: left.t() @ right), (lambda: _onednn(left.t(), right.t(), None))
+        if _by_onednn("outer", (len(left), *wide), *ways):
+            return _onednn(left.t(), right.t(), None)
     return left.t() @ right
 
 
@@ -114,9 +122,22 @@ def outer_each(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor
     if left.shape[1] == 1:  # written, not summed
         left = left.transpose(1, 2)
         return torch.mul(left if scale == 1 else left * scale, right, out=out)
-    if left.shape[0] and _by_onednn(left, left.shape[1] * left.shape[2] * right.shape[2], WORTH_IT_EACH):
-        scaled = left if scale == 1 else left * scale
-        for one, other, into in zip(scaled.unbind(), right.unbind(), out.unbind(), strict=True):
-            into.copy_(_onednn(one.contiguous().t(), other.contiguous().t(), None))
-        return out
+    (size, t, o), i = left.shape, right.shape[2]
+    if size and t * o * i >= WORTH_IT and has_onednn(left):
+        n = min(size, EACH)
+        some = left[:n], right[:n], scale, out[:n]
+        sizes = t, o, i, n, left.is_contiguous(), right.is_contiguous()
+        if _by_onednn("outer each", sizes, lambda: _at_once(*some), lambda: _one_by_one(*some)):
+            return _one_by_one(left, right, scale, out)
+    return _at_once(left, right, scale, out)
+
+
+def _at_once(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor:
     return out.baddbmm_(left.transpose(1, 2), right, beta=0, alpha=scale)
+
+
+def _one_by_one(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor:
+    scaled = left if scale == 1 else left * scale
+    for one, other, into in zip(scaled.unbind(), right.unbind(), out.unbind(), strict=True):
+        into.copy_(_onednn(one.contiguous().t(), other.contiguous().t(), None))
+    return out

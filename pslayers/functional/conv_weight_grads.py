@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.products import onednn_is_faster, product
+from ..core.products import has_onednn, product
+from ..core.tuning import tuning
 
 # what one chunk of samples may take on the side: on a CPU it should stay in the cache, elsewhere a chunk
 # should fill the device
@@ -76,7 +77,7 @@ def write_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geome
     if not gy.numel():  # no rows, so nothing reaches a sample's weight
         out.zero_()
     elif out.numel():
-        ROWS[fastest(x, gy, out.shape, geometry)](x, gy, scale, out, geometry)
+        ROWS[fastest(x, gy, out, geometry)](x, gy, scale, out, geometry)
 
 
 def differentiable_rows(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
@@ -226,19 +227,39 @@ IM2COL_LONG, LONG = 1.2, 256
 PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_PATCH, PRODUCT_RUN, PRODUCT_CALL = 0.0064, 0.15, 0.1, 2.3, 25e3
 
 
-def fastest(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> str:
-    """The method that is faster by a linear model of what one sample's rows cost."""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
-        return "im2col"
-    return _fastest(x.shape, gy.shape, shape, geometry, onednn_is_faster())
+SOME = 8  # samples whose rows are formed by each method to see which is the fastest
+WORTH_TRYING = 4.0  # times as slow as the fastest, by the model
+
+
+def fastest(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> str:
+    """The method that is measured to be the fastest, of those that the model gives a chance; the first of
+    those where nothing is measured. `out` is written to.
+    """
+    some, k = min(len(out), SOME), len(x) // len(out)
+    positions = k * gy.shape[2:].numel()
+    key = (
+        "rows of a convolution",
+        *(out.shape[1:], tuple(geometry), positions.bit_length(), some),
+        *(str(out.dtype), out.device.type),
+    )
+    fitted = out.device.type == "cpu" and out.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    sizes = x.shape, gy.shape, out.shape, geometry, has_onednn(out)
+    promising = _promising(*sizes) if fitted else ["im2col", "fused", "turned"]
+    part = x[: some * k], gy[: some * k], 1.0, out[:some], geometry
+    ways = {name: functools.partial(ROWS[name], *part) for name in promising}
+    return tuning.fastest(key, ways, promising[0])
 
 
 @functools.lru_cache(4096)
-def _fastest(x: torch.Size, gy: torch.Size, shape: torch.Size, geometry: Geometry, onednn: bool) -> str:
+def _promising(
+    x: torch.Size, gy: torch.Size, shape: torch.Size, geometry: Geometry, onednn: bool
+) -> list[str]:
+    """The methods that a linear model of what one sample's rows cost gives a chance, the best first."""
     groups, positions = geometry.groups, gy[0] * gy[2:].numel() // shape[0]
     o, i, kernel = shape[1] // groups, shape[2], shape[3:].numel()
     if o == i == 1:  # depthwise: oneDNN has a kernel for 3 x 3 alone
-        return "fused" if tuple(shape[3:]) == (3, 3) and max(geometry.dilation) == 1 else "turned"
+        usual = tuple(shape[3:]) == (3, 3) and max(geometry.dilation) == 1
+        return ["fused", "turned", "im2col"] if usual else ["turned", "im2col"]
     values, inputs, patches = (
         groups * o * i * kernel,
         (x.numel() + gy.numel()) / shape[0],
@@ -270,7 +291,8 @@ def _fastest(x: torch.Size, gy: torch.Size, shape: torch.Size, geometry: Geometr
             PRODUCT_PATCH + PRODUCT_RUN / gy[-1]
         )
         costs["product"] = product + groups * PRODUCT_CALL
-    return min(costs, key=costs.__getitem__)
+    least = min(costs.values())
+    return sorted((m for m in costs if costs[m] <= WORTH_TRYING * least), key=costs.__getitem__)
 
 
 def _blocked(channels: int) -> int:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from pslayers.core import products
+from pslayers.core.tuning import tuning
 
 SIZES = [(3, 5, 4), (64, 96, 32), (256, 300, 128), (512, 130, 260)]
 
@@ -13,8 +14,9 @@ SIZES = [(3, 5, 4), (64, 96, 32), (256, 300, 128), (512, 130, 260)]
 def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param and not products.HAS_ONEDNN:
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: request.param)
-    monkeypatch.setattr(products, "WORTH_IT_EACH", 1 << 12)
+    chosen = "onednn" if request.param else "torch"
+    monkeypatch.setattr(tuning, "fastest", lambda key, ways, rule: chosen if chosen in ways else rule)
+    monkeypatch.setattr(products, "WORTH_IT", 1 << 12)
     return request.param
 
 
@@ -68,18 +70,3 @@ def test_autocast_is_torchs() -> None:
         found = products.affine(x, w)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, torch.nn.functional.linear(x, w))
-
-
-def test_the_rule_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {}
-    for vendor in ("GenuineIntel", "AuthenticAMD"):
-        monkeypatch.setattr(products.Path, "read_text", lambda self, vendor=vendor: f"vendor_id : {vendor}")
-        answers[vendor] = products.onednn_is_faster.__wrapped__()
-    assert answers["GenuineIntel"] is False
-    assert answers["AuthenticAMD"] is (products.HAS_ONEDNN and torch.backends.mkl.is_available())
-
-    def missing(self: object) -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(products.Path, "read_text", missing)
-    assert products.onednn_is_faster.__wrapped__() is False

@@ -11,6 +11,7 @@ from torch.autograd import grad
 
 from pslayers.core.context import Scale
 from pslayers.core.expansion import Expansion
+from pslayers.core.tuning import tuning
 from pslayers.functional import conv2d, conv_weight_grads
 
 from .test_conv import check, data, loop
@@ -50,22 +51,34 @@ def test_methods_in_float32(method: str) -> None:
 SHAPES = (1, 8, 1, 20), (32, 32, 1, 20), (32, 32, 32, 20), (256, 256, 1, 4), (32, 64, 1, 32)
 
 
-def test_the_rule_takes_every_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = set()
-    for onednn, shape in itertools.product((False, True), SHAPES):
-        monkeypatch.setattr(conv_weight_grads, "onednn_is_faster", lambda onednn=onednn: onednn)
-        channels, out, groups, space = shape
-        x, weight, bias = data(2, 4, 1, channels, out, groups, space, dtype=torch.float32)
-        chosen.add(
-            conv_weight_grads.fastest(
-                x,
-                torch.empty(4, out, space - 2, space - 3),
-                torch.Size((4, *weight.shape)),
-                conv_weight_grads.Geometry((1, 1), (0, 0), (1, 1), groups),
-            )
+def test_the_model_gives_every_method_a_chance() -> None:
+    first, promising = set(), set()
+    for onednn, (channels, out, groups, space) in itertools.product((False, True), SHAPES):
+        x, gy = torch.Size((4, channels, space, space)), torch.Size((4, out, space - 2, space - 3))
+        found = conv_weight_grads._promising(
+            x,
+            gy,
+            torch.Size((4, out, channels // groups, 3, 4)),
+            conv_weight_grads.Geometry((1, 1), (0, 0), (1, 1), groups),
+            onednn,
         )
-        check(x, weight, bias, 4, {"rtol": 1e-3, "atol": 1e-3}, groups=groups)
-    assert chosen == set(conv_weight_grads.ROWS)
+        first.add(found[0])
+        promising |= set(found)
+        assert onednn or "product" not in found
+    assert first == promising == set(conv_weight_grads.ROWS)
+
+
+def test_methods_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever was the fastest, the rows are right, those of the samples that were measured too."""
+    seen: dict[Any, str] = {}
+    monkeypatch.setattr(tuning, "enabled", True)
+    monkeypatch.setattr(tuning, "_chosen", seen)
+    for channels, out, groups, space in SHAPES:
+        for size in (3, 11):
+            x, weight, bias = data(2, size, 2, channels, out, groups, space, dtype=torch.float32)
+            for _ in range(2):
+                check(x, weight, bias, size, {"rtol": 1e-3, "atol": 1e-3}, groups=groups)
+    assert len([key for key in seen if key[0] == "rows of a convolution"]) == 2 * len(SHAPES)
 
 
 @pytest.mark.parametrize("layout", ["channels_last", "transposed", "sliced", "expanded"])

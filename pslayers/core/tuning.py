@@ -1,0 +1,134 @@
+"""Which of several ways to compute the same is the fastest on this machine: measured once for each shape, as
+no rule that was fitted on one machine holds on another.
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import torch_api
+
+Key = tuple[Any, ...]
+ROUNDS = 4
+CLOSE = 1.3  # ways that take longer than the fastest, by this factor, are measured no more
+
+
+class Tuning:
+    """What was measured in this process: ``ps.tuning``.
+
+    In the first backward passes each way of a shape is run a few times, on the data at hand, and the fastest
+    is taken from then on: a few steps' time in all. Under ``torch.use_deterministic_algorithms(True)``, or
+    with ``ps.tuning.enabled = False``, nothing is measured, and nothing that was measured is used: the way
+    follows from the shape alone, so that two processes give the same bits.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> model = ps.convert_model(torch.nn.Conv2d(3, 16, 3))
+        >>> model(torch.randn(4, 3, 16, 16)).sum().backward()
+        >>> ps.tuning.save("tuning.json")                 # doctest: +SKIP
+        >>> ps.tuning.load("tuning.json")                 # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self.enabled = True
+        self._chosen: dict[Key, str] = {}
+
+    def fastest(self, key: Key, ways: Mapping[str, Callable[[], object]], rule: str) -> str:
+        """The name of the way that is the fastest here; that of the rule where it is not to be measured.
+
+        Args:
+            key: what the times depend on, but for the number of threads.
+            ways: functions that compute, and may write to what will be written anyway.
+            rule: what is taken where nothing is measured.
+        """
+        if not self.enabled or torch.are_deterministic_algorithms_enabled():
+            return rule
+        key = *key, torch.get_num_threads()
+        chosen = self._chosen.get(key)
+        if chosen is None or chosen not in ways:
+            if torch_api.watched():  # it would count what is measured
+                return rule
+            with torch_api.without_torch_function():
+                self._chosen[key] = chosen = _measured(ways, rule)
+        return chosen
+
+    def forget(self) -> None:
+        """Measure everything anew."""
+        self._chosen.clear()
+
+    def save(self, path: "str | os.PathLike[str]") -> None:
+        """Write what was measured to a JSON file, for a later process on this machine."""
+        chosen = [[list(key), way] for key, way in self._chosen.items()]
+        Path(path).write_text(json.dumps({"machine": _machine(), "chosen": chosen}, indent=1))
+
+    def load(self, path: "str | os.PathLike[str]") -> None:
+        """Take over what `save` has written.
+
+        Raises:
+            ValueError: the file was written on another kind of machine or with another torch, or is none of
+                these files.
+        """
+        try:
+            found = json.loads(Path(path).read_text())
+            machine, chosen = found["machine"], {_key(key): str(way) for key, way in found["chosen"]}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no file that ps.tuning.save has written ({error!r}).") from error
+        if machine != _machine():
+            raise ValueError(
+                f"{path} was measured on {machine}, and this is {_machine()}: what is fastest there need not"
+                " be here. Leave it away, and it is measured anew."
+            )
+        self._chosen.update(chosen)
+
+
+def _measured(ways: Mapping[str, Callable[[], object]], rule: str) -> str:
+    """The fastest way, by the least of some rounds; one that fails is none."""
+    left: dict[str, Callable[[], object]] = {}
+    for name, run in ways.items():
+        try:
+            run()  # the first time a kernel may be built
+            left[name] = run
+        except (RuntimeError, NotImplementedError):
+            continue
+    least: dict[str, float] = {}
+    for _ in range(ROUNDS):
+        for name, run in left.items():
+            torch_api.synchronize()
+            start = time.perf_counter()
+            run()
+            torch_api.synchronize()
+            took = time.perf_counter() - start
+            least[name] = min(took, least.get(name, took))
+        limit = CLOSE * min(least.values(), default=0.0)
+        left = {name: run for name, run in left.items() if least[name] <= limit}
+        if len(left) < 2:
+            break
+    return min(left, key=least.__getitem__, default=rule)
+
+
+def _machine() -> dict[str, Any]:
+    """What the times depend on, beside the shapes."""
+    try:
+        names = [n for n in Path("/proc/cpuinfo").read_text().splitlines() if n.startswith("model name")]
+    except OSError:  # not Linux
+        names = []
+    return {
+        "torch": torch.__version__,
+        "cpu": names[0].partition(": ")[2] if names else platform.processor(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def _key(value: Any) -> Any:
+    """Lists, which are all that JSON has, as the tuples that they were."""
+    return tuple(_key(item) for item in value) if isinstance(value, list) else value
+
+
+tuning = Tuning()

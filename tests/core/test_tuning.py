@@ -1,0 +1,138 @@
+"""Ways that are measured: which one is taken, when nothing is measured, and what is kept."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import pslayers as ps
+from pslayers.core import tuning as module
+from pslayers.core.tuning import Tuning
+
+
+class Clock:
+    """Time that passes only while a way runs: as often as it is called, from the next of its times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.runs = 0.0, list[str]()
+        monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+
+    def way(self, name: str, *times: float) -> Callable[[], None]:
+        left: Iterator[float] = iter(times)
+        last = [0.0]
+
+        def run() -> None:
+            self.runs.append(name)
+            last[0] = next(left, last[0])
+            self.now += last[0]
+
+        return run
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_the_fastest_is_taken_and_remembered(clock: Clock) -> None:
+    tuning = Tuning()
+    # the first run of each does not count, and of the others the least: the machine may be busy
+    ways = {
+        "slow": clock.way("slow", 1, 5),
+        "first": clock.way("first", 90, 9, 2, 9),
+        "close": clock.way("close", 2.1),
+    }
+    assert tuning.fastest(("key", 1), ways, "slow") == "close"
+    ways["first"] = clock.way("first", 90, 2.5, 2, 9)
+    assert tuning.fastest(("key", 2), ways, "slow") == "first"
+    runs = len(clock.runs)
+    assert tuning.fastest(("key", 1), ways, "slow") == "close"
+    assert tuning.fastest(("key", 2), ways, "slow") == "first"
+    assert len(clock.runs) == runs
+    assert clock.runs.count("slow") == 4  # far behind after one round
+
+
+def test_times_depend_on_the_number_of_threads(clock: Clock) -> None:
+    tuning, threads = Tuning(), torch.get_num_threads()
+    try:
+        for number, faster in ((1, "one"), (2, "two")):
+            torch.set_num_threads(number)
+            ways = {name: clock.way(name, 1 if name == faster else 2) for name in ("one", "two")}
+            assert tuning.fastest(("key",), ways, "one") == faster
+    finally:
+        torch.set_num_threads(threads)
+
+
+def fails() -> None:
+    raise RuntimeError("could not create a primitive")
+
+
+def test_a_way_that_fails_is_none(clock: Clock) -> None:
+    tuning = Tuning()
+    assert tuning.fastest(("a",), {"fails": fails, "runs": clock.way("runs", 1)}, "fails") == "runs"
+    assert tuning.fastest(("b",), {"fails": fails}, "fails") == "fails"
+
+
+@pytest.mark.parametrize("why", ["disabled", "deterministic", "watched"])
+def test_where_nothing_is_measured_the_rule_holds(why: str, clock: Clock) -> None:
+    tuning = Tuning()
+    ways = {"slow": clock.way("slow", 2), "fast": clock.way("fast", 1)}
+    assert tuning.fastest(("known",), ways, "slow") == "fast"
+    clock.runs.clear()
+    try:
+        if why == "disabled":
+            tuning.enabled = False
+        elif why == "deterministic":
+            torch.use_deterministic_algorithms(True)
+        with FlopCounterMode(display=False) if why == "watched" else torch.no_grad():
+            assert tuning.fastest(("new",), ways, "slow") == "slow"
+            assert tuning.fastest(("known",), ways, "slow") == ("fast" if why == "watched" else "slow")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert clock.runs == []
+    tuning.enabled = True
+    assert tuning.fastest(("new",), ways, "slow") == "fast"
+
+
+def test_a_file_of_what_was_measured(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuning, path = Tuning(), tmp_path / "tuning.json"
+    key = "rows", torch.Size((3, 4)), (1, (2, 2)), True
+    ways = {"slow": clock.way("slow", 2), "fast": clock.way("fast", 1)}
+    assert tuning.fastest(key, ways, "slow") == "fast"
+    tuning.save(path)
+    later = Tuning()
+    later.load(path)
+    clock.runs.clear()
+    assert later.fastest(key, ways, "slow") == "fast"
+    assert clock.runs == []
+    # a way that there is no more is measured anew
+    assert later.fastest(key, {"slow": ways["slow"]}, "slow") == "slow"
+    monkeypatch.setattr(module, "_machine", lambda: {"cpu": "another"})
+    with pytest.raises(ValueError, match="another"):
+        Tuning().load(path)
+    for text in ("", "[]", json.dumps({"machine": {}})):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"no file that ps\.tuning\.save has written"):
+            Tuning().load(path)
+
+
+def test_layers_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+
+    def noted(ways: Any, rule: str) -> str:
+        measured.append(sorted(ways))
+        return rule
+
+    monkeypatch.setattr(module, "_measured", noted)
+    monkeypatch.setattr(ps.tuning, "_chosen", {})
+    model = ps.convert_model(torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.Conv2d(16, 16, 3)))
+    for size in (4, 4, 4):
+        model(torch.randn(size, 3, 12, 12)).square().mean((1, 2, 3)).mean().backward()
+    assert len(measured) == 2
+    with FlopCounterMode(display=False):  # sees the rule's ways, once each
+        model(torch.randn(5, 3, 20, 20)).square().mean((1, 2, 3)).mean().backward()
+    assert len(measured) == 2
