@@ -15,8 +15,9 @@ import torch
 from .. import torch_api
 
 Key = tuple[Any, ...]
-ROUNDS = 4
-CLOSE = 1.3  # ways that take longer than the fastest, by this factor, are measured no more
+# ways that are so many times as slow as the fastest after a round are not in the next one: in the first rounds,
+# the machine may have been busy with something else
+ROUNDS = 3.0, 1.5, 1.3, 1.0
 
 
 class Tuning:
@@ -37,7 +38,7 @@ class Tuning:
 
     def __init__(self) -> None:
         self.enabled = True
-        self._chosen: dict[Key, str] = {}
+        self.chosen: dict[Key, str] = {}
 
     def fastest(self, key: Key, ways: Mapping[str, Callable[[], object]], rule: str) -> str:
         """The name of the way that is the fastest here; that of the rule where it is not to be measured.
@@ -50,21 +51,21 @@ class Tuning:
         if not self.enabled or torch.are_deterministic_algorithms_enabled():
             return rule
         key = *key, torch.get_num_threads()
-        chosen = self._chosen.get(key)
+        chosen = self.chosen.get(key)
         if chosen is None or chosen not in ways:
             if torch_api.watched():  # it would count what is measured
                 return rule
             with torch_api.without_torch_function():
-                self._chosen[key] = chosen = _measured(ways, rule)
+                self.chosen[key] = chosen = _measured(ways, rule)
         return chosen
 
     def forget(self) -> None:
         """Measure everything anew."""
-        self._chosen.clear()
+        self.chosen.clear()
 
     def save(self, path: "str | os.PathLike[str]") -> None:
         """Write what was measured to a JSON file, for a later process on this machine."""
-        chosen = [[list(key), way] for key, way in self._chosen.items()]
+        chosen = [[list(key), way] for key, way in self.chosen.items()]
         Path(path).write_text(json.dumps({"machine": _machine(), "chosen": chosen}, indent=1))
 
     def load(self, path: "str | os.PathLike[str]") -> None:
@@ -84,7 +85,7 @@ class Tuning:
                 f"{path} was measured on {machine}, and this is {_machine()}: what is fastest there need not"
                 " be here. Leave it away, and it is measured anew."
             )
-        self._chosen.update(chosen)
+        self.chosen.update(chosen)
 
 
 def _measured(ways: Mapping[str, Callable[[], object]], rule: str) -> str:
@@ -97,7 +98,7 @@ def _measured(ways: Mapping[str, Callable[[], object]], rule: str) -> str:
         except (RuntimeError, NotImplementedError):
             continue
     least: dict[str, float] = {}
-    for _ in range(ROUNDS):
+    for far in ROUNDS:
         for name, run in left.items():
             torch_api.synchronize()
             start = time.perf_counter()
@@ -105,7 +106,7 @@ def _measured(ways: Mapping[str, Callable[[], object]], rule: str) -> str:
             torch_api.synchronize()
             took = time.perf_counter() - start
             least[name] = min(took, least.get(name, took))
-        limit = CLOSE * min(least.values(), default=0.0)
+        limit = far * min(least.values(), default=0.0)
         left = {name: run for name, run in left.items() if least[name] <= limit}
         if len(left) < 2:
             break

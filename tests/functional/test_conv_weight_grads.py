@@ -72,7 +72,7 @@ def test_methods_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever was the fastest, the rows are right, those of the samples that were measured too."""
     seen: dict[Any, str] = {}
     monkeypatch.setattr(tuning, "enabled", True)
-    monkeypatch.setattr(tuning, "_chosen", seen)
+    monkeypatch.setattr(tuning, "chosen", seen)
     for channels, out, groups, space in SHAPES:
         for size in (3, 11):
             x, weight, bias = data(2, size, 2, channels, out, groups, space, dtype=torch.float32)
