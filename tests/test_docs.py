@@ -109,7 +109,9 @@ def test_readme_figures_are_those_of_the_pages() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     told = re.findall(
-        r"^\.\. auto(?:class|function|exception):: (\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE
+        r"^\.\. auto(?:class|function|exception|data):: (\S+)$",
+        (ROOT / "docs/api.md").read_text(),
+        re.MULTILINE,
     )
     names = {f"pslayers.{name}" for name in {*ps.__all__, *ps.layers.__all__} - {"functional"}}
     names |= {f"pslayers.functional.{name}" for name in ps.functional.__all__}

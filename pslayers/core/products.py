@@ -73,8 +73,11 @@ def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """``out += left @ right``: left (N, t), right (t, O), out (N, O). Not differentiable."""
     width = right.shape[1]
     if width >= NARROW and left.numel() * width >= WORTH_IT and has_onednn(left):
-        ways = (lambda: left.mm(right)), (lambda: _onednn(left, right.t(), None))
-        if _by_onednn("product", (*left.shape, width), *ways):
+        ways = (
+            lambda: torch.zeros_like(out).addmm_(left, right),
+            lambda: torch.zeros_like(out).add_(_onednn(left, right.t(), None)),
+        )
+        if _by_onednn("add product", (*left.shape, width), *ways):
             return out.add_(_onednn(left, right.t(), None))
     return out.addmm_(left, right)
 
