@@ -183,6 +183,50 @@ def test_what_few_samples_have_taught_wrongly_is_forgotten() -> None:
             ours(torch.randn(8, 8, 3))
 
 
+@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_table_as_long_as_the_few_is_none_of_many(alike: bool, whole: bool) -> None:
+    """A layer's constant input: of three samples it could be one row each."""
+
+    class Adds(nn.Module):
+        table: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(3, 3) if alike else torch.randn(3, 3))
+            self.first, self.last, self.of_table = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            h = self.of_table(self.table)
+            return self.last((self.first(x) + (h.sum(0) if whole else h)).tanh())
+
+    seen: list[int] = []
+    model, ours = both(Adds())
+    ours(batch(9, 3, 3))
+    seen.clear()
+    ours(batch(9, 3, 3))
+    assert len(seen) == 1  # not tracked anew in each call
+    right(ours, model, batch(9, 3, 3))
+    right(ours, model, batch(4, 3, 3))
+
+
+def test_a_layer_that_is_called_for_each_sample() -> None:
+    """Its calls are as many as the samples, of which a few tell nothing of the others'."""
+
+    class Each(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.cat([self.first(x[i : i + 1]).tanh() for i in range(len(x))]))
+
+    model, ours = both(Each())
+    for size in (9, 12, 4):
+        right(ours, model, batch(size, 3))
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_slow_first_call_says_so(
     slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
