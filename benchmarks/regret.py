@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from pslayers.core.tuning import tuning
 from pslayers.functional import conv_weight_grads
 from pslayers.functional.conv_weight_grads import Geometry
 
-from . import environment
+from . import environment, tables
 from .timing import quiet_collector
 
 BATCH_SIZES = (16, 64)
@@ -242,7 +242,7 @@ def _forced(ways: Ways) -> Ways:
     return {name: by(name, run) for name, run in ways.items()}
 
 
-def cells(batch_sizes: Iterable[int]) -> Iterator[dict[str, object]]:
+def cells(batch_sizes: Iterable[int]) -> Iterator[dict[str, Any]]:
     """One for each shape: the times of all ways, what was chosen, and what is without measuring."""
     for size in batch_sizes:
         for conv in convolutions():
@@ -262,9 +262,7 @@ def cells(batch_sizes: Iterable[int]) -> Iterator[dict[str, object]]:
                 yield _cell("product", name, size, measured(_forced(ways)), chosen, "torch")
 
 
-def _cell(
-    kind: str, name: str, size: int, times: dict[str, float], chosen: str, rule: str
-) -> dict[str, object]:
+def _cell(kind: str, name: str, size: int, times: dict[str, float], chosen: str, rule: str) -> dict[str, Any]:
     best = min(times.values())
     return {
         "kind": kind,
@@ -274,23 +272,6 @@ def _cell(
         "regret": times[chosen] / best,
         "rule": times[rule] / best,
     }
-
-
-def summary(found: list[dict[str, object]]) -> str:
-    """A line for each kind, and the worst shapes."""
-    lines = [
-        "| ways of | shapes | chosen / best, mean | worst | without measuring, mean | worst |",
-        "| --- " * 6 + "|",
-    ]
-    for kind in ("convolution", "product"):
-        rows = [c for c in found if c["kind"] == kind]
-        parts = []
-        for what in ("regret", "rule"):
-            values = [float(str(c[what])) for c in rows]
-            parts += [f"{statistics.geometric_mean(values):.2f}x", f"{max(values):.2f}x"]
-        lines.append(f"| {kind} | {len(rows)} | {' | '.join(parts)} |")
-    worst = sorted(found, key=lambda c: -float(str(c["regret"])))[:5]
-    return "\n".join([*lines, "", *(f"worst: {c['shape']}: {c['chosen']} of {c['times']}" for c in worst)])
 
 
 def main() -> None:
@@ -303,15 +284,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     with quiet_collector(), torch.no_grad():
         for cell in cells(options.batch_sizes):
             found.append(cell)
             print(f"{cell['regret']:.2f} {cell['rule']:.2f} {cell['chosen']:8s} {cell['shape']}", flush=True)
-    print(summary(found))
+    document = {"environment": environment.environment(), "threads": options.threads, "cells": found}
+    print(tables.regret([document]))
+    for cell in sorted(found, key=lambda c: -c["regret"])[:5]:
+        print(f"worst: {cell['shape']}: {cell['chosen']} of {cell['times']}")
     if options.out is not None:
-        where = environment.environment()
-        options.out.write_text(json.dumps({"environment": where, "cells": found}, indent=1))
+        options.out.write_text(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

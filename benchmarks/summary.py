@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         text += "\n" + tables.compiled(json.loads(options.compiled.read_text())["cells"])
     if options.architectures.exists():
         text += "\n" + tables.architectures(json.loads(options.architectures.read_text())["cells"])
+    if found := sorted((HERE / "results").glob("regret*.json")):
+        text += "\n" + tables.regret(json.loads(path.read_text()) for path in found)
     if options.clipped.exists():
         apart = tables.without_rows(json.loads(options.clipped.read_text()))
         if options.clipped_page == "none":

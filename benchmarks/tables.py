@@ -105,6 +105,20 @@ def _both(cell: Cell, engine: str) -> str:
     return f"{number(ratio(cell, engine, 'plain'))}, {number(peak_ratio(cell, engine, 'plain'))}"
 
 
+def regret(documents: Iterable[Document]) -> str:
+    """For the documentation: how well ways are chosen (`regret.py`), two rows for each machine."""
+    heads = "ways of", "machine", "shapes", "chosen / best: mean", "worst", "without measuring: mean", "worst"
+    rows = []
+    for document in documents:
+        machine = f"{document['environment']['processor']}, {document['threads']} threads"
+        for kind in ("convolution", "product"):
+            cells = [c for c in document["cells"] if c["kind"] == kind]
+            each = [[c[what] for c in cells] for what in ("regret", "rule")]
+            both = [number(found) for v in each for found in (geometric_mean(v), max(v))]
+            rows.append((kind, machine, str(len(cells)), *both))
+    return markdown_table(heads, rows)
+
+
 WITHOUT_ROWS = {  # of each task, the engines as columns
     "clipped": {
         "clipped": "pslayers-clipping",
