@@ -15,9 +15,6 @@ SMALL = [
     regret.Conv("small", 8, 16, (3, 3), 1, 1, (12, 12)),
     regret.Conv("small", 16, 16, (3,), 1, 16, (40,)),
 ]
-    regret.Conv("small", 8, 16, (3, 3), 1, 1, (12, 12)),
-    regret.Conv("small", 16, 16, (3,), 1, 16, (40,)),
-]
 
 
 @pytest.fixture(autouse=True)
