@@ -354,7 +354,10 @@ def _one_pass(
             "parameters are sharded (fully_shard): call loss.backward(), and read `grad_sample` after it."
         )
     settings: Settings = model._ps_state().settings
-    with torch.enable_grad(), recording(model, True):
+    # without the sums; but of a batch of one the sum is the row, and what can be differentiated leads to the
+    # parameters
+    alone = size > 1 and not create_graph
+    with torch.enable_grad(), recording(model, True), changed(model, "rows_alone", alone):
         loss = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
         if loss.shape == (size,) and loss.ndim == 1:
             loss = loss.mean() if settings.loss_reduction == "mean" and size else loss.sum()
@@ -378,23 +381,25 @@ def _one_pass(
             recorder.dense.memory = None
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *(p for _, p in params)]
-    settings.collecting_grads = True
+    settings.collecting_grads, settings.rows_alone = True, alone
     try:
         grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
     finally:
-        settings.collecting_grads = False
+        settings.collecting_grads = settings.rows_alone = False
     found = dict(zip(leaves, grads, strict=False))
     if size == 1:  # the sum is the one row
         found = {
             name: g if g is None else g.unsqueeze(0)
             for (name, _), g in zip(params, grads[len(leaves) :], strict=True)
         }
-    for (name, _), total in zip(params, grads[len(leaves) :], strict=True):
+    for (name, p), total in zip(params, grads[len(leaves) :], strict=True):
         if total is not None and found.get(name) is None:
             raise ValueError(
                 f"`{name}` has a gradient, but none per sample: its module is not converted (see"
                 " ps.report(model))."
             )
+        if total is not None and alone and bool(total.any()):
+            raise p.__dict__["_ps_recorder"].of_past_layer()
     return {
         name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(size, *p.shape)
         for name, p in params

@@ -4,7 +4,8 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import pslayers as ps
 from pslayers.core.context import local
+from pslayers.functional.linear_factor import Outer
 
 from . import oracle
 from .oracle import loop, square, squares
@@ -526,3 +528,39 @@ def test_what_is_remembered_holds_no_model() -> None:
     del model, own
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.0])
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_loss_that_uses_a_weight_itself(
+    strength: float, converted: bool, size: int, create_graph: bool
+) -> None:
+    model, x, _ = model_and_data()
+    if converted:
+        ps.convert_model(model)
+
+    def loss(y: Tensor) -> Tensor:
+        return y.square().sum(1).mean() + strength * cast(Tensor, model[0].weight).square().sum()
+
+    refused = size > 1 and strength  # of one sample, it is that one's
+    with (
+        pytest.raises(RuntimeError, match="that did not come through its layer") if refused else nullcontext()
+    ):
+        ps.per_sample_grads(model, loss, x[:size], create_graph=create_graph)
+
+
+def test_rows_alone_cost_no_sums() -> None:
+    model, x, _ = model_and_data()
+    ps.convert_model(model)
+    made: list[object] = []
+    total = Outer.total
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Outer, "total", lambda self: (made.append(self), total(self))[1])
+        found = ps.per_sample_grads(model, lambda y: y.square().sum(1), x)
+        assert not made
+        model(x).square().sum(1).mean().backward()
+        assert made
+    for name, rows in loop(model, lambda y, i: y.square().sum(), (x,)).items():
+        torch.testing.assert_close(found[name], rows)

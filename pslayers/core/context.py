@@ -68,6 +68,7 @@ class Settings:
     # takes rows, in the place of each parameter's own
     sink: "Sink | None" = field(default=None, repr=False)
     collecting_grads: bool = field(default=False, repr=False)  # rows go to the call that asks for them
+    rows_alone: bool = field(default=False, repr=False)  # which asks for no sums
     # modules are called with rows that masks have picked
     has_gathered_rows: bool = field(default=False, repr=False)
     pass_id: int = -1
@@ -102,7 +103,7 @@ class Settings:
     @property
     def sums(self) -> bool:
         """Whether plain gradients are wanted, too."""
-        return self.sink is None or self.sink.sums
+        return not self.rows_alone and (self.sink is None or self.sink.sums)
 
     @property
     def recording(self) -> bool:

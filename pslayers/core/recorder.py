@@ -142,13 +142,17 @@ class Recorder:
             equal = _nearly_equal if self.compiled else torch.equal
             whole = torch.equal(total, grad) or equal(total.nan_to_num(), grad.nan_to_num())
         if not whole and grad.numel():
-            raise RuntimeError(
-                f"`{self.name}` received a gradient that did not come through its layer (it is also used on"
-                " its own, as in F.linear(x, layer.weight) or in a penalty on the weights, or reaches only"
-                " an output in which samples interact), so its per-sample rows would lack a part: in a layer"
-                " of your own write self.expand(name); compute a penalty on weights in a backward pass of"
-                " its own, without recording: ps.recording(model, False)."
-            )
+            raise self.of_past_layer()
+
+    def of_past_layer(self) -> RuntimeError:
+        """What is said of a gradient that no expansion has passed on."""
+        return RuntimeError(
+            f"`{self.name}` received a gradient that did not come through its layer (it is also used on"
+            " its own, as in F.linear(x, layer.weight) or in a penalty on the weights, or reaches only"
+            " an output in which samples interact), so its per-sample rows would lack a part: in a layer"
+            " of your own write self.expand(name); compute a penalty on weights in a backward pass of"
+            " its own, without recording: ps.recording(model, False)."
+        )
 
     def listen(self) -> None:
         """Let what the leaf receives be put on the parameter: rows of several uses, or with a graph."""
