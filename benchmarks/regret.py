@@ -30,6 +30,7 @@ from .timing import quiet_collector
 BATCH_SIZES = (16, 64)
 MOST = 3e8  # values of rows and patches, more of which a shape does not get
 ROUNDS = 9
+MANY = 32  # groups, each of which would be a product of its own
 FAR = 3.0  # times as slow as the best: measured no more
 
 

@@ -229,6 +229,7 @@ PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_PATCH, PRODUCT_RUN, PRODUCT_CALL = 0.0
 
 SOME = 8  # samples whose rows are formed by each method to see which is the fastest
 WORTH_TRYING = 4.0  # times as slow as the fastest, by the model
+NARROW = 4  # channels in, for which a convolution by the output gradient may be the fastest
 
 
 def fastest(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> str:
@@ -292,7 +293,8 @@ def _promising(
         )
         costs["product"] = product + groups * PRODUCT_CALL
     least = min(costs.values())
-    return sorted((m for m in costs if costs[m] <= WORTH_TRYING * least), key=costs.__getitem__)
+    found = sorted((m for m in costs if costs[m] <= WORTH_TRYING * least), key=costs.__getitem__)
+    return [*found, "turned"] if i <= NARROW else found  # of which the model knows nothing
 
 
 def _blocked(channels: int) -> int:
