@@ -258,9 +258,10 @@ def _promising(
     """The methods that a linear model of what one sample's rows cost gives a chance, the best first."""
     groups, positions = geometry.groups, gy[0] * gy[2:].numel() // shape[0]
     o, i, kernel = shape[1] // groups, shape[2], shape[3:].numel()
-    if o == i == 1:  # depthwise: oneDNN has a kernel for 3 x 3 alone
-        usual = tuple(shape[3:]) == (3, 3) and max(geometry.dilation) == 1
-        return ["fused", "turned", "im2col"] if usual else ["turned", "im2col"]
+    # depthwise: oneDNN's weight gradient has a kernel for 3 x 3 alone, which is no faster, and on a busy machine
+    # has been a hundred times as slow
+    if o == i == 1:
+        return ["turned", "im2col"]
     values, inputs, patches = (
         groups * o * i * kernel,
         (x.numel() + gy.numel()) / shape[0],
