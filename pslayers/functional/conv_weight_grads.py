@@ -258,8 +258,8 @@ def _promising(
     """The methods that a linear model of what one sample's rows cost gives a chance, the best first."""
     groups, positions = geometry.groups, gy[0] * gy[2:].numel() // shape[0]
     o, i, kernel = shape[1] // groups, shape[2], shape[3:].numel()
-    # depthwise: oneDNN's weight gradient has a kernel for 3 x 3 alone, which is no faster, and on a busy machine
-    # has been a hundred times as slow
+    # depthwise: oneDNN's weight gradient has a kernel for 3 x 3 alone, which is no faster, and once was a
+    # hundred times as slow, on a busy machine
     if o == i == 1:
         return ["turned", "im2col"]
     values, inputs, patches = (
