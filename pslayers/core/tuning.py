@@ -18,6 +18,7 @@ Key = tuple[Any, ...]
 # ways that are so many times as slow as the fastest after a round are not in the next one: in the first ones,
 # the machine may have been busy with something else
 ROUNDS = 3.0, 1.5, 1.3, 1.0
+LONG = 0.02  # seconds, of which one round tells enough
 
 
 class Tuning:
@@ -108,7 +109,7 @@ def _measured(ways: Mapping[str, Callable[[], object]], rule: str) -> str:
             least[name] = min(took, least.get(name, took))
         limit = far * min(least.values(), default=0.0)
         left = {name: run for name, run in left.items() if least[name] <= limit}
-        if len(left) < 2:
+        if len(left) < 2 or min(least.values()) > LONG:
             break
     return min(left, key=least.__getitem__, default=rule)
 

@@ -20,6 +20,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.runs = 0.0, list[str]()
         monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(module, "LONG", 100.0)
 
     def way(self, name: str, *times: float) -> Callable[[], None]:
         left: Iterator[float] = iter(times)
@@ -54,6 +55,12 @@ def test_the_fastest_is_taken_and_remembered(clock: Clock) -> None:
     assert tuning.fastest(("key", 2), ways, "slow") == "first"
     assert len(clock.runs) == runs
     assert clock.runs.count("slow") == 2 * 3  # far behind in two rounds after the untimed one
+
+
+def test_ways_that_take_long_run_twice(clock: Clock) -> None:
+    ways = {"slow": clock.way("slow", 1, 150), "fast": clock.way("fast", 1, 120, 400)}
+    assert Tuning().fastest(("key",), ways, "slow") == "fast"
+    assert clock.runs == ["slow", "fast", "slow", "fast"]
 
 
 def test_times_depend_on_the_number_of_threads(clock: Clock) -> None:
