@@ -314,10 +314,8 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
     while count**digits < layers.size:
         digits += 1
     for digit in range(digits + 1):  # the first pass is without factors
-        letters = torch.arange(layers.size) // LETTERS ** (digit - 1) % LETTERS if digit else None
-        factors = (
-            torch.ones(layers.size) if letters is None else 2.0 ** (letters // 2) * (1 - letters % 2 * 2)
-        )
+        letters = torch.arange(layers.size) // count ** max(digit - 1, 0) % count * (digit > 0)
+        factors = 2.0 ** (letters // 2) * (1 - letters % 2 * 2)
 
         def look(edge: int, grad: Tensor, owners: Tensor, factors: Tensor = factors) -> None:
             nonlocal agree
@@ -341,9 +339,8 @@ def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
     least, as_integers = NOTHING.get(flat.dtype, 1e-30), INTEGERS[flat.element_size()]
     odd = torch.randint(1 << 62, flat.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
     odd, found = odd.to(flat.device), []
-    for rows, scale in zip(
-        *(t.split(max(AT_ONCE // flat.shape[1], 1)) for t in (flat, inverse)), strict=True
-    ):
+    step = max(AT_ONCE // flat.shape[1], 1)
+    for rows, scale in zip(flat.split(step), inverse.split(step), strict=True):
         # no zeros of two signs, and nothing that lost bits below the smallest normal number
         values = torch.nn.functional.hardshrink(rows * scale.unsqueeze(1), least)
         found.append(values.view(as_integers).long().mul_(odd).sum(1))

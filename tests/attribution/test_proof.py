@@ -79,11 +79,25 @@ class Counted:
         monkeypatch.setattr(proof, "_apart", counted_groups)
 
 
-@pytest.mark.parametrize(("size", "passes"), [(2, 2), (64, 2), (65, 3)])
-def test_passes_of_a_proof(size: int, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ps.convert_model(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+HALF = torch.float16  # has room for fewer factors
+PASSES = [
+    (2, 2, None),
+    (64, 2, None),
+    (65, 3, None),
+    (4096, 3, None),
+    (16, 2, HALF),
+    (17, 3, HALF),
+    (64, 3, HALF),
+]
+
+
+@pytest.mark.parametrize(("size", "passes", "dtype"), PASSES)
+def test_passes_of_a_proof(
+    size: int, passes: int, dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ps.convert_model(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))).to(dtype)
     counted = Counted(monkeypatch)
-    model(torch.randn(size, 3))
+    model(torch.randn(size, 3, dtype=dtype))
     assert (counted.passes, counted.groups) == (passes, 0)
 
 
