@@ -343,7 +343,10 @@ def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
     for rows, scale in zip(flat.split(step), inverse.split(step), strict=True):
         # no zeros of two signs, and nothing that lost bits below the smallest normal number
         values = torch.nn.functional.hardshrink(rows * scale.unsqueeze(1), least)
-        found.append(values.view(as_integers).long().mul_(odd).sum(1))
+        bits = values.view(as_integers).long()
+        # sign and exponent into the low bits: times an odd number, the highest bit is itself, and two cancel
+        bits ^= (bits >> 52) ^ (bits >> 23)
+        found.append(bits.mul_(odd).sum(1))
     return torch.cat(found)
 
 

@@ -60,6 +60,39 @@ def test_no_sample_leaks_into_another(
     assert verdicts == [True]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 2, 3, 8, 1000])
+@pytest.mark.parametrize("factor", [-1.0, 2.0, -2.0, 0.5, 128.0, 0.0])
+def test_bits_that_differ_have_another_mark(dtype: torch.dtype, width: int, factor: float) -> None:
+    """Of one value, of two, and of all: whatever comes with another sample's factor."""
+    values, ones = torch.rand(64, width).add_(1).to(dtype), torch.ones(64, dtype=dtype)
+    marks = proof._marked(values, ones)
+    assert torch.equal(marks, proof._marked(values * -4, ones / -4))
+    for changed in {1, min(2, width), width - width % 2 or 1, width}:
+        others = values.clone()
+        others[:, :changed] *= factor
+        assert not (proof._marked(others, ones) == marks).any()
+
+
+class TimeFromBatch(nn.Module):
+    """Takes its time for the batch, where both are as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh().mean(0 if len(x) == x.shape[1] else 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_a_mean_over_the_batch_is_seen(size: int, dtype: torch.dtype) -> None:
+    ours = ps.convert_model(TimeFromBatch().to(dtype))
+    with pytest.raises(ValueError, match=REFUSED):
+        ours(torch.randn(size, size, 3, dtype=dtype))
+
+
 class Counted:
     """How often the proof goes backward, and by which way."""
 
