@@ -2,6 +2,7 @@
 clearing.
 """
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -211,7 +212,10 @@ def _in_chunks(
     result: dict[str, Tensor] = {}
     size = chunks.size
     for start, stop in bar(chunks.spans, progress):
-        with model._ps_state().settings.turns.writing:
+        # without the sums; but of a batch of one the sum is the row, and what can be differentiated leads to
+        # the parameters
+        alone = stop - start > 1 and not create_graph
+        with model._ps_state().settings.turns.writing, changed(model, "rows_alone", alone):
             part = chunks.part(start, stop)
             rows = _one_pass(model, loss_fn, *part, size=stop - start, create_graph=create_graph)
         if stop - start == size:
@@ -248,9 +252,9 @@ def converted(model: nn.Module) -> Iterator[Converted]:
             yield model
         finally:
             if made is not None:
-                made.states = [m.__dict__.get("_ps") for m in model.modules()]
+                made.take(model)
                 restore_model(model)
-                _LEARNED[model] = made.apart()
+                _LEARNED[model] = made
 
 
 class Learned:
@@ -268,15 +272,16 @@ class Learned:
 
     def of_same(self, other: "Learned") -> bool:
         """Whether both are of the same modules, converted to the same classes."""
-        same = self.made == other.made and len(self.modules) == len(other.modules)
-        return same and all(a() is b() for a, b in zip(self.modules, other.modules, strict=True))
+        return self.made == other.made and all(
+            a() is b() for a, b in zip(self.modules, other.modules, strict=True)
+        )
 
-    def apart(self) -> "Learned":
-        """Itself, without what holds modules."""
+    def take(self, model: nn.Module) -> None:
+        """Keep what the modules know now, but for what holds them."""
+        self.states = [copy.copy(m.__dict__.get("_ps")) for m in model.modules()]
         for state in self.states:
             if state is not None:
-                state.inventory, state.forward, state.preallocated_size = None, None, -1
-        return self
+                state.forward = None
 
     def give(self, model: nn.Module) -> None:
         """Let the modules know it."""
@@ -354,10 +359,7 @@ def _one_pass(
             "parameters are sharded (fully_shard): call loss.backward(), and read `grad_sample` after it."
         )
     settings: Settings = model._ps_state().settings
-    # without the sums; but of a batch of one the sum is the row, and what can be differentiated leads to the
-    # parameters
-    alone = size > 1 and not create_graph
-    with torch.enable_grad(), recording(model, True), changed(model, "rows_alone", alone):
+    with torch.enable_grad(), recording(model, True):
         loss = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
         if loss.shape == (size,) and loss.ndim == 1:
             loss = loss.mean() if settings.loss_reduction == "mean" and size else loss.sum()
@@ -371,7 +373,7 @@ def _one_pass(
     leaves: dict[str, Tensor] = {}
     for name, p in params:
         leaf = getattr(p.__dict__.get("_ps_recorder"), "leaf", None)
-        if leaf is not None and leaf.shape[0] == size:
+        if leaf is not None:
             leaves[name] = leaf
     for _, p in params:  # a grad_sample that is there stays there: its memory is not ours to write to
         if (
@@ -381,12 +383,15 @@ def _one_pass(
             recorder.dense.memory = None
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *(p for _, p in params)]
-    settings.collecting_grads, settings.rows_alone = True, alone
-    try:
+    with changed(model, "collecting_grads", True):
         grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
-    finally:
-        settings.collecting_grads = settings.rows_alone = False
     found = dict(zip(leaves, grads, strict=False))
+    for name, grad in found.items():
+        if grad is not None and len(grad) != size:
+            raise ValueError(
+                f"`{name}` was called for {len(grad)} samples, where the inputs hold {size}: leave"
+                " ps.batch_size away, and give inputs whose first tensor has a row for each sample."
+            )
     if size == 1:  # the sum is the one row
         found = {
             name: g if g is None else g.unsqueeze(0)
@@ -398,7 +403,7 @@ def _one_pass(
                 f"`{name}` has a gradient, but none per sample: its module is not converted (see"
                 " ps.report(model))."
             )
-        if total is not None and alone and bool(total.any()):
+        if total is not None and settings.rows_alone and bool(total.any()):
             raise p.__dict__["_ps_recorder"].of_past_layer()
     return {
         name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(size, *p.shape)

@@ -564,3 +564,23 @@ def test_rows_alone_cost_no_sums() -> None:
         assert made
     for name, rows in loop(model, lambda y, i: y.square().sum(), (x,)).items():
         torch.testing.assert_close(found[name], rows)
+
+
+def test_rows_of_another_number_of_samples_are_no_zeros() -> None:
+    model, x, _ = model_and_data()
+    ps.convert_model(model)
+    with ps.batch_size(2), pytest.raises(ValueError, match="called for 2 samples, where the inputs hold 6"):
+        ps.per_sample_grads(model, lambda y: y.square().sum(1), x[:6])
+    expected = loop(model, lambda y, i: y.square().sum(), (x,))  # and nothing is left of it
+    torch.testing.assert_close(ps.per_sample_grads(model, lambda y: y.square().sum(1), x), expected)
+
+
+def test_parts_that_were_converted_apart() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Linear(5, 3)
+    ).double()
+    x = torch.randn(7, 4, dtype=torch.float64)
+    expected = loop(model, lambda y, i: y.square().sum(), (x,))
+    ps.convert_model(model)
+    ps.convert_model(model[1])
+    torch.testing.assert_close(ps.per_sample_grads(model, lambda y: y.square().sum(1), x), expected)
