@@ -30,7 +30,6 @@ from .timing import quiet_collector
 BATCH_SIZES = (16, 64)
 MOST = 3e8  # values of rows and patches, more of which a shape does not get
 ROUNDS = 9
-MANY = 32  # groups, each of which would be a product of its own
 FAR = 3.0  # times as slow as the best: measured no more
 
 
@@ -178,10 +177,8 @@ def conv_ways(conv: Conv, size: int) -> tuple[Ways, Callable[[], str]] | None:
     return {m: way(m) for m in (*rule, *others)}, lambda: conv_weight_grads.fastest(x, gy, out, geometry)
 
 
-def product_ways(shape: Product, size: int) -> Iterator[tuple[str, Ways, Callable[[], object]]]:
-    """The products of a linear map: of the forward pass, of the weight's gradient, and of its rows; and what
-    makes the choice.
-    """
+def products_of(shape: Product, size: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The products of a linear map: of the forward pass, of the weight's gradient, and of its rows."""
     name, t, i, o = shape
     x, gy, weight = torch.randn(size, t, i), torch.randn(size, t, o), torch.randn(o, i)
     if size * o * i > MOST or size * t * max(o, i) > MOST:
@@ -196,7 +193,7 @@ def product_ways(shape: Product, size: int) -> Iterator[tuple[str, Ways, Callabl
         out = torch.empty(size, o, i)
         kinds.append(("rows", lambda: products.outer_each(gy, x, float(size), out)))
     for kind, run in kinds:
-        yield f"{label}, {kind}", {"torch": run, "onednn": run}, run
+        yield f"{label}, {kind}", run
 
 
 def measured(ways: Ways) -> dict[str, float]:
@@ -225,22 +222,18 @@ class Fixed:
         return self.way if self.way in ways else rule
 
 
-def _forced(ways: Ways) -> Ways:
-    """Products, each by one library."""
+def _by(library: str, run: Callable[[], object]) -> Callable[[], object]:
+    """A product, by one library."""
+    fixed = Fixed(library)
 
-    def by(name: str, run: Callable[[], object]) -> Callable[[], object]:
-        fixed = Fixed(name)
+    def forced() -> object:
+        before, products.tuning = products.tuning, fixed  # type: ignore[assignment]
+        try:
+            return run()
+        finally:
+            products.tuning = before
 
-        def forced() -> object:
-            before, products.tuning = products.tuning, fixed  # type: ignore[assignment]
-            try:
-                return run()
-            finally:
-                products.tuning = before
-
-        return forced
-
-    return {name: by(name, run) for name, run in ways.items()}
+    return forced
 
 
 def cells(batch_sizes: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -251,16 +244,16 @@ def cells(batch_sizes: Iterable[int]) -> Iterator[dict[str, Any]]:
                 ways, choose = found
                 tuning.forget()
                 chosen = choose()
-                if len(ways) > 1:
-                    yield _cell("convolution", conv.name, size, measured(ways), chosen, next(iter(ways)))
+                yield _cell("convolution", conv.name, size, measured(ways), chosen, next(iter(ways)))
         for shape in linear_maps():
-            for name, ways, run in product_ways(shape, size):
+            for name, run in products_of(shape, size):
                 tuning.forget()
                 run()
                 if not tuning.chosen:
                     continue
                 (chosen,) = tuning.chosen.values()
-                yield _cell("product", name, size, measured(_forced(ways)), chosen, "torch")
+                ways = {library: _by(library, run) for library in ("torch", "onednn")}
+                yield _cell("product", name, size, measured(ways), chosen, "torch")
 
 
 def _cell(kind: str, name: str, size: int, times: dict[str, float], chosen: str, rule: str) -> dict[str, Any]:

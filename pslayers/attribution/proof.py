@@ -22,6 +22,9 @@ from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, Layout, batch_d
 
 _PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
 
+Outputs = Sequence[tuple[Tensor, int, Tensor]]  # tensors, the dim of their rows, and whose these are
+Back = Callable[[Sequence[Tensor]], None]  # a pass with these gradients of the outputs
+
 
 class Unprovable(Exception):  # noqa: N818
     """The graph of a call cannot be walked: it holds a reentrant checkpoint, which torch.autograd.grad does
@@ -79,7 +82,7 @@ def batched_outputs(
         ):
             found.append((t, 0, picked.sample_ids))
             continue
-        layout, dim = None if layouts is None else layouts[place], batch_dim(t, batch)
+        layout, dim = None if layouts is None else layouts[place], batch_dim(t, batch.settings)
         layout = ("dim", 0) if layout == PICKED else layout
         if layout is None and t.shape[dim] == batch.size:
             layout = "dim", dim
@@ -188,7 +191,7 @@ class GradientProbe:
         """Whether something that an output depends on was met by no pass: it goes but into numbers of the
         whole batch (a loss).
         """
-        missed = {tuple(edge)[:2] for i, edge in enumerate(self.edges) if i not in self.met}
+        missed = {(edge.node, edge.output_nr) for i, edge in enumerate(self.edges) if i not in self.met}
         return bool(missed & _edges(output)) if missed else False
 
     def close(self) -> None:
@@ -215,9 +218,7 @@ class GradientProbe:
         return last
 
 
-def rows_agree(
-    layers: GradientProbe, outputs: Sequence[tuple[Tensor, int, Tensor]], batch: Batch
-) -> bool | None:
+def rows_agree(layers: GradientProbe, outputs: Outputs) -> bool | None:
     """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs
     alone.
 
@@ -233,11 +234,13 @@ def rows_agree(
             return True  # nothing to be told here
         last = layers.last()
 
-        def back(grads: Sequence[Tensor | None]) -> None:
+        def back(grads: Sequence[Tensor]) -> None:
             tensors = [t for t, *_ in outputs]
-            if not wrapped:
-                tensors, grads = [_Of.apply(grads, *tensors)], [None]
-            torch.autograd.grad(tensors, last, grads, retain_graph=True, allow_unused=True)
+            if wrapped:
+                torch.autograd.grad(tensors, last, grads, retain_graph=True, allow_unused=True)
+            else:
+                loss = _Of.apply(grads, *tensors)
+                torch.autograd.grad(loss, last, retain_graph=True, allow_unused=True)
 
         wrapped = transforming()
         return (not wrapped and _proportional(layers, outputs, back)) or _apart(layers, outputs, back)
@@ -265,10 +268,6 @@ class _Of(torch.autograd.Function):
         return None, *ctx.grads
 
 
-Outputs = Sequence[tuple[Tensor, int, Tensor]]
-Back = Callable[[Sequence[Tensor | None]], None]
-
-
 def _apart(layers: GradientProbe, outputs: Outputs, back: Back) -> bool | None:
     """By groups of samples: whether the outputs of some have no gradient in others' rows."""
     agree: bool | None = True
@@ -285,7 +284,12 @@ def _apart(layers: GradientProbe, outputs: Outputs, back: Back) -> bool | None:
                 agree = None
 
         with layers.looking(look):
-            back([_of_sums(t, dim, torch.isin(owners, chosen.to(t.device))) for t, dim, owners in outputs])
+            back(
+                [
+                    _of_sums(t, dim, torch.isin(owners, chosen.to(t.device)).to(t))
+                    for t, dim, owners in outputs
+                ]
+            )
         if agree is False:
             break
     return agree
@@ -310,12 +314,12 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
         return False
     marks: dict[int, Tensor] = {}  # of each edge, a number for each row that its bits tell
     half = any(t.dtype == torch.float16 for t, *_ in outputs)
-    agree, digits, count = True, 0, LETTERS_OF_HALF if half else LETTERS
-    while count**digits < layers.size:
-        digits += 1
-    for digit in range(digits + 1):  # the first pass is without factors
-        letters = torch.arange(layers.size) // count ** max(digit - 1, 0) % count * (digit > 0)
-        factors = 2.0 ** (letters // 2) * (1 - letters % 2 * 2)
+    agree, count, numbers = True, LETTERS_OF_HALF if half else LETTERS, torch.arange(layers.size)
+    letters = [torch.zeros_like(numbers)]  # of each pass; the first is without factors
+    while count ** (len(letters) - 1) < layers.size:
+        letters.append(numbers // count ** (len(letters) - 1) % count)
+    for each in letters:
+        factors = 2.0 ** (each // 2) * (1 - each % 2 * 2)
 
         def look(edge: int, grad: Tensor, owners: Tensor, factors: Tensor = factors) -> None:
             nonlocal agree
@@ -326,7 +330,7 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
             agree = torch.equal(marks.setdefault(edge, found), found)
 
         with layers.looking(look):
-            back([_scaled_sums(t, dim, factors[owners.cpu()].to(t)) for t, dim, owners in outputs])
+            back([_of_sums(t, dim, factors[owners.cpu()].to(t)) for t, dim, owners in outputs])
         if not agree:
             return False
     return True
@@ -350,16 +354,14 @@ def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def _scaled_sums(t: Tensor, dim: int, factors: Tensor) -> Tensor:
-    """The gradient with respect to t of the sum of all rows' values and their squares, times factors."""
-    grad = t.detach().mul(2).add_(1)
-    return grad.movedim(dim, 0).mul(factors.view(-1, *[1] * (t.ndim - 1))).movedim(0, dim)
+def _of_sums(t: Tensor, dim: int, factors: Tensor) -> Tensor:
+    """The gradient with respect to t of the sum of all rows' values and their squares, times factors.
 
-
-def _of_sums(t: Tensor, dim: int, chosen: Tensor) -> Tensor:
-    """The gradient with respect to t of the sum of the chosen rows' values and their squares."""
+    It is zero for a factor of zero, whatever the values are.
+    """
     grad = t.detach().mul(2).add_(1)
-    grad.movedim(dim, 0)[~chosen] = 0
+    rows = grad.movedim(dim, 0)
+    rows.mul_(factors.view(-1, *[1] * (t.ndim - 1)))[factors == 0] = 0
     return grad
 
 

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
-from ..core.context import Batch, NoRuleError, local, picked_by, transforming
+from ..core.context import Batch, NoRuleError, Settings, local, picked_by, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, own_parameters, tensors_in, written_to
 from .snapshot import trial
@@ -386,7 +386,7 @@ def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dic
     count, packed = itertools.count(), _packed(args, kwargs)
 
     def look(t: Tensor) -> Tensor:
-        place, dim = next(count), batch_dim(t, batch)
+        place, dim = next(count), batch_dim(t, batch.settings)
         if id(t) in packed:
             places[place] = [0]
         elif t.ndim and t.dtype != torch.bool and t.shape[dim] and t.shape[dim] % batch.size == 0:
@@ -400,9 +400,9 @@ def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dic
     return places
 
 
-def batch_dim(t: Tensor, batch: Batch) -> int:
+def batch_dim(t: Tensor, settings: Settings) -> int:
     """The dim of an input or output that holds the batch."""
-    return 0 if batch.settings.batch_first or t.ndim < 2 else 1
+    return 0 if settings.batch_first or t.ndim < 2 else 1
 
 
 def _changed(

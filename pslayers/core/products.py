@@ -128,9 +128,12 @@ def outer_each(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor
     (size, t, o), i = left.shape, right.shape[2]
     if size and t * o * i >= WORTH_IT and has_onednn(left):
         n = min(size, EACH)
-        some = left[:n], right[:n], scale, out[:n]
+
+        def some() -> tuple[Tensor, Tensor, float, Tensor]:
+            return left[:n], right[:n], scale, out[:n]
+
         sizes = t, o, i, n, left.is_contiguous(), right.is_contiguous()
-        if _by_onednn("outer each", sizes, lambda: _at_once(*some), lambda: _one_by_one(*some)):
+        if _by_onednn("outer each", sizes, lambda: _at_once(*some()), lambda: _one_by_one(*some())):
             return _one_by_one(left, right, scale, out)
     return _at_once(left, right, scale, out)
 

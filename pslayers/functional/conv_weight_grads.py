@@ -246,8 +246,11 @@ def fastest(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> str:
     fitted = out.device.type == "cpu" and out.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     sizes = x.shape, gy.shape, out.shape, geometry, has_onednn(out)
     promising = _promising(*sizes) if fitted else ["im2col", "fused", "turned"]
-    part = x[: some * k], gy[: some * k], 1.0, out[:some], geometry
-    ways = {name: functools.partial(ROWS[name], *part) for name in promising}
+
+    def of_some(method: str) -> None:
+        ROWS[method](x[: some * k], gy[: some * k], 1.0, out[:some], geometry)
+
+    ways = {method: functools.partial(of_some, method) for method in promising}
     return tuning.fastest(key, ways, promising[0])
 
 

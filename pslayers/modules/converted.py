@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import compiled, torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
-from ..attribution.tracking import Layout, run_tracked
+from ..attribution.tracking import Layout, batch_dim, run_tracked
 from ..core import sharding
 from ..core.context import Batch, Settings, clear, local, transforming
 from ..core.converted_module import ConvertedModule
@@ -124,14 +124,14 @@ class Converted(_Mixin):
 
     def _ps_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
         """(dims, the size of the one that would be the batch's) of every tensor that has dims."""
-        first, found = self._ps_state().settings.batch_first, []
+        settings, found = self._ps_state().settings, []
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor and args[0].ndim:  # by far the most
-            return [(args[0].ndim, args[0].shape[0 if first or args[0].ndim == 1 else 1])]
+            return [(args[0].ndim, args[0].shape[batch_dim(args[0], settings)])]
         for t in tensors_in((args, kwargs)):
             if isinstance(t, PackedSequence):
                 found.append((-1, int(t.batch_sizes[0]) if len(t.batch_sizes) else 0))
             elif t.ndim:
-                found.append((t.ndim, t.shape[0 if first or t.ndim == 1 else 1]))
+                found.append((t.ndim, t.shape[batch_dim(t, settings)]))
         return found
 
     def _ps_told(self, sizes: list[tuple[int, int]]) -> int:

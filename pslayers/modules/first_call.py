@@ -30,7 +30,7 @@ from ..attribution.proof import (
     rows_agree,
 )
 from ..attribution.snapshot import Snapshot, gradients_unchanged, trial
-from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, run_tracked, track
+from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_tracked, track
 from ..core import sharding
 from ..core.context import Batch, local
 from ..core.trees import map_tensors, tensors_in
@@ -53,9 +53,7 @@ ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
     (set(), True),
 )
 
-
-# of how many samples a call may be learned, and of how many that pays: as many that no two are alike to the
-# groups and factors of the proof
+# with how many samples it is found out whose rows are whose, and of how many that pays
 FEW, WORTH_IT = 3, 8
 TELL_EVERY = 5.0  # seconds
 _log = logging.getLogger(__name__.partition(".")[0])
@@ -212,7 +210,7 @@ class ModelCall:
             return False
         try:
             with gradients_unchanged(model):
-                agree = rows_agree(batch.outputs, batched_outputs(output, batch), batch)
+                agree = rows_agree(batch.outputs, batched_outputs(output, batch))
         except Unprovable:  # then the samples are changed, and what depends on them is seen
             return False
         if batch.outputs.missed(output) or agree is False:
@@ -243,7 +241,7 @@ class ModelCall:
             with self._kept_if_proved():
                 with trial(self.model):
                     few.learn()
-                if self.kind not in {kind[:-1] for kind in self.state.proved}:
+                if not self.model._ps_proved(self.kind):
                     raise ValueError
                 set_random_state(self.random)
                 self._make_room()
@@ -257,15 +255,14 @@ class ModelCall:
         """This call for a few of its samples; None where these are not worth it, or not told from the other
         inputs by shape.
         """
-        size, first = self.size, self.settings.batch_first
+        size = self.size
         if size < WORTH_IT or local.explicit is not None or self.model._ps_given():
             return None
 
         def part(t: Tensor) -> Tensor:
-            dim = 0 if first or t.ndim < 2 else 1
             if size not in t.shape:
                 return t
-            if t.shape[dim] != size:
+            if t.shape[dim := batch_dim(t, self.settings)] != size:
                 raise ValueError
             return t.detach().narrow(dim, 0, FEW).clone().requires_grad_(t.requires_grad)
 
@@ -341,12 +338,12 @@ class ModelCall:
         )
         try:
             with gradients_unchanged(model):
-                agree = rows_agree(batch.outputs, own, batch)
+                agree = rows_agree(batch.outputs, own)
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(model), torch_api.reentrant_checkpoints("otherwise"):
                 args, kwargs = map_tensors(lambda t: t.clone(), (self.args, self.kwargs))
                 again, batch = self._watched(args, kwargs)
-                agree = rows_agree(batch.outputs, batched_outputs(again, batch, layouts), batch)
+                agree = rows_agree(batch.outputs, batched_outputs(again, batch, layouts))
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
