@@ -44,10 +44,26 @@ def changed(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def recording(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Switch the recording of per-sample gradients on or off inside a ``with`` block.
+def recording(model: nn.Module, enabled: bool = True, *, grad: bool = True) -> Iterator[None]:
+    """Switch the recording of per-sample gradients on or off inside a ``with`` block, or that of ``.grad``
+    off.
 
-    Off, the layers run torch's own forward: nothing is recorded, and nothing costs.
+    Off, the layers run torch's own forward: nothing is recorded, and nothing costs. With ``grad=False``
+    backward passes fill ``grad_sample`` alone (or give `ps.streaming` its rows): the sums over samples are
+    not computed, and ``.grad`` stays as it is, None or not. Parameters that were left without rows
+    (``on_unsupported="skip"``) have their ``.grad`` as always.
+
+    Args:
+        model: a converted model.
+        enabled: whether per-sample gradients are recorded, in this thread.
+        grad: whether ``.grad`` is filled, too, in all threads. Of blocks one inside the other, the innermost
+            one says.
+
+    Raises:
+        ValueError: the model is not converted, or neither of the two is asked for.
+        RuntimeError: in the backward pass, a gradient reaches a parameter past its layer; the forward pass
+            ran inside the block, and the backward pass runs outside. In the forward pass,
+            DistributedDataParallel would wait for plain gradients: call it inside of its ``no_sync()``.
 
     Example:
         >>> import torch, pslayers as ps
@@ -56,8 +72,16 @@ def recording(model: nn.Module, enabled: bool) -> Iterator[None]:
         ...     model(torch.randn(4, 3)).sum().backward()
         >>> model.weight.grad_sample is None
         True
+        >>> model.zero_grad()
+        >>> with ps.recording(model, grad=False):
+        ...     model(torch.randn(4, 3)).sum().backward()
+        >>> model.weight.grad_sample.shape, model.weight.grad is None
+        (torch.Size([4, 2, 3]), True)
     """
-    with recorded_or_not(settings_of(model), bool(enabled)):
+    if not (enabled or grad):
+        raise ValueError("Neither rows nor `.grad` would be filled: use torch.no_grad().")
+    filled = changed(model, "grad", bool(grad)) if enabled else nullcontext()
+    with recorded_or_not(settings_of(model), bool(enabled)), filled:
         yield
 
 
@@ -215,7 +239,11 @@ def _in_chunks(
         # without the sums; but of a batch of one the sum is the row, and what can be differentiated leads to
         # the parameters
         alone = stop - start > 1 and not create_graph
-        with model._ps_state().settings.turns.writing, changed(model, "rows_alone", alone):
+        with (
+            model._ps_state().settings.turns.writing,
+            changed(model, "grad", True),
+            changed(model, "rows_alone", alone),
+        ):
             part = chunks.part(start, stop)
             rows = _one_pass(model, loss_fn, *part, size=stop - start, create_graph=create_graph)
         if stop - start == size:
@@ -385,6 +413,9 @@ def _one_pass(
     wanted = [*leaves.values(), *(p for _, p in params)]
     with changed(model, "collecting_grads", True):
         grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
+    for _, p in params:
+        if (recorder := p.__dict__.get("_ps_recorder")) is not None:
+            recorder.checked = True  # as a pass does that brings plain gradients: uses are counted anew
     found = dict(zip(leaves, grads, strict=False))
     for name, grad in found.items():
         if grad is not None and len(grad) != size:

@@ -43,9 +43,9 @@ def plain(params: Any, settings: Settings) -> tuple[Any, Tensor | None]:
         return params, None
     if torch_api.active_ddp() is not None:
         raise RuntimeError(
-            "A compiled model cannot be clipped or reweighed inside of DistributedDataParallel: leave one of"
-            " the two away; without the latter, torch.distributed.all_reduce every `.grad` after the backward"
-            " pass."
+            "A compiled model cannot be clipped or reweighed inside of DistributedDataParallel, nor recorded"
+            " with grad=False: leave one of the two away; without the latter, torch.distributed.all_reduce"
+            " every `.grad` after the backward pass."
         )
     return tuple([None if p is None else p.detach() for p in params]), ANCHOR
 

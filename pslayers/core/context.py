@@ -69,6 +69,7 @@ class Settings:
     sink: "Sink | None" = field(default=None, repr=False)
     collecting_grads: bool = field(default=False, repr=False)  # rows go to the call that asks for them
     rows_alone: bool = field(default=False, repr=False)  # which asks for no sums
+    grad: bool = field(default=True, repr=False)  # backward passes fill `.grad`, see `ps.recording`
     # modules are called with rows that masks have picked
     has_gathered_rows: bool = field(default=False, repr=False)
     pass_id: int = -1
@@ -103,7 +104,7 @@ class Settings:
     @property
     def sums(self) -> bool:
         """Whether plain gradients are wanted, too."""
-        return not self.rows_alone and (self.sink is None or self.sink.sums)
+        return self.grad and not self.rows_alone and (self.sink is None or self.sink.sums)
 
     @property
     def recording(self) -> bool:
@@ -160,9 +161,13 @@ class Settings:
     def check_bare(self) -> None:
         """An error where the pass that ends has given a parameter a gradient, and no row of it."""
         found, self.bare = self.bare, []
-        # where no sums are wanted, nothing comes by way of expansions
-        names = [f"`{r.name}`" for r in found if not self.sums or r.pass_id != self.pass_id]
-        if names and self.pass_id == self.bare_pass and not self.partial:
+        names = [
+            f"`{r.name}`"
+            for r in found
+            # where no sums are wanted, nothing comes by way of expansions
+            if (not self.sums if r.pass_id == self.pass_id else not self.partial)
+        ]
+        if names and self.pass_id == self.bare_pass:
             some = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
             raise RuntimeError(
                 f"{some} received a gradient, and no row of it, in a backward pass that gave rows to other"

@@ -141,7 +141,7 @@ class Expansion:
         sink = UNRECORDED if recorder is None else recorder.settings.sink or recorder.dense
         if need_rows:
             rows = sink.make(recorder, factor, self.rows, scale.rows)  # type: ignore[arg-type]
-        if need_weight and sink.sums:
+        if need_weight and (recorder is None or recorder.settings.sums):
             if rows is not None and 0 < rows.shape[0] * factor.worth_summing < factor.positions:
                 total = rows.sum(0) * (1 / scale.rows)
             else:

@@ -35,6 +35,7 @@ class Recorder:
         self.pass_id = self.outer_pass = self.notes_pass = -1
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
         self.repeats = 0  # of these, that were made while a backward pass ran, by checkpoints
+        self.counted = -1  # the last pass after which they were counted anew, of those without sums
         self.notes: list[tuple[int, int] | Tensor] = []
         self.compiled = False  # the notes come from compiled code
         self.unexpanded = False  # a layer's last call did not expand this parameter
@@ -51,10 +52,12 @@ class Recorder:
 
     def expansion(self, param: Tensor, size: int, scale: Scale) -> Expansion:
         """The parameter, expanded to a batch. Where its plain gradient is not wanted, none can reach it."""
-        self.use()
         shared = param
         if not self.settings.sums:
             shared, scale.sums = param.detach(), False
+            if self.counted != self.pass_id and torch_api.outer_pass() == -1:  # which nothing has checked
+                self.counted, self.checked = self.pass_id, True
+        self.use()
         return Expansion(shared, self.rows_leaf(size), scale, self)
 
     def rows_leaf(self, size: int) -> Tensor:
@@ -204,6 +207,8 @@ class Recorder:
     def leave_blank(self) -> None:
         """Note that zeros will arrive in the place of a gradient that is not wanted."""
         self.blank = (param := self.param()) is not None and param.grad is None
+        if self.blank:
+            torch_api.after_pass(self.drop_blank)
 
     def drop_blank(self) -> None:
         """Have no `.grad` again where there was none, and nothing was added to the zeros since."""
@@ -215,9 +220,9 @@ class Recorder:
     def of_another_block(self) -> RuntimeError:
         """What is raised where a backward pass is to fill `.grad`, and its forward pass was not."""
         return RuntimeError(
-            f"`{self.name}` would get no `.grad`: its forward pass ran inside of ps.clipping, ps.reweighting"
-            " or ps.factored(grad=False), its backward pass runs outside: call loss.backward() inside the"
-            " block."
+            f"`{self.name}` would get no `.grad`: its forward pass ran inside of ps.clipping, ps.reweighting,"
+            " ps.factored(grad=False) or ps.recording(grad=False), its backward pass runs outside: call"
+            " loss.backward() inside the block."
         )
 
     def of_two_sizes(self, one: int, other: int) -> RuntimeError:

@@ -378,9 +378,9 @@ class SingleSample:
         return True
 
 
-def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]) -> None:
+def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Gradients on their way to parameters, as the rows of one sample; what cannot be taken so early is when
-    it arrives.
+    it arrives. What goes on to the parameters.
     """
     settings, pass_id = recorders[0].settings, torch_api.current_pass()
     early = settings.sink is None and settings.accumulation == "replace" and not sharding.in_use()
@@ -415,3 +415,10 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
     if rows:
         settings.rows = 1
         torch_api.copy_each(rows, taken)
+    if settings.sums:
+        return grads
+    others: list[Tensor | None] = []
+    for recorder, grad in zip(recorders, grads, strict=True):
+        others.append(None if recorder.single.taken is grad else grad)
+        recorder.single.taken = None
+    return others

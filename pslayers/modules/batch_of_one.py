@@ -35,7 +35,7 @@ class _Alone(Op):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         recorders, pass_id = ctx.recorders, torch_api.current_pass()
         if ctx.outer_pass == -1 and not torch.is_grad_enabled() and recorders[0].whole_pass():
-            store_single(recorders, grads)
+            grads = tuple(store_single(recorders, grads))
         else:
             for grad, recorder, (node, _) in zip(grads, recorders, ctx.next_functions[1:], strict=True):
                 # torch.autograd.grad has no side effects
@@ -49,13 +49,15 @@ class _OfNone(_Alone):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = ctx.recorders[0].settings.sums
         for grad, recorder, (node, _) in zip(grads, ctx.recorders, ctx.next_functions[1:], strict=True):
             # torch.autograd.grad has no side effects
             if grad is not None and will_execute(node, asked=False):
                 recorder.outer_pass = -1
-                recorder.note(grad)
+                if wanted:
+                    recorder.note(grad)
                 recorder.store(grad.new_zeros(0, *grad.shape))
-        return None, None, None, *grads
+        return None, None, None, *(grads if wanted else [None] * len(grads))
 
 
 class Trained:

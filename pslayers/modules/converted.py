@@ -165,6 +165,12 @@ class Converted(_Mixin):
             settings.sink.at_call()
         ddp = torch_api.active_ddp()
         settings.in_ddp = ddp is not None and ddp.require_backward_grad_sync
+        if settings.in_ddp and recorded and not settings.grad:
+            raise RuntimeError(
+                "DistributedDataParallel waits for plain gradients to average, which"
+                " ps.recording(model, grad=False) leaves out: call it inside of its no_sync(), or call the"
+                " model that it wraps."
+            )
         recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
         trackable = not self._ps_layer and not recomputed
         sizes = [] if self._ps_layer else self._ps_sizes(args, kwargs)

@@ -274,6 +274,27 @@ def test_a_block_around_a_part_of_a_compiled_step() -> None:
         loss.backward()
 
 
+def test_rows_without_plain_gradients() -> None:
+    model, ours = pair(nn.Linear(12, 3), floats(3, 12))
+    run = compiled(ours)
+    for n in (11, 5):
+        x = floats(n, 12)
+        expected = loop(model, square, (x,))
+        outside = squares(run(x)).mean()  # compiled to give sums
+        with ps.recording(ours, grad=False):
+            for loss in (outside, squares(run(x)).mean()):
+                ours.zero_grad()
+                loss.backward()
+                for name, p in ours.named_parameters():
+                    torch.testing.assert_close(p.grad_sample, expected[name])
+                    assert p.grad is None
+            inside = squares(run(x)).mean()
+        with pytest.raises(RuntimeError, match="inside the block"):
+            inside.backward()
+        assert_right(run, ours, model, x)
+    assert graphs() == 2
+
+
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     part(

@@ -343,6 +343,36 @@ def refused_in_ddp(rank: int, world: int) -> None:
         both(x)
 
 
+def rows_alone(rank: int, world: int) -> None:
+    """Without plain gradients: under no_sync, by the model itself, and sharded; an error where DDP waits."""
+    model, x = zoo.mlp().double(), vectors(EACH * world)
+    mine = x[own(rank, [EACH] * world)]
+    ours = ps.convert_model(copy.deepcopy(model), example=mine)
+    net = DistributedDataParallel(ours)
+    with ps.recording(net, grad=False):
+        for n in (EACH, 1):
+            with pytest.raises(RuntimeError, match=r"inside of its no_sync\(\)"):
+                squares(net(mine[:n])).mean().backward()
+            with net.no_sync():
+                squares(net(mine[:n])).mean().backward()
+            assert_rows_alone(ours, loop(model, square, (mine[:n],)))
+            squares(ours(mine[:n])).mean().backward()
+            assert_rows_alone(ours, loop(model, square, (mine[:n],)))
+    squares(net(mine)).mean().backward()
+    assert_own_rows(ours, loop(model, square, (x,)), own(rank, [EACH] * world))
+    sharded = shard(ps.convert_model(copy.deepcopy(model), example=mine), world, nn.Linear)
+    with ps.recording(sharded, grad=False):
+        for n in (EACH, 1):
+            squares(sharded(mine[:n])).mean().backward()
+            assert_rows_alone(sharded, loop(model, square, (mine[:n],)))
+
+
+def assert_rows_alone(model: nn.Module, expected: dict[str, Tensor | None]) -> None:
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad_sample, expected[name], msg=lambda m, name=name: f"{name}: {m}")
+        assert p.grad is None, name
+
+
 def shard(model: nn.Module, world: int, parts: type[nn.Module] | None) -> nn.Module:
     """Each module of a class sharded by itself, then the rest with the root."""
     mesh = init_device_mesh("cpu", (world,))
@@ -508,6 +538,7 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "ddp-clipped-micro-batches": clipped_micro_batches,
     "ddp-clipped-branches": clipped_branches(replicated),
     "ddp-refused": refused_in_ddp,
+    "rows-alone": rows_alone,
     "ddp-refused-compiled": refused_compiled,
     "fsdp-clipped": clipped(sharded_by_blocks),
     "fsdp-clipped-branches": clipped_branches(sharded_by_blocks),
