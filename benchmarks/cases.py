@@ -1,6 +1,7 @@
 """The cells of the study: a model, inputs, a target and a loss for a batch size `b` and a size."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -233,6 +234,81 @@ def lstm_time(b: int, t: int) -> Problem:
 def transformer_time(b: int, t: int) -> Problem:
     """As `transformer`, D=128."""
     return _classify(nets.transformer(128), torch.randn(b, t, 32))
+
+
+# Cost lines: a clipped step by factors and by dense rows beside a plain one, each time one size grows from
+# the same base on (`lines.py`); and a model that is in none of them, to hold what they predict against
+
+LINES: dict[str, Any] = {
+    "group": "lines",
+    "task": "clipped",
+    "engines": ("plain", "pslayers-clipping", "pslayers-clipping-rows"),
+}
+
+
+def gpt_of(
+    b: int, t: int = 64, width: int = 256, layers: int = 2, vocabulary: int = 1024, positions: int = 0
+) -> Problem:
+    """GPT-2's form, its head the table of tokens."""
+    ids = nets.tokens(b, t + 1, vocabulary)
+    model = larger.LanguageModel(vocabulary, vocabulary, positions or t, width, layers, tied=True)
+    inputs, target = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return Problem(model, (inputs,), target, larger.next_token_loss)
+
+
+def _mlp(b: int, width: int = 512, layers: int = 2) -> Problem:
+    """784, so many layers of one width, 10."""
+    widths = [784, *[width] * layers]
+    hidden = [layer for i, o in pairwise(widths) for layer in (nn.Linear(i, o), nn.ReLU())]
+    return _classify(nn.Sequential(*hidden, nn.Linear(width, 10)), torch.randn(b, 784))
+
+
+@case(**LINES, batch_sizes=(1, 2, 4, 8, 16, 32))
+def gpt_by_batch(b: int, _: int) -> Problem:
+    """2 layers, 256 wide, 64 of 1,024 words."""
+    return gpt_of(b)
+
+
+@case(**LINES, axis="D", sizes=(64, 128, 256, 512, 1024), batch_sizes=(8,))
+def gpt_by_width(b: int, d: int) -> Problem:
+    """The same at another width."""
+    return gpt_of(b, width=d)
+
+
+@case(**LINES, axis="T", sizes=(16, 32, 64, 128, 256, 512), batch_sizes=(8,))
+def gpt_by_time(b: int, t: int) -> Problem:
+    """The same for other lengths."""
+    return gpt_of(b, t)
+
+
+@case(**LINES, axis="L", sizes=(1, 2, 4, 8, 16), batch_sizes=(8,))
+def gpt_by_depth(b: int, layers: int) -> Problem:
+    """The same with other numbers of layers."""
+    return gpt_of(b, layers=layers)
+
+
+@case(**LINES, batch_sizes=(4, 16, 64, 256))
+def mlp_by_batch(b: int, _: int) -> Problem:
+    """784-512-512-10."""
+    return _mlp(b)
+
+
+@case(**LINES, axis="D", sizes=(128, 256, 512, 1024, 2048), batch_sizes=(64,))
+def mlp_by_width(b: int, d: int) -> Problem:
+    """784-D-D-10."""
+    return _mlp(b, d)
+
+
+@case(**LINES, axis="L", sizes=(1, 2, 4, 8, 16), batch_sizes=(64,))
+def mlp_by_depth(b: int, layers: int) -> Problem:
+    """784, so many layers 512 wide, 10."""
+    return _mlp(b, layers=layers)
+
+
+@case(**(LINES | {"group": "held"}), axis="T", sizes=(64,), batch_sizes=(4,))
+def gpt2_small(b: int, t: int) -> Problem:
+    """GPT-2's smallest: 12 layers, 768 wide, 50,257 words."""
+    return gpt_of(b, t, 768, 12, 50_257, 1024)
 
 
 # Clipped steps, of which no rows are wanted

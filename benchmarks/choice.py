@@ -11,10 +11,23 @@ from . import (
     without_rows,  # noqa: F401 -- they register themselves
 )
 
+FACTORED = (  # clipped steps and Gram matrices that are part of "all"
+    "mlp_wide",
+    "gpt_tied",
+    "vit",
+    "depthwise_cnn_clipped",
+    "text_lstm",
+    "imdb_embedding_clipped",
+    "mlp_gram",
+    "cifar_cnn_gram",
+    "transformer_gram",
+    "text_lstm_gram",
+)
+
 
 def chosen_cells(names: Iterable[str], models: Iterable[str] = (), task: str = "rows") -> list[registry.Case]:
-    """The cases with these names or of these groups ("all": all of rows but the sweeps), and those at import
-    paths (``module:build``), which are measured for `task`.
+    """The cases with these names or of these groups ("all": all of rows but the sweeps, and `FACTORED`), and
+    those at import paths (``module:build``), which are measured for `task`.
 
     A user's ``build(batch_size)`` returns a `registry.Problem`, or a tuple of the same four.
     """
@@ -23,7 +36,8 @@ def chosen_cells(names: Iterable[str], models: Iterable[str] = (), task: str = "
         chosen = [
             c
             for c in registry.CASES.values()
-            if name in (c.name, c.group) or (name == "all" and c.group != "sweeps" and c.task == "rows")
+            if name in (c.name, c.group)
+            or (name == "all" and (c.name in FACTORED or (c.group != "sweeps" and c.task == "rows")))
         ]
         if not chosen:
             known = sorted({c.group for c in registry.CASES.values()}) + sorted(registry.CASES)

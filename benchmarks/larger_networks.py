@@ -39,6 +39,42 @@ class LanguageModel(nn.Module):
         return self.head(x if self.causal else x[:, 0])
 
 
+class Gated(nn.Module):
+    """Two maps, of which one gates the other."""
+
+    def __init__(self, dims: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(dims, inner, bias=False), nn.Linear(dims, inner, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., dims) to (..., inner)."""
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+class GatedBlock(Block):
+    """Llama's block: RMSNorm, no biases, a gated MLP. Rotary positions, without parameters, are left out."""
+
+    def __init__(self, dims: int, heads: int, inner: int) -> None:
+        super().__init__(dims, heads, True, nn.RMSNorm, bias=False)
+        self.mlp = nn.Sequential(Gated(dims, inner), nn.Linear(inner, dims, bias=False))
+
+
+class Llama(nn.Module):
+    """Llama's form; the sizes are those of 7B."""
+
+    def __init__(
+        self, vocabulary: int = 32_000, dims: int = 4096, layers: int = 32, inner: int = 11_008
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, dims)
+        self.blocks = nn.Sequential(*(GatedBlock(dims, dims // 128, inner) for _ in range(layers)))
+        self.norm, self.head = nn.RMSNorm(dims), nn.Linear(dims, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, T) to (B, T, vocabulary)."""
+        return self.head(self.norm(self.blocks(self.tokens(ids))))
+
+
 def bert_for_its_last_part(vocabulary: int, classes: int, time: int) -> LanguageModel:
     """BERT's form, of which the last layer and the head are trained."""
     model = LanguageModel(vocabulary, classes, time, causal=False)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from . import choice, engines
+from .budget import Budget
 
 _START = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 _CONTEXT: Any = multiprocessing.get_context(_START)
@@ -49,23 +50,31 @@ class Job:
     limit: float | None = None  # GiB
 
 
-def measure(job: Job, repeats: int = 1) -> dict[str, Any]:
+def measure(job: Job, repeats: int = 1, budget: Budget | None = None) -> dict[str, Any]:
     """The bytes of all steps' "peak" and of the "peak_later" than two steps, the "growth" from the tenth on;
     or a "memory_error".
 
-    With more repeats that of the median peak: how an allocator cuts its memory up differs from process to
-    process.
+    With more repeats, as many as the budget has time for, that of the median peak: how an allocator cuts its
+    memory up differs from process to process.
     """
-    results = [_in_a_process(job) for _ in range(repeats)]
+    results = [_in_a_process(job)]
+    while len(results) < repeats and not (budget and budget.spent):
+        results.append(_in_a_process(job))
     failed = [r for r in results if "peak" not in r]
     return failed[0] if failed else sorted(results, key=lambda r: r["peak"])[len(results) // 2]
 
 
+def prepare() -> None:
+    """Start the server that the processes come from, which imports once what all of them need."""
+    if _START == "forkserver":
+        names = ("memory", "plots", "tables", "environment")
+        _CONTEXT.set_forkserver_preload([*(f"benchmarks.{name}" for name in names), "opacus", "backpack"])
+    process = _CONTEXT.Process(target=gc.collect)
+    process.start()
+    process.join()
+
+
 def _in_a_process(job: Job) -> dict[str, Any]:
-    if _START == "forkserver":  # the server imports once what all processes need
-        _CONTEXT.set_forkserver_preload(
-            ["benchmarks.memory", "benchmarks.cases", "benchmarks.peers", "opacus", "backpack"]
-        )
     mine, theirs = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=_child, args=(job, theirs))
     process.start()

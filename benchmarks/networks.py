@@ -2,6 +2,7 @@
 samples.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -158,10 +159,17 @@ def bag_of_words(vocabulary: int, width: int, classes: int) -> nn.Sequential:
 class Block(nn.Module):
     """A pre-norm Transformer block of plain layers around torch's fused attention."""
 
-    def __init__(self, dims: int, heads: int, causal: bool = False) -> None:
+    def __init__(
+        self,
+        dims: int,
+        heads: int,
+        causal: bool = False,
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(dims), nn.LayerNorm(dims)
-        self.qkv, self.proj = nn.Linear(dims, 3 * dims), nn.Linear(dims, dims)
+        self.norm1, self.norm2 = norm(dims), norm(dims)
+        self.qkv, self.proj = nn.Linear(dims, 3 * dims, bias), nn.Linear(dims, dims, bias)
         self.mlp = nn.Sequential(nn.Linear(dims, 4 * dims), nn.GELU(), nn.Linear(4 * dims, dims))
         self.heads, self.causal = heads, causal
 

@@ -11,7 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from .report import Cell, label, name_of, peers, ratio, rows_bytes
+from .lines import Line, fitted
+from .report import REPEATED, Cell, label, name_of, peers, ratio, rows_bytes, task
 
 matplotlib.rcParams |= {"svg.hashsalt": "pslayers", "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 8}
 
@@ -32,7 +33,7 @@ AXES = {"batch_size": "batch size", "D": "width", "T": "sequence length"}
 
 def all_plots(cells: list[Cell], stem: Path) -> list[Path]:
     """Every picture that these cells are enough for, at `<stem>-<what>.svg`."""
-    cells = [c for c in cells if "skipped" not in c and c["engines"]]
+    cells = [c for c in cells if "skipped" not in c and c["engines"] and task(c) == "rows"]
     written = []
     for axis in AXES:
         panels = _panels(cells, axis)
@@ -117,6 +118,41 @@ def _grid(
     return path
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"color": "grey"},
+    "clipped": {"color": "tab:red"},
+    "rows": {"color": "tab:blue"},
+}
+
+
+def cost_lines(lines: list[Line], stem: Path) -> list[Path]:
+    """Time and memory along each line, with what was fitted to its upper range, at `<stem>-<what>.svg`."""
+    written = []
+    for what, unit, scale in (("time", "ms a step", 1e3), ("memory", "peak MiB", 2.0**-20)):
+        drawn = [line for line in lines if any(line.points(way, what) for way in WAYS)]
+        if not drawn:
+            continue
+        columns = min(4, len(drawn))
+        rows = math.ceil(len(drawn) / columns)
+        size = 3.2 * columns, 2.5 * rows + 0.4
+        figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+        for ax in axes.flat[len(drawn) :]:
+            ax.axis("off")
+        for ax, line in zip(axes.flat, drawn, strict=False):
+            for way, style in WAYS.items():
+                if points := line.points(way, what):
+                    ax.plot([x for x, _ in points], [y * scale for _, y in points], ".", label=way, **style)
+                if fit := fitted(points):
+                    ax.plot(fit.xs, [fit.at(x) * scale for x in fit.xs], "-", linewidth=1, **style)
+            ax.set(xscale="log", yscale="log", title=line.title, xlabel=line.over, ylabel=unit)
+            ax.grid(alpha=0.3)
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        written.append(stem.with_name(f"{stem.name}-{what}.svg"))
+        figure.savefig(written[-1], metadata={"Date": None})
+        plt.close(figure)
+    return written
+
+
 def _log_axes(ax: Axes, ticks: list[int]) -> None:
     ax.set(xscale="log", yscale="log")
     ax.set_xticks(ticks, [str(t) for t in ticks])
@@ -126,7 +162,7 @@ def _log_axes(ax: Axes, ticks: list[int]) -> None:
 
 def overview(cells: list[Cell], path: Path) -> Path:
     """Each peer's time over ours in every cell, and the limit's."""
-    cells = [c for c in cells if c["group"] != "sweeps" and "median" in c["engines"].get("pslayers", {})]
+    cells = [c for c in cells if c["group"] not in REPEATED and "median" in c["engines"].get("pslayers", {})]
     figure, ax = plt.subplots(figsize=(9, 0.14 * len(cells) + 1.4), layout="constrained")
     for name, style in STYLES.items():
         if name in ("pslayers", "plain"):

@@ -38,8 +38,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Case:
-    """A model of the study at one or more sizes; `axis` says what a size is (D: width, T: time), `task` what
-    is wanted of a step (`engines.TASKS`).
+    """A model of the study at one or more sizes; `axis` says what a size is (D: width, T: time, L: layers),
+    `task` what is wanted of a step (`engines.TASKS`), `engines` which take part, if not all.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Case:
     sizes: tuple[int, ...] = (0,)
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     task: str = "rows"
+    engines: tuple[str, ...] = ()
 
 
 CASES: dict[str, Case] = {}

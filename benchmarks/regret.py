@@ -1,6 +1,6 @@
 """How well ways are chosen: the time of the chosen one over that of the best, for shapes of public models.
 
-    python -m benchmarks.regret --threads 2 --out benchmarks/results/regret.json
+    python -m benchmarks.regret --threads 2 --out regret.json
 
 The shapes of ResNet, VGG, MobileNet, EfficientNet, DenseNet, ConvNeXt, Inception, U-Net, audio and video
 networks, BERT, GPT-2, ViT and Swin stand below as their papers give them. Each is measured with a fresh
@@ -24,7 +24,7 @@ from pslayers.core.tuning import tuning
 from pslayers.functional import conv_weight_grads
 from pslayers.functional.conv_weight_grads import Geometry
 
-from . import environment, tables
+from . import environment, machines, tables
 from .timing import quiet_collector
 
 BATCH_SIZES = (16, 64)
@@ -284,7 +284,7 @@ def main() -> None:
             found.append(cell)
             print(f"{cell['regret']:.2f} {cell['rule']:.2f} {cell['chosen']:8s} {cell['shape']}", flush=True)
     document = {"environment": environment.environment(), "threads": options.threads, "cells": found}
-    print(tables.regret([document]))
+    print(tables.regret([(machines.name_of(document["environment"]), document)]))
     for cell in sorted(found, key=lambda c: -c["regret"])[:5]:
         print(f"worst: {cell['shape']}: {cell['chosen']} of {cell['times']}")
     if options.out is not None:

@@ -14,7 +14,14 @@ Document = dict[str, Any]
 YARDSTICKS = ("plain", "limit", "plain-compiled")
 MEASURES = {"time": ("median",), "memory": ("peak", "memory_error")}  # and what tells that it was measured
 NOTICEABLE = 64 * 2**20  # bytes: where less is expected, a process's own few MiB decide the ratio
+# groups that repeat a model at many sizes, for lines and pictures: no part of means
+REPEATED = ("sweeps", "lines", "held")
 BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}  # of a parameter: under autocast float32
+
+
+def runs(document: Document) -> list[dict[str, Any]]:
+    """The environments of the first run and of those that went on with it; a cell's "run" counts them."""
+    return [document["environment"], *document.get("later", [])]
 
 
 def key(cell: Cell) -> tuple[Any, ...]:
@@ -188,10 +195,8 @@ class _Over:
 
 
 def aims(cells: Iterable[Cell]) -> list[Aim]:
-    """The study's aims, over cells of one device and dtype; sweeps repeat other cells, so they are not
-    averaged.
-    """
-    chosen = [c for c in cells if c["group"] != "sweeps" and "skipped" not in c]
+    """The study's aims, over cells of one device and dtype, without those of `REPEATED` groups."""
+    chosen = [c for c in cells if c["group"] not in REPEATED and "skipped" not in c]
     found: list[Aim] = []
     for name, of_task in (("rows", _of_rows), ("clipped", _of_clipped), ("gram", _of_gram)):
         some = [c for c in chosen if task(c) == name]
@@ -255,6 +260,7 @@ def gram_memory(cell: Cell) -> float | None:
 
 def _of_gram(of: _Over) -> list[Aim]:
     return [
+        of.mean("time of a Gram matrix by dense rows / by factors", gram_of_rows, least=1.0),
         of.worst("time of a Gram matrix by dense rows / by factors", gram_of_rows, least=1.0),
         of.worst("its memory by dense rows / by factors", gram_memory, least=1.0),
         of.worst("best peer's time of a Gram matrix / ours", to_best, least=1.0),

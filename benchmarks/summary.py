@@ -1,22 +1,23 @@
-"""The tables and pictures of docs/benchmarks.md and docs/factored.md, from committed results.
+"""The tables and pictures of the documents, from the committed results of all machines.
 
-python -m benchmarks.summary                         # the files of results/ into these pages
-python -m benchmarks.summary mine.json --page none   # print the table, draw the pictures beside the file
+    python -m benchmarks.summary                              # benchmarks/results/ into README.md and docs/
+    python -m benchmarks.summary --results mine --root none   # print the tables
+
+A machine's results are a folder of its own, called by its processor and threads, which `benchmarks.study`
+makes; those of other machines are put beside it. Pictures are drawn into these folders, and text goes between
+the marks of README.md, docs/benchmarks.md, docs/factored.md and docs/extrapolation.md.
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from . import plots, tables
-from .report import Cell, Document, key
+from . import extrapolation, lines, machines, plots, tables
+from .machines import Machine
 
-HERE = Path(__file__).parent
 BEGIN, END = "<!-- study: begin -->", "<!-- study: end -->"
 
 
@@ -25,23 +26,11 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(
         "python -m benchmarks.summary", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    p.add_argument("results", nargs="*", type=Path, default=sorted((HERE / "results").glob("study*.json")))
+    p.add_argument("--results", type=Path, default=machines.RESULTS, help="the folder of machines' folders")
     p.add_argument(
-        "--page",
-        default=str(HERE.parent / "docs" / "benchmarks.md"),
-        help='file whose block between the marks is replaced, or "none"',
-    )
-    for name, what in (
-        ("compiled", "the compiled engines"),
-        ("architectures", "the public architectures"),
-        ("clipped", "clipped steps and Gram matrices"),
-    ):
-        path = HERE / "results" / f"{name}.json"
-        p.add_argument(f"--{name}", type=Path, default=path, help=f"results of {what}")
-    p.add_argument(
-        "--clipped-page",
-        default=str(HERE.parent / "docs" / "factored.md"),
-        help='the file for these, or "none"',
+        "--root",
+        default=str(Path(__file__).parent.parent),
+        help='where README.md and docs/ are, whose blocks between the marks are replaced, or "none"',
     )
     p.add_argument(
         "--slow",
@@ -49,50 +38,52 @@ def main(argv: list[str] | None = None) -> int:
         help="list the cells that are slower than a peer, or far from the limit",
     )
     options = p.parse_args(argv)
-    if not options.results:
-        p.error("there are no results: run python -m benchmarks.study --out benchmarks/results/study.json")
-    document = merged([json.loads(path.read_text()) for path in options.results])
+    known = machines.read(options.results)
+    if not known:
+        p.error(f"there are no results in {options.results}: run python -m benchmarks.study")
     console = Console()
-    for table in tables.terminal(document):
-        console.print(table)
-    if options.slow:
-        print("\n".join(tables.slow(document["cells"])))
-    pictures = plots.all_plots(document["cells"], options.results[0].with_name("summary"))
-    text = tables.short(document)
-    if options.compiled.exists():
-        text += "\n" + tables.compiled(json.loads(options.compiled.read_text())["cells"])
-    if options.architectures.exists():
-        text += "\n" + tables.architectures(json.loads(options.architectures.read_text())["cells"])
-    if found := sorted((HERE / "results").glob("regret*.json")):
-        text += "\n" + tables.regret(json.loads(path.read_text()) for path in found)
-    if options.clipped.exists():
-        apart = tables.without_rows(json.loads(options.clipped.read_text()))
-        if options.clipped_page == "none":
-            print(apart)
-        else:
-            other = Path(options.clipped_page)
-            other.write_text(replaced(other.read_text(), apart))
-    if options.page == "none":
-        print(text)
-    else:
-        page = Path(options.page)
-        links = [f"![{x.stem}]({_relative(x, page)})" for x in pictures if _of_page(x)]
+    for machine in known:
+        console.print(f"[bold]{machine.name}")
+        console.print(*tables.terminal(machine.study))
+        if options.slow:
+            print("\n".join(tables.slow(machine.study["cells"])))
+    root = None if options.root == "none" else Path(options.root)
+    for name, (text, pictures) in blocks(known).items():
+        if root is None:
+            print(f"# {name}\n\n{text}")
+            continue
+        page = root / name
+        links = [f"![{machine}, {x.stem}]({_relative(x, page)})" for machine, x in pictures]
         page.write_text(replaced(page.read_text(), "\n".join([text, *links])))
-    print("written:", *pictures, *([] if options.page == "none" else [options.page]))
+        print("written:", page, *(str(x) for _, x in pictures))
     return 0
 
 
-def merged(documents: list[Document]) -> Document:
-    """One document; of what several files measured of an engine in a cell, the last counts."""
-    cells: dict[Any, Cell] = {}
-    for c in (c for d in documents for c in d["cells"]):
-        have = cells.setdefault(key(c), c)
-        engines = have["engines"] | {
-            name: have["engines"].get(name, {}) | e for name, e in c["engines"].items()
-        }
-        cells[key(c)] = have | c | {"engines": engines}
-    left_out = {name: why for d in documents for name, why in d["left_out"].items()}
-    return {"environment": documents[0]["environment"], "left_out": left_out, "cells": list(cells.values())}
+def blocks(known: list[Machine]) -> dict[str, tuple[str, list[tuple[str, Path]]]]:
+    """For each page its text, and the machines' pictures in it, which are drawn."""
+
+    def others(what: str) -> tables.Measured:
+        return [(m.name, m.others[what]) for m in known if what in m.others]
+
+    drawn = [(m.name, x) for m in known for x in plots.all_plots(m.study["cells"], m.folder / "summary")]
+    costs = [
+        (m.name, x)
+        for m in known
+        for x in plots.cost_lines(lines.found(m.study["cells"]), m.folder / "lines")
+    ]
+    parts = [
+        tables.readme(known),
+        tables.short(known),
+        tables.compiled(others("compiled")),
+        tables.architectures(others("architectures")),
+        tables.regret(others("regret")),
+    ]
+    return {
+        "README.md": (parts[0], []),
+        "docs/benchmarks.md": ("\n".join(filter(None, parts)), [each for each in drawn if _of_page(each[1])]),
+        "docs/factored.md": (tables.without_rows(known), []),
+        "docs/extrapolation.md": (extrapolation.text(known), costs),
+    }
 
 
 def replaced(text: str, block: str) -> str:

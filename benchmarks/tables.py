@@ -1,13 +1,17 @@
 """Tables: for the terminal, the Markdown of all cells, the short one for the documentation."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from statistics import geometric_mean
+from typing import Any
 
 from rich.table import Table
 
 from .engines import TASKS
+from .machines import Machine, name_of
 from .report import (
+    REPEATED,
     Cell,
     Document,
     aims,
@@ -21,6 +25,7 @@ from .report import (
     peers,
     ratio,
     rows_bytes,
+    runs,
     sections,
     task,
     to_best,
@@ -93,8 +98,18 @@ def full(document: Document) -> str:
     ]
     parts += [f"- {name} was left out: {why}\n" for name, why in document["left_out"].items()]
     parts += [f"- {label(c)} was skipped: {c['skipped']}\n" for c in document["cells"] if "skipped" in c]
-    parts += ["\n## Environment\n", "\n".join(f"- {k}: {v}" for k, v in document["environment"].items()), ""]
+    parts += [
+        f"- {label(c)} without, for lack of time: {', '.join(c['not_reached'])}\n"
+        for c in document["cells"]
+        if "not_reached" in c
+    ]
+    parts += [f"- not reached in time: {name}\n" for name in document.get("not_reached", [])]
+    parts += ["\n## Environment\n", *(_list(env) for env in runs(document)), ""]
     return "\n".join(parts)
+
+
+def _list(values: dict[str, Any]) -> str:
+    return "\n".join(f"- {k}: {v}" for k, v in values.items()) + "\n"
 
 
 def _both(cell: Cell, engine: str) -> str:
@@ -105,18 +120,20 @@ def _both(cell: Cell, engine: str) -> str:
     return f"{number(ratio(cell, engine, 'plain'))}, {number(peak_ratio(cell, engine, 'plain'))}"
 
 
-def regret(documents: Iterable[Document]) -> str:
+Measured = Iterable[tuple[str, Document]]  # machines' names, and what was measured there
+
+
+def regret(results: Measured) -> str:
     """For the documentation: how well ways are chosen (`regret.py`), two rows for each machine."""
     heads = "ways of", "machine", "shapes", "chosen / best: mean", "worst", "without measuring: mean", "worst"
     rows = []
-    for document in documents:
-        machine = f"{document['environment']['processor']}, {document['threads']} threads"
+    for machine, document in results:
         for kind in ("convolution", "product"):
             cells = [c for c in document["cells"] if c["kind"] == kind]
             each = [[c[what] for c in cells] for what in ("regret", "rule")]
-            both = [number(found) for v in each for found in (geometric_mean(v), max(v))]
-            rows.append((kind, machine, str(len(cells)), *both))
-    return markdown_table(heads, rows)
+            both = [number(found) for v in each if v for found in (geometric_mean(v), max(v))]
+            rows += [(kind, machine, str(len(cells)), *both)] if cells else []
+    return markdown_table(heads, rows) if rows else ""
 
 
 WITHOUT_ROWS = {  # of each task, the engines as columns
@@ -137,22 +154,50 @@ WITHOUT_ROWS = {  # of each task, the engines as columns
 }
 
 
-def without_rows(document: Document) -> str:
-    """For the documentation: what clipped steps and Gram matrices cost, a row for each cell."""
-    parts = []
-    for title, cells in sections(document["cells"]):
-        parts += [f"On {title}:\n", markdown_table(HEADS, (aim.row() for aim in aims(cells)))]
+Some = list[tuple[Machine, Cell]]
+
+
+def _sections(machines: Iterable[Machine], tasks: Iterable[str]) -> Iterator[tuple[str, Some]]:
+    """The cells of all machines for some tasks, by device and dtype."""
+    found: dict[str, Some] = {}
+    for machine in machines:
+        for title, cells in sections(machine.study["cells"]):
+            some = [(machine, c) for c in cells if task(c) in tasks and c["group"] not in REPEATED]
+            found[title] = found.get(title, []) + some
+    return ((title, some) for title, some in found.items() if some)
+
+
+def _aims(some: Some) -> str:
+    """A row for each aim, a column for each machine."""
+    cells: dict[str, list[Cell]] = {}
+    for machine, c in some:
+        cells.setdefault(machine.name, []).append(c)
+    reached = {name: {(a.what, a.aim): a for a in aims(each)} for name, each in cells.items()}
+    rows = []
+    for what in dict.fromkeys(key for each in reached.values() for key in each):
+        found = [each.get(what) for each in reached.values()]
+        rows.append((*what, *("-" if a is None else ", ".join(a.row()[2:]) for a in found)))
+    return markdown_table(("aim", "", *reached), rows)
+
+
+def without_rows(machines: list[Machine]) -> str:
+    """For the documentation: what clipped steps and Gram matrices cost, a row for each cell and machine."""
+    parts, used = [], []
+    for title, some in _sections(machines, WITHOUT_ROWS):
+        parts += [f"On {title}:\n", _aims(some)]
+        used += [machine for machine, _ in some]
         for name, engines in WITHOUT_ROWS.items():
-            rows = [
-                (label(c), _time(c, "plain"), _peak(c, "plain"), *(_both(c, k) for k in engines.values()))
-                for c in cells
-                if task(c) == name
-            ]
+            rows: dict[str, list[tuple[str, ...]]] = {}  # machines stand together
+            for m, c in some:
+                if task(c) == name:
+                    plain = label(c), m.name, _time(c, "plain"), _peak(c, "plain")
+                    rows.setdefault(label(c), []).append((*plain, *(_both(c, k) for k in engines.values())))
             if rows:
-                parts += [markdown_table((name, "plain: ms", "MiB", *engines), rows)]
-        if far := _beyond(cells):
+                head = name, "machine", "plain: ms", "MiB", *engines
+                parts += [markdown_table(head, chain.from_iterable(rows.values()))]
+        if far := _beyond(c for _, c in some):
             parts += [f"Beyond 1.2x of the time or 1.1x of the memory: {'; '.join(far)}.\n"]
-    return "\n".join([*parts, _measured(document)])
+    return "\n".join([*parts, *(measured(m.study, WITHOUT_ROWS) for m in machines if m in used)])
 
 
 def _beyond(cells: Iterable[Cell]) -> list[str]:
@@ -160,39 +205,75 @@ def _beyond(cells: Iterable[Cell]) -> list[str]:
     return [f"{label(c)} ({number(t)}, {number(m or None)})" for c, t, m in found if t > 1.2 or m > 1.1]
 
 
-def short(document: Document) -> str:
-    """For the documentation: the aims, and one row a model over its batch sizes and sizes."""
-    parts = []
-    for title, cells in sections(document["cells"]):
-        cases: dict[str, list[Cell]] = {}
-        for c in cells:
-            if c["group"] != "sweeps":
-                cases.setdefault(c["case"], []).append(c)
-        head = (
-            "model",
-            "cells",
-            "best peer's time / ours: mean (worst)",
-            "our time / limit: mean (worst)",
-            "our memory / (plain + B x P)",
-        )
-        if cases:
-            parts += [f"On {title}:\n", markdown_table(HEADS, (aim.row() for aim in aims(cells)))]
-            parts += [markdown_table(head, (_of_case(name, group) for name, group in cases.items()))]
-    return "\n".join([*parts, _measured(document)])
+def short(machines: list[Machine]) -> str:
+    """For the documentation: the aims, and one row a model and machine over its batch sizes and sizes."""
+    parts, used = [], []
+    head = (
+        "model",
+        "machine",
+        "cells",
+        "best peer's time / ours: mean (worst)",
+        "our time / limit: mean (worst)",
+        "our memory / (plain + B x P)",
+    )
+    for title, some in _sections(machines, ["rows"]):
+        cases: dict[str, dict[str, list[Cell]]] = {}
+        for machine, c in some:
+            cases.setdefault(c["case"], {}).setdefault(machine.name, []).append(c)
+        used += [machine for machine, _ in some]
+        rows = [_of_case(case, name, cells) for case, each in cases.items() for name, cells in each.items()]
+        parts += [f"On {title}:\n", _aims(some), markdown_table(head, rows)]
+    return "\n".join([*parts, *(measured(m.study, ["rows"]) for m in machines if m in used)])
 
 
-def _measured(document: Document) -> str:
-    env = document["environment"]
-    versions = ", ".join(f"{k} {v}" for k, v in env["packages"].items() if v)
-    where = f"{env['processor']}, {env['threads']} threads, load {env['load_at_start']} at the start"
-    measured = (str(c.get("commit", env["commit"])).split(", ") for c in document["cells"])  # time and memory
-    commits = ", ".join(dict.fromkeys(commit for each in measured for commit in each))
-    where += ", times of the processor's own clock" if env.get("clock") == "cpu" else ""
-    note = f" Note: {env['note']}." if "note" in env else ""
-    return f"Measured on {where}, {versions}; pslayers at {commits}.{note}\n"
+def readme(machines: Iterable[Machine]) -> str:
+    """The README's table: a column for each machine."""
+    wanted = (
+        ("best peer's time for all rows / ours", "rows", "best peer's time / ours"),
+        ("a clipped step's time / a plain step's", "clipped", "a clipped step's time / a plain step's"),
+        ("its peak memory / a plain step's", "clipped", "its peak memory / a plain step's"),
+        ("Gram matrix: dense rows' time / ours", "gram", "time of a Gram matrix by dense rows / by factors"),
+    )
+
+    def reached(machine: Machine, of_task: str, what: str) -> str:
+        usual = [c for c in machine.study["cells"] if (c["device"], c["dtype"]) == ("cpu", "float32")]
+        found = {aim.what: aim for aim in aims(c for c in usual if task(c) == of_task)}
+        mean, worst = found.get(f"{what}, geometric mean"), found.get(f"{what}, worst cell")
+        if mean is None or mean.value is None or worst is None:
+            return "-"
+        return f"{number(mean.value)} ({mean.where}; worst: {number(worst.value)})"
+
+    columns = [m for m in machines if any(reached(m, *what) != "-" for _, *what in wanted)]
+    rows = [(text, *(reached(m, *each) for m in columns)) for text, *each in wanted]
+    what = "geometric mean over cells (a model at a batch size)"
+    return markdown_table((what, *(m.name for m in columns)), rows)
 
 
-def compiled(cells: Iterable[Cell]) -> str:
+def measured(document: Document, tasks: Iterable[str], groups: Iterable[str] | None = None) -> str:
+    """Where, with what, and at which commits the cells of some tasks were measured."""
+    names = list(tasks)
+    cells = [
+        c
+        for c in document["cells"]
+        if task(c) in names and (c["group"] not in REPEATED if groups is None else c["group"] in groups)
+    ]
+    said = []
+    for n, env in enumerate(runs(document)):
+        if not (of_run := [c for c in cells if c.get("run", 0) == n]):
+            continue
+        versions = ", ".join(f"{k} {v}" for k, v in env["packages"].items() if v)
+        where = f"{name_of(env)}, load {env['load_at_start']} at the start"
+        each = (str(c.get("commit", env["commit"])).split(", ") for c in of_run)  # time and memory
+        commits = ", ".join(dict.fromkeys(commit for some in each for commit in some))
+        where += ", times of the processor's own clock" if env.get("clock") == "cpu" else ""
+        note = f" Note: {env['note']}." if "note" in env else ""
+        said.append(f"Measured on {where}, {versions}; pslayers at {commits}.{note}\n")
+    late = [f"{label(c)} ({', '.join(c['not_reached'])})" for c in cells if "not_reached" in c]
+    late += document.get("not_reached", [])
+    return "\n".join([*said, *([f"Not reached in time: {'; '.join(late)}.\n"] if late else [])])
+
+
+def compiled(results: Measured) -> str:
     """For the documentation: what torch.compile does to a step's time; nothing where it was not measured."""
     pairs = (
         ("plain-compiled", "plain"),
@@ -200,18 +281,21 @@ def compiled(cells: Iterable[Cell]) -> str:
         ("pslayers-compiled", "plain-compiled"),
     )
     rows = [
-        (label(c), *(number(ratio(c, *pair)) for pair in pairs))
-        for c in cells
+        (label(c), machine, *(number(ratio(c, *pair)) for pair in pairs))
+        for machine, document in results
+        for c in document["cells"]
         if "pslayers-compiled" in c["engines"]
     ]
-    head = ("torch.compile", "plain: compiled / eager", "ours: compiled / eager", "compiled: ours / plain")
+    ratios = "plain: compiled / eager", "ours: compiled / eager", "compiled: ours / plain"
+    head = "torch.compile", "machine", *ratios
     return markdown_table(head, rows) if rows else ""
 
 
-def architectures(cells: Iterable[Cell]) -> str:
-    """For the documentation: a row for each public architecture."""
+def architectures(results: Measured) -> str:
+    """For the documentation: a row for each public architecture and machine."""
     head = (
         "architecture",
+        "machine",
         "parameters",
         "best peer",
         "its time / ours",
@@ -221,19 +305,21 @@ def architectures(cells: Iterable[Cell]) -> str:
     rows = [
         (
             f"{c['case'].rpartition(':')[2]}, B={c['batch_size']}",
+            machine,
             f"{c['parameters'] / 1e6:.2f} M",
             peers(c)[0] if peers(c) else "none right",
             number(to_best(c)),
             number(to_limit(c)),
             number(ratio(c, "pslayers", "plain")),
         )
-        for c in cells
+        for machine, document in results
+        for c in document["cells"]
         if "skipped" not in c
     ]
-    return markdown_table(head, rows)
+    return markdown_table(head, rows) if rows else ""
 
 
-def _of_case(name: str, cells: list[Cell]) -> tuple[str, ...]:
+def _of_case(case: str, machine: str, cells: list[Cell]) -> tuple[str, ...]:
     best = [v for c in cells if (v := to_best(c)) is not None]
     limit = [v for c in cells if (v := to_limit(c)) is not None]
     memory = [v for c in cells if (v := memory_ratio(c)) is not None]
@@ -242,7 +328,8 @@ def _of_case(name: str, cells: list[Cell]) -> tuple[str, ...]:
         return f"{number(geometric_mean(values))} ({number(worst)})" if values else "-"
 
     most = number(max(memory)) if memory else "-"
-    return name, str(len(cells)), both(best, min(best, default=0)), both(limit, max(limit, default=0)), most
+    means = both(best, min(best, default=0)), both(limit, max(limit, default=0))
+    return case, machine, str(len(cells)), *means, most
 
 
 def _ratios(c: Cell) -> tuple[str, ...]:

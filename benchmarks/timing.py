@@ -13,18 +13,18 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from .budget import Budget
 from .engines import Engine
 from .registry import Problem
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure."""
+    """How long to measure, where there is time."""
 
     rounds: int = 11
     least_rounds: int = 5
     turn: float = 0.05  # seconds: a turn has as many steps as fit, at least one
-    cell: float = 60.0  # seconds: fewer rounds, but not fewer than the least, where all turns take longer
     # after two rounds a peer so many times slower than the best has lost; after one: three times so many
     patience: float = 4.0
     clock: Callable[[], float] = time.perf_counter  # of the processor
@@ -70,9 +70,13 @@ def interleaved(
     autocast: torch.dtype | None,
     effort: Effort,
     tick: Callable[[str], object],
+    budget: Budget,
 ) -> dict[str, list[float]]:
     """{engine: seconds a step, for each round}. An engine's memory is freed at the end of its turn, and warm
     again when timed.
+
+    Where the least rounds of all do not fit into the budget, the slowest peers have one round; where not even
+    these fit, the last ones have none.
     """
     engines = {k.name: k(copy.deepcopy(problem.model), problem.loss, autocast) for k in kinds}
     peers = {k.name for k in kinds if k.peer}
@@ -80,16 +84,30 @@ def interleaved(
     if not engines:
         return times
     with quiet_collector():
-        steps, turn_cost = {}, 0.0
-        for name, engine in engines.items():
-            estimate = timed(engine, problem, 1, effort.clock)
+        steps: dict[str, int] = {}
+        once: dict[str, float] = {}
+        for name, engine in list(engines.items()):
+            if name in peers and budget.spent:
+                del engines[name]
+                continue
+            tick(f"{name}, first steps")
+            once[name] = timed(engine, problem, 1, effort.clock)
             engine.release()
-            steps[name] = min(max(int(effort.turn / max(estimate, 1e-9)), 1), 200)
-            turn_cost += estimate * (steps[name] + 1)
-        rounds = min(effort.rounds, max(effort.least_rounds, int(effort.cell / turn_cost)))
+            steps[name] = min(max(int(effort.turn / max(once[name], 1e-9)), 1), 200)
+
+        def turns() -> float:
+            return sum(once[name] * (steps[name] + 1) for name in engines)
+
+        while effort.least_rounds * turns() > budget.left and (here := [p for p in engines if p in peers]):
+            slowest = max(here, key=once.__getitem__)
+            times[slowest].append(once[slowest])
+            del engines[slowest]
+        rounds = min(effort.rounds, max(effort.least_rounds, int(budget.left / turns())))
         for n in range(rounds):
+            if n and budget.spent:
+                break
             if n:
-                best = min((median(times[p]) for p in peers), default=0.0)
+                best = min((median(times[p]) for p in peers if times[p]), default=0.0)
                 patience = effort.patience * (3 if n == 1 else 1)
                 for name in [p for p in peers if p in engines and median(times[p]) > patience * best]:
                     del engines[name]

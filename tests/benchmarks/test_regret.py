@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import pslayers as ps
-from benchmarks import regret, tables
+from benchmarks import machines, regret, tables
 from pslayers.core.products import HAS_ONEDNN
 
 SMALL = [
@@ -37,8 +37,9 @@ def test_what_a_run_writes(
     for cell in document["cells"]:
         assert cell["chosen"] in cell["times"] and cell["regret"] >= 1 and cell["rule"] >= 1
     if HAS_ONEDNN:
-        assert tables.regret([document]) in capsys.readouterr().out
-        assert tables.regret([document, document]).count("| convolution |") == 2
+        name = machines.name_of(document["environment"])
+        assert tables.regret([(name, document)]) in capsys.readouterr().out
+        assert tables.regret([(name, document), ("another", document)]).count("| convolution |") == 2
 
 
 def test_a_bad_choice_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,18 +14,20 @@ from benchmarks import (
     choice,
     engines,
     memory,
+    peers,
     plots,
     registry,
     report,
     study,
-    summary,
     tables,
     timing,
     without_rows,
 )
 from benchmarks.agreement import Rows, exact_verdict, verdict
+from benchmarks.budget import Budget
 
 from . import examples
+from .made_up import cell
 
 HERE = "tests.benchmarks.examples"
 pytestmark = pytest.mark.filterwarnings("ignore")  # peers warn as they like
@@ -63,7 +65,8 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--out",
         str(out),
     ]
-    assert study.main([*options, "--engines", *engines_, "--measure", "time"]) == 0
+    first = ["--measure", "time", "--note", "a machine of my own"]
+    assert study.main([*options, "--engines", *engines_, *first]) == 0
     times = [c["engines"]["pslayers"]["times"] for c in json.loads(out.read_text())["cells"]]
     assert study.main([*options, "--engines", *engines_, "--resume"]) == 0  # the memory
     both = json.loads(out.read_text())["cells"]
@@ -76,19 +79,20 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_what_a_run_writes(document: dict[str, Any]) -> None:
-    assert [c["batch_size"] for c in document["cells"]] == [2, 4]
+    assert [c["batch_size"] for c in document["cells"]] == [4, 2]  # that nearer to 16 comes first
+    assert document["not_reached"] == [] and document["environment"]["note"] == "a machine of my own"
     # which may lack the build (+cu130) of torch's own
     assert document["environment"]["packages"]["torch"] == version("torch")
     assert list(document["left_out"]) == ["absent"]
-    for cell in document["cells"]:
-        assert cell["parameters"] == 6 * 5 + 5 + 5 * 3 + 3
+    for found in document["cells"]:
+        assert found["parameters"] == 6 * 5 + 5 + 5 * 3 + 3
         for name in ("plain", "limit", "pslayers", "pslayers-off", "loop", "torch.func"):
-            engine = cell["engines"][name]
+            engine = found["engines"][name]
             assert engine["verdict"] == "ok", name
             assert engine["median"] > 0 and 1 <= len(engine["times"]) <= 3 and "peak" in engine, name
-        assert set(cell["engines"]["shifted"]) == {"verdict"}  # caught, and not timed
-        assert cell["engines"]["shifted"]["verdict"].startswith("wrong: rows of 0.weight")
-        assert report.peers(cell) and set(report.peers(cell)) == {"loop", "torch.func"}
+        assert set(found["engines"]["shifted"]) == {"verdict"}  # caught, and not timed
+        assert found["engines"]["shifted"]["verdict"].startswith("wrong: rows of 0.weight")
+        assert report.peers(found) and set(report.peers(found)) == {"loop", "torch.func"}
 
 
 def test_wrong_engines_are_caught() -> None:
@@ -138,7 +142,7 @@ def test_every_engine_agrees_step_after_step_and_frees_its_gradients(kind: type[
 
 
 @pytest.mark.parametrize(
-    "case", choice.chosen_cells(["all", "sweeps", "clipped", "gram"]), ids=lambda c: c.name
+    "case", choice.chosen_cells(["all", "sweeps", "clipped", "gram", "lines"]), ids=lambda c: c.name
 )
 def test_every_cell_can_be_built(case: registry.Case) -> None:
     if case.name == "layer_conv":
@@ -214,7 +218,7 @@ def test_a_slow_peer_drops_out_and_others_do_not(monkeypatch: pytest.MonkeyPatch
     seconds = {"plain": 1.0, "loop": 50.0, "torch.func": 5.0, "expanded": 70.0, "pslayers": 90.0}
     monkeypatch.setattr(timing, "timed", lambda engine, *rest: seconds[engine.name])
     kinds = [k for k in choice.chosen_engines(["all"]) if k.name in seconds]
-    times = timing.interleaved(kinds, problem(), None, timing.Effort(7, 3, cell=1e9), lambda text: None)
+    times = timing.interleaved(kinds, problem(), None, timing.Effort(7, 3), lambda text: None, Budget(1e9))
     assert {name: len(t) for name, t in times.items()} == {
         "plain": 7,
         "pslayers": 7,
@@ -224,97 +228,90 @@ def test_a_slow_peer_drops_out_and_others_do_not(monkeypatch: pytest.MonkeyPatch
     }
 
 
+class Clock:
+    """Time that passes when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_shares_of_what_is_left() -> None:
+    clock = Clock()
+    budget = Budget(60, clock)
+    share = budget.share(3)
+    assert share.left == 20
+    clock.now = 5  # what the first does not need
+    assert not share.spent and budget.share(2).left == 27.5
+    clock.now = 50  # what the second took beyond its share
+    assert share.spent and budget.share(1).left == 10
+    clock.now = 70
+    assert budget.left == -10 and budget.share(1).left == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"),
+    [
+        (1e9, {"plain": 7, "pslayers": 7, "torch.func": 7, "expanded": 7, "loop": 7}),
+        (40.0, {"plain": 3, "pslayers": 3, "torch.func": 3, "expanded": 1, "loop": 1}),
+        (11.0, {"plain": 1, "pslayers": 1, "torch.func": 1, "expanded": 1, "loop": 0}),
+    ],
+)
+def test_rounds_end_on_time(monkeypatch: pytest.MonkeyPatch, seconds: float, rounds: dict[str, int]) -> None:
+    """Of peers all, or one for the slowest, or none for the last; ours always have one."""
+    clock = Clock()
+    costs = {"plain": 1.0, "pslayers": 1.0, "torch.func": 1.0, "expanded": 3.0, "loop": 3.0}
+
+    def timed(engine: engines.Engine, problem: Any, steps: int, of: Any) -> float:
+        clock.now += (steps + 1) * costs[engine.name]
+        return costs[engine.name]
+
+    monkeypatch.setattr(timing, "timed", timed)
+    kinds = [engines.Plain, engines.PSLayers, peers.TorchFunc, peers.Expanded, peers.Loop]
+    times = timing.interleaved(
+        kinds, problem(), None, timing.Effort(7, 3), lambda text: None, Budget(seconds, clock)
+    )
+    assert {name: len(t) for name, t in times.items()} == rounds
+
+
+def test_what_was_not_reached_is_named(tmp_path: Path) -> None:
+    out = tmp_path / "study.json"
+    options = ["--cells", "mlp", "--minutes", "1e-6", "--measure", "time", "--out", str(out)]
+    assert study.main(options) == 0
+    document = json.loads(out.read_text())
+    names = [f"mlp, B={b}" for b in (16, 64, 1, 256)]
+    assert document["cells"] == [] and document["not_reached"] == names
+    assert all(f"- not reached in time: {name}\n" in tables.full(document) for name in names)
+
+
+def test_a_cell_without_time_has_ours_and_names_the_peers() -> None:
+    (case,) = choice.chosen_cells([], [f"{HERE}:build"])
+    options = study.parser().parse_args(["--batch-sizes", "4", "--measure", "time", "--quick"])
+    ((_, found),) = study._cells([case], options)
+    kinds = [engines.Plain, engines.PSLayers, peers.Loop, peers.TorchFunc]
+    found |= study._measure(case, found, kinds, options, ["time"], lambda text: None, Budget(0))
+    assert found["not_reached"] == ["torch.func", "loop"]
+    assert {k for k, e in found["engines"].items() if "median" in e} == {"plain", "pslayers"}
+
+
+def test_the_most_telling_cells_come_first() -> None:
+    options = study.parser().parse_args([])
+    cells = sorted(study._cells(choice.chosen_cells(["all", "lines"]), options), key=study.rank)
+    ranks = [study.rank(each) for each in cells]
+    first = [report.label(c) for (_, c), rank in zip(cells, ranks, strict=True) if rank == 0]
+    assert {"mlp, B=16", "lstm T=64, B=16", "mlp_wide, B=32", "cifar_cnn_gram, B=16"} <= set(first)
+    assert {case.name for case, _ in cells if case.group == "lines"} & {n.split()[0] for n in first} == set()
+    assert cells[-1][1]["batch_size"] == 256
+
+
 def test_a_model_on_which_no_engine_agrees_is_not_timed() -> None:
-    assert timing.interleaved([], problem(), None, timing.Effort(3, 3), lambda text: None) == {}
+    assert timing.interleaved([], problem(), None, timing.Effort(3, 3), print, Budget(1.0)) == {}
 
 
 def test_memory_of_a_process_that_fails() -> None:
     failed = memory.measure(memory.Job("mlp", 0, 1, f"{HERE}:Nobody"))
     assert "Nobody" in failed["memory_error"]
-
-
-def cell(name: str, ours: float, **options: Any) -> dict[str, Any]:
-    seconds = {
-        "plain": 1.0,
-        "limit": 2.0,
-        "pslayers": ours,
-        "pslayers-off": 1.0,
-        "loop": 9.0,
-        "torch.func": 5.0,
-    }
-    made = {
-        k: {"verdict": "ok", "median": s, "quartiles": [s, s], "times": [s] * 3, "peak": 300 * 2**20}
-        for k, s in seconds.items()
-    }
-    common = {
-        "group": "networks",
-        "axis": "",
-        "size": 0,
-        "batch_size": 16,
-        "device": "cpu",
-        "dtype": "float32",
-    }
-    return {"case": name, "parameters": 2**22, "engines": made, **common, **options}
-
-
-def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wide = [cell("wide", 2.0, group="sweeps", axis="D", size=s) for s in (8, 16)]
-    cells = [cell("one", 2.5), cell("two", 4.0), *wide, cell("huge", 1.0, skipped="too large", engines={})]
-    environment = {"packages": {}, "processor": "a", "threads": 1, "load_at_start": 0.0, "commit": "c"}
-    written = {"environment": environment, "left_out": {"backpack": "not installed"}, "cells": cells}
-    (tmp_path / "a.json").write_text(json.dumps(written))
-    one = cell("one", 2.5)
-    one["engines"] |= {f"{k}-compiled": {**one["engines"][k], "times": [3.0]} for k in ("plain", "pslayers")}
-    (tmp_path / "compiled.json").write_text(json.dumps({"cells": [one]}))
-    page = tmp_path / "benchmarks.md"
-    page.write_text(f"before\n{summary.BEGIN}\nold\n{summary.END}\nafter\n")
-    (tmp_path / "architectures.json").write_text(
-        json.dumps({"cells": [cell("benchmarks.architectures:vit", 2.5)]})
-    )
-    clipped = cell("mine", 1.0, group="clipped", task="clipped")
-    plain = clipped["engines"]["plain"]
-    clipped["engines"] = {
-        "plain": plain,
-        "pslayers-clipping": {**plain, "times": [1.3] * 3, "peak": 330 * 2**20},
-        "loop-clipping": {**plain, "times": [2.6] * 3},
-        "opacus-ghost": {"verdict": "no: NotImplementedError: tied"},
-        "opacus-fast": {"verdict": "no: RuntimeError: can't allocate memory"},
-    }
-    (tmp_path / "clipped.json").write_text(json.dumps({**written, "cells": [clipped]}))
-    apart = tmp_path / "factored.md"
-    apart.write_text(page.read_text())
-    others = [
-        part
-        for name in ("compiled", "architectures", "clipped")
-        for part in (f"--{name}", str(tmp_path / f"{name}.json"))
-    ]
-    others += ["--clipped-page", str(apart)]
-    assert summary.main([str(tmp_path / "a.json"), "--page", str(page), "--slow", *others]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
-    assert "| best peer's time / ours, worst cell | at least 1.0x | 1.25x (two, B=16) | met |" in text
-    assert "| our time / limit, worst cell | at most 1.6x | 2.00x (two, B=16) | missed |" in text
-    assert "| one | 1 | 2.00x (2.00x) | 1.25x (1.25x) | 0.54x |" in text
-    assert "| one, B=16 | 3.00x | 1.20x | 1.00x |" in text
-    assert "| vit, B=16 | 4.19 M | torch.func | 2.00x | 1.25x | 2.50x |" in text
-    costs = apart.read_text()
-    assert (
-        "| a clipped step's time / a plain step's, geometric mean | at most 1.2x | 1.30x (1 cells)" in costs
-    )
-    assert "| best peer's time / ours, worst cell | at least 1.0x | 2.00x (mine, B=16) | met |" in costs
-    row = "| mine, B=16 | 1e+03 (1e+03 to 1e+03) | 300.0 | 1.30x, 1.10x | -, - | -, - | 2.60x, 1.00x |"
-    assert row + " refused | no memory |" in costs
-    assert "1.1x of the memory: mine, B=16 (1.30x, 1.10x)." in costs
-    assert "](summary-time-width.svg)" in text and (tmp_path / "summary-time-width.svg").exists()
-    assert "two, B=16: torch.func / ours 1.25x, ours / limit 2.00x" in capsys.readouterr().out
-    full = tables.full(json.loads((tmp_path / "a.json").read_text()))
-    assert "huge, B=16 was skipped: too large" in full and "backpack was left out" in full
-    one["task"], one["engines"] = "gram", {"pslayers-gram": plain, "pslayers-gram-rows": plain}
-    assert [a.value for a in report.aims([one])] == [1, 1, None]
-    assert "mine, B=16: best peer (loop-clipping) / ours 2.00x, time, memory" in tables.one_line(clipped)
-    page.write_text("no place")
-    with pytest.raises(ValueError, match="no place for the summary"):
-        summary.main([str(tmp_path / "a.json"), "--page", str(page)])
 
 
 def test_aims_by_hand() -> None:
