@@ -150,10 +150,10 @@ def main(argv: list[str] | None = None) -> int:
     with Progress(*columns, console=console) as progress, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peers' own, by the hundred
         bar = progress.add_task("", total=len(todo))
-        over = 0.0  # seconds, by the cell that took the most beyond its share
+        needed: dict[str, float] = {}  # seconds, of cases that took more than their share
         for n, (case, cell, measures) in enumerate(todo):
-            share = budget.share(len(todo) - n)
-            if budget.left <= over:
+            left, share = budget.left, budget.share(len(todo) - n)
+            if left <= needed.get(case.name, 0.0):
                 document["not_reached"].append(report.label(cell))
                 continue
             try:
@@ -180,7 +180,8 @@ def main(argv: list[str] | None = None) -> int:
             options.out.write_text(json.dumps(document, indent=1) + "\n")
             progress.console.print(tables.one_line(cell), soft_wrap=True)
             progress.advance(bar)
-            over = max(over, -share.left)
+            if share.spent:
+                needed[case.name] = left - budget.left
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(tables.full(document))
     pictures = plots.all_plots(document["cells"], options.out.with_suffix(""))
