@@ -305,7 +305,7 @@ def mlp_by_depth(b: int, layers: int) -> Problem:
     return _mlp(b, layers=layers)
 
 
-@case(**(LINES | {"group": "held"}), axis="T", sizes=(64,), batch_sizes=(4,))
+@case(**(LINES | {"group": "held"}), axis="T", sizes=(64,), batch_sizes=(2,))
 def gpt2_small(b: int, t: int) -> Problem:
     """GPT-2's smallest: 12 layers, 768 wide, 50,257 words."""
     return gpt_of(b, t, 768, 12, 50_257, 1024)
