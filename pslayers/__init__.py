@@ -5,6 +5,7 @@
 from . import torch_api  # noqa: F401  # isort: skip  # first: it says so where torch is too old
 
 from . import functional, layers
+from .attribution.ragged import sample_ids
 from .check import Check, check_layer, check_model
 from .convert import ConversionError, convert_model, restore_model
 from .core.context import batch_size
@@ -32,6 +33,7 @@ __all__ = [
     "accumulating",
     "streaming",
     "batch_size",
+    "sample_ids",
     "clear_grad_samples",
     # computing with them, without forming them
     "factored",

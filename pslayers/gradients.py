@@ -20,7 +20,7 @@ from .convert import (
     restore_model,
     settings_of,
 )
-from .core.context import Settings, clear, recorded_or_not
+from .core.context import Settings, clear, local, recorded_or_not
 from .core.sharding import is_shard
 from .core.sinks import Streaming
 from .core.trees import map_tensors, tensors_in
@@ -351,7 +351,12 @@ class Chunks:
                 "`chunk_size` and `memory_budget` both say how many samples go into a pass: give one of them."
             )
         args, kwargs = arguments(inputs)
-        size = model._ps_batch_size(args, kwargs)
+        ragged = local.ragged
+        if ragged is not None and (chunk_size is not None or memory_budget is not None):
+            raise ValueError(
+                "Under ps.sample_ids a batch is not split: leave chunk_size and memory_budget away."
+            )
+        size = model._ps_batch_size(args, kwargs) if ragged is None else ragged.size
         if size is None:
             raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
         self.values, self.size = (args, kwargs, targets), size

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
@@ -153,7 +154,7 @@ class GradientProbe:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.edges: list[torch.autograd.graph.GradientEdge] = []
+        self.edges: list[GradientEdge] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.look: Callable[[int, Tensor, Tensor], None] | None = None  # at an edge's gradient by rows
         self.met: set[int] = set()  # which of the edges gradients flowed by
@@ -200,22 +201,32 @@ class GradientProbe:
             hook.remove()
         self.hooks = []
 
-    def last(self) -> list["torch.autograd.graph.GradientEdge"]:
-        """Those from which the graph leads to no other of them: a pass that is asked for these meets all that
-        it can reach.
-        """
-        nodes, last = {edge.node for edge in self.edges}, []
-        for edge in self.edges:
-            todo, seen = [edge.node], {edge.node}
-            while todo:
-                before = {node for node, _ in todo.pop().next_functions if node is not None} - seen
-                if before & nodes:
-                    break
-                seen |= before
-                todo += before
-            else:
-                last.append(edge)
-        return last
+
+def last_edges(edges: Sequence[GradientEdge]) -> list[GradientEdge]:
+    """Those from which the graph leads to no other of them: a pass that is asked for these meets all that it
+    can reach.
+    """
+    nodes, last = {edge.node for edge in edges}, []
+    for edge in edges:
+        todo, seen = [edge.node], {edge.node}
+        while todo:
+            before = {node for node, _ in todo.pop().next_functions if node is not None} - seen
+            if before & nodes:
+                break
+            seen |= before
+            todo += before
+        else:
+            last.append(edge)
+    return last
+
+
+def gradients_of(
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    last: Sequence[GradientEdge],
+) -> None:
+    """Go backward with these gradients of the outputs, as far as these edges; the graph stays."""
+    torch.autograd.grad(_Of.apply(grads, *outputs), last, retain_graph=True, allow_unused=True)
 
 
 def rows_agree(layers: GradientProbe, outputs: Outputs) -> bool | None:
@@ -232,15 +243,14 @@ def rows_agree(layers: GradientProbe, outputs: Outputs) -> bool | None:
     try:
         if not outputs or not layers.edges:
             return True  # nothing to be told here
-        last = layers.last()
+        last = last_edges(layers.edges)
 
         def back(grads: Sequence[Tensor]) -> None:
             tensors = [t for t, *_ in outputs]
             if wrapped:
                 torch.autograd.grad(tensors, last, grads, retain_graph=True, allow_unused=True)
             else:
-                loss = _Of.apply(grads, *tensors)
-                torch.autograd.grad(loss, last, retain_graph=True, allow_unused=True)
+                gradients_of(tensors, grads, last)
 
         wrapped = transforming()
         return (not wrapped and _proportional(layers, outputs, back)) or _apart(layers, outputs, back)

@@ -28,6 +28,8 @@ class Comparison:
         elif t.size and t.params:
             if ours is not None and t.scalar:
                 self.adds_up(ours, plain)
+                if t.owners and t.projects() and (rows := t.measure_twin(projected=True)) is not None:
+                    self.in_the_batch(rows, projected=True)
             elif ours is not None:
                 self.in_the_batch(ours, projected=not t.call.given)
             self.apart(ours)

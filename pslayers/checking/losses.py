@@ -167,15 +167,18 @@ def project(
     size: int,
     shapes: Sequence[Sequence[torch.Size]] | None,
     seed: int,
+    owners: Sequence[Tensor | None] = (),
 ) -> Tensor:
     """Losses (B,): each sample's rows, or of them what it has alone (`shapes`: the rest is padding), on fixed
-    directions.
+    directions. `owners` tell whose the rows of each output are, where they are not one for each sample.
     """
     losses: list[Tensor] = [torch.zeros(())] * size
     for k, (t, d) in enumerate(zip(outputs, dims, strict=True)):
         if d is None or not t.requires_grad:
             continue
-        for i, row in enumerate(t.unbind(d)):
+        ids = owners[k] if owners else None
+        each = enumerate(t.unbind(d)) if ids is None else zip(ids.tolist(), t.unbind(d), strict=True)
+        for i, row in each:
             if shapes is not None:
                 row = overlap(row, shapes[i][k])
             losses[i] = losses[i] + (row * _direction(row, seed + k)).sum()

@@ -69,6 +69,7 @@ class Trials:
         # how inputs hold samples, and how many copies of one are called as "alone"
         self.readings: list[tuple[Samples, int]] = []
         self.dims: list[int | None] = []  # of the outputs: those that hold the samples
+        self.owners: list[Tensor | None] = []  # and whose their rows are, under ps.sample_ids
 
     # --------------------------------------------------------------------------------------------------- runs
     @contextmanager
@@ -107,7 +108,7 @@ class Trials:
             outputs, loss = self.call(model, value, with_loss=not projected)
             tensors = floating(outputs)
             if loss is None:
-                loss = project(tensors, self.dims, size, shapes, self.seed)
+                loss = project(tensors, self.dims, size, shapes, self.seed, self.owners)
             if loss.shape not in ((), (size,)):
                 raise ValueError(f"{self.call.name} returned {tuple(loss.shape)} for {size} samples.")
             total = loss if not loss.ndim else loss[only] if only is not None else loss.sum()
@@ -148,6 +149,8 @@ class Trials:
             self.call(self.twin, self.value)
 
     def _batch_size(self) -> int:
+        if local.ragged is not None:
+            return local.ragged.size  # type: ignore[no-any-return]
         size = local.explicit if local.explicit is not None else self.twin._ps_batch_size(*self.value[0])
         if size is None:
             raise ValueError("check_model was given no tensor, so the batch size is unknown.")
@@ -156,6 +159,17 @@ class Trials:
     # ---------------------------------------------------------------------------------- samples by themselves
     def look_at_parts(self, notes: list[str]) -> None:
         """Find how inputs hold the samples, so that one can be called alone, and in which dims outputs do."""
+        if local.ragged is not None:
+            found = [local.ragged.owners(t) for t in self.outputs]
+            self.dims = [None if of is None else of[1] for of in found]
+            self.owners = [None if of is None else of[0] for of in found]
+            notes.append(
+                "under ps.sample_ids the rows of one sample are not taken out of the batch: whether samples"
+                " interact where autograd does not see it was not checked"
+            )
+            if not self.call.given:
+                self._check_outputs()
+            return
         first = self.twin._ps_state().settings.batch_first
         seen: list[list[int | None]] = []
         why: Exception | None = None

@@ -201,6 +201,7 @@ class Batch:
         "level",
         "outputs",
         "proving",
+        "ragged",
         "root",
         "scale",
         "settings",
@@ -218,6 +219,7 @@ class Batch:
         self.calls: dict[int, int] = {}  # how often each module has been called so far
         self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
         self.proving = False  # the same, and true of a part that is computed again
+        self.ragged: Any = None  # follows whose the rows are, where they belong to given samples
         self.scale = Scale(float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0)
 
     def again(self, calls: dict[int, int]) -> "Batch":
@@ -225,11 +227,12 @@ class Batch:
         come before.
         """
         batch = Batch(self.size, self.settings)
-        batch.calls, batch.scale, batch.proving, batch.given = (
+        batch.calls, batch.scale, batch.proving, batch.given, batch.ragged = (
             dict(calls),
             self.scale,
             self.proving,
             self.given,
+            self.ragged,
         )
         return batch
 
@@ -264,6 +267,7 @@ class _Local(threading.local):
     def __init__(self) -> None:  # attributes of the instance: torch.compile traces no others
         self.batch: Batch | None = None
         self.explicit: int | None = None
+        self.ragged: Any = None  # what ps.sample_ids was told
         self.tracker: Any = None  # collects what calls take and return while the batch is tracked
         self.call: Any = None  # the call of a layer that is running
         self.gathered_rows: Any = None  # knows whose the rows are that masks pick
@@ -313,6 +317,21 @@ def batch_size(size: int) -> Iterator[None]:
         raise ValueError(f"`size` must be an integer of at least 0, the number of samples; got {size!r}.")
     with changed(explicit=size):
         yield
+
+
+@contextmanager
+def by_samples() -> Iterator[None]:
+    """Inside the block the rows of ops are the samples', in order, in a ragged batch too."""
+    batch = local.batch
+    ragged = None if batch is None else batch.ragged
+    if batch is None or ragged is None:
+        yield
+        return
+    batch.ragged = None
+    try:
+        yield
+    finally:
+        batch.ragged = ragged
 
 
 def by_original_layers(applies: bool = True) -> AbstractContextManager[None]:

@@ -13,13 +13,13 @@ factor of a mean needs a further pass over the B x P memory, and whoever asks fo
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import torch_api
-from .context import UNSCALED, Scale, transforming
+from .context import UNSCALED, Scale, local, transforming
 from .factors import Factor
 from .sinks import UNRECORDED
 
@@ -52,6 +52,8 @@ class Op(torch.autograd.Function):
     too, and goes through several gradients at once (`is_grads_batched=True`).
     """
 
+    rows_dim: ClassVar[int] = 0  # in which the results hold the rows
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.backward = staticmethod(_anywhere(cls.__dict__["backward"].__func__))  # type: ignore[assignment]
@@ -61,7 +63,12 @@ class Op(torch.autograd.Function):
         """As torch's."""
         if torch_api.functions_transformed():
             return super().apply(*args)  # torch's error
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        result = super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        if (batch := local.batch) is not None and batch.ragged is not None:
+            given = [a for a in args if isinstance(a, Expansion)] or getattr(args[0], "expansions", [])
+            if given:
+                batch.ragged.watch(given, (result,) if isinstance(result, Tensor) else result, cls.rows_dim)
+        return result
 
 
 class _Rescaled(Op):
@@ -101,13 +108,14 @@ class Expansion:
             Its gradient is the per-sample gradient, times ``scale.rows``.
     """
 
-    __slots__ = ("joined", "recorder", "rows", "scale", "weight")
+    __slots__ = ("joined", "recorder", "rows", "scale", "use", "weight")
 
     def __init__(
         self, weight: Tensor, rows: Tensor | None, scale: Scale = UNSCALED, recorder: "Recorder | None" = None
     ) -> None:
         self.weight, self.rows, self.scale, self.recorder = weight, rows, scale, recorder
         self.joined = False  # an ordinary tensor stands for it, which several ops may take
+        self.use: Any = None  # by the rows of a ragged batch (`ragged.Use`)
 
     def rebind(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
         """The same expansion over the tensors that a backward with a graph has unpacked: a further use of the
@@ -115,7 +123,13 @@ class Expansion:
         """
         if self.recorder is not None:
             self.recorder.uses += 1
-        return Expansion(weight, rows, self.scale, self.recorder)
+        return self.again(weight, rows)
+
+    def again(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
+        """The same over these tensors."""
+        other = Expansion(weight, rows, self.scale, self.recorder)
+        other.use = self.use
+        return other
 
     def tensor(self, n: int) -> Tensor:
         """An ordinary tensor (N, *S) that any differentiable op may use."""
@@ -128,13 +142,18 @@ class Expansion:
 
     @property
     def shape(self) -> torch.Size:
-        """(B, *S); B is 1 where nobody asks for rows."""
+        """(B, *S); B is 1 where nobody asks for rows, and in a ragged batch the number of rows of the op."""
+        if self.use is not None:
+            return torch.Size((self.use.rows, *self.weight.shape))
         return torch.Size((1, *self.weight.shape)) if self.rows is None else self.rows.shape
 
     def take(self, factor: Factor, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of (weight, rows) of a use of the weight, for autograd to pass on."""
+        plain = factor
+        if self.use is not None and need_rows:
+            factor = factor.regrouped(self.use.owners())
         if torch.is_grad_enabled():
-            total = factor.total() if need_weight else None
+            total = plain.total() if need_weight else None
             return self.finish_differentiable(total, factor.rows() if need_rows else None)
         total = rows = None
         recorder, scale = self.recorder, self.scale
@@ -145,7 +164,7 @@ class Expansion:
             if rows is not None and 0 < rows.shape[0] * factor.worth_summing < factor.positions:
                 total = rows.sum(0) * (1 / scale.rows)
             else:
-                total = factor.total()
+                total = plain.total()
             if total.dtype is not self.weight.dtype:
                 total = total.to(self.weight.dtype)
             if scale.inside != 1:
@@ -203,15 +222,14 @@ class _Join(Op):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), shape = grads, ctx.rows_shape
         need_weight, need_rows, *_ = needed_grads(ctx, ctx.expansion)
-        if len(grad) != shape[0]:  # k rows a sample
-            grad = grad.reshape(shape[0], -1, *shape[1:]).sum(1)
-        return (
-            *ctx.expansion.finish_differentiable(
-                grad.sum(0) if need_weight else None, grad if need_rows else None
-            ),
-            None,
-            None,
-        )
+        if (use := ctx.expansion.use) is not None:
+            rows = use.owners().summed(grad) if need_rows else None
+        else:
+            if len(grad) != shape[0]:  # k rows a sample
+                grad = grad.reshape(shape[0], -1, *shape[1:]).sum(1)
+            rows = grad if need_rows else None
+        total = grad.sum(0) if need_weight else None
+        return *ctx.expansion.finish_differentiable(total, rows), None, None
 
 
 def of_one(weight: Tensor) -> Tensor:
@@ -226,7 +244,8 @@ def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
     per sample.
     """
     if isinstance(weight, Expansion):
-        return weight
+        # each op's rows are its own
+        return weight if weight.use is None else weight.again(weight.weight, weight.rows)
     if torch.compiler.is_compiling():  # plain ops alone, which the compiler can fuse
         return None
     if weight.ndim == ndim:

@@ -7,7 +7,8 @@ map's in `linear_factor.py`, all others beside their ops (`Patches` in `conv.py`
 Shapes: B samples, N = k * B rows, k a sample; S the weight's own shape.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,58 @@ from .products import add_gram, mirrored
 CHUNK_BYTES = 16 << 20  # of dense rows that are made on the side
 # what sums and products of narrow numbers are computed in
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class Owners:
+    """Which of B samples each of R rows is of: `ids` (R,), -1 where it is nobody's, having no gradient."""
+
+    def __init__(self, ids: Tensor, size: int) -> None:
+        self.ids, self.size = ids, size
+
+    @functools.cached_property
+    def places(self) -> tuple[Tensor, Tensor, int]:
+        """The rows that are somebody's, where each goes among B * n, and n: the most that one sample has."""
+        order = self.ids.argsort(stable=True)
+        order = order[int((self.ids < 0).sum()) :]
+        ordered = self.ids[order]
+        counts = ordered.bincount(minlength=self.size)
+        n, starts = max(int(counts.max()) if self.size else 0, 1), counts.cumsum(0) - counts
+        return order, torch.arange(len(order), device=order.device) - starts[ordered] + ordered * n, n
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether the rows are equally many for each sample, and lie in order."""
+        order, places, n = self.places
+        return len(self.ids) == len(order) == self.size * n and torch.equal(order, places)
+
+    def apart(self) -> "list[tuple[Tensor, Owners]]":
+        """Samples of about as many rows, and the owners among these, where padding all to the longest would
+        take more than twice the rows that there are; else nothing.
+        """
+        order, _, n = self.places
+        if self.size * n <= 2 * max(len(order), 1):
+            return []
+        counts = self.ids[order].bincount(minlength=self.size)
+        kinds, found = counts.clamp(min=1).double().log2().ceil(), []
+        for kind in kinds[counts > 0].unique():
+            samples = ((kinds == kind) & (counts > 0)).nonzero().squeeze(1)
+            place = torch.full_like(counts, -1).index_copy(0, samples, torch.arange(len(samples)).to(samples))
+            found.append((samples, Owners(torch.where(self.ids < 0, -1, place[self.ids]), len(samples))))
+        return found
+
+    def padded(self, t: Tensor) -> Tensor:
+        """(R, ...) as (B * n, ...), those of a sample together, zeros where it has fewer than n."""
+        if self.in_order:
+            return t
+        order, places, n = self.places
+        return t.new_zeros(self.size * n, *t.shape[1:]).index_copy(0, places, t[order])
+
+    def summed(self, t: Tensor) -> Tensor:
+        """(R, ...) as (B, ...), added up."""
+        order, _, n = self.places
+        if self.in_order:
+            return t if n == 1 else t.unflatten(0, (self.size, n)).sum(1)
+        return t.new_zeros(self.size, *t.shape[1:]).index_add(0, self.ids[order], t[order])
 
 
 class Factor:
@@ -88,6 +141,10 @@ class Factor:
 
     def select(self, index: "slice | Tensor") -> "Factor":
         """That of some of the samples."""
+        raise NotImplementedError
+
+    def regrouped(self, owners: Owners) -> "Factor":
+        """Of R rows taken for samples, that of those whose rows they are."""
         raise NotImplementedError
 
     def to(self, dtype: torch.dtype) -> "Factor":
@@ -257,6 +314,9 @@ class Dense(Factor):
         some = self._by_sample()[index]
         return self._of(some.flatten(0, 1), len(some))
 
+    def regrouped(self, owners: Owners) -> Factor:
+        return self._of(owners.summed(self.rows()), owners.size)
+
     def to(self, dtype: torch.dtype) -> Factor:
         return self._of(self.each.to(dtype), self.shape[0])
 
@@ -301,6 +361,9 @@ class Blocks(Factor):
 
     def select(self, index: slice | Tensor) -> Factor:
         return self._of([part.select(index) for part in self.parts])
+
+    def regrouped(self, owners: Owners) -> Factor:
+        return self._of([part.regrouped(owners) for part in self.parts])
 
     def to(self, dtype: torch.dtype) -> Factor:
         return self._of([part.to(dtype) for part in self.parts])
@@ -347,6 +410,69 @@ class Blocks(Factor):
 def added(parts: Sequence[Tensor]) -> Tensor:
     """Their sum; of one, that one, without a copy."""
     return sum(parts[1:], start=parts[0])
+
+
+class Apart(Factor):
+    """Of samples in several groups (each an index of samples), a factor for each; others have no gradient."""
+
+    def __init__(self, groups: Sequence[Tensor], parts: Sequence[Factor], shape: torch.Size) -> None:
+        self.groups, self.parts, self.shape = list(groups), list(parts), shape
+        self.positions = sum(part.positions for part in parts)
+
+    def total(self) -> Tensor:
+        return added([part.total() for part in self.parts])
+
+    def _together(self, found: Sequence[Tensor]) -> Tensor:
+        """(B, ...), of each group's."""
+        out = found[0].new_zeros(self.shape[0], *found[0].shape[1:])
+        for group, part in zip(self.groups, found, strict=True):
+            out = out.index_copy(0, group, part)
+        return out
+
+    def write(self, out: Tensor, scale: float) -> None:
+        """Group by group."""
+        out.zero_()
+        for group, part in zip(self.groups, self.parts, strict=True):
+            out.index_copy_(0, group, part.dense().mul_(scale))
+
+    def rows(self) -> Tensor:
+        """Group by group."""
+        return self._together([part.rows() for part in self.parts])
+
+    def select(self, index: slice | Tensor) -> Factor:
+        chosen = torch.arange(self.shape[0], device=self.like().device)[index]
+        groups, parts = [], []
+        for group, part in zip(self.groups, self.parts, strict=True):
+            places = torch.full((self.shape[0],), -1, device=chosen.device)
+            places[group] = torch.arange(len(group), device=chosen.device)
+            groups.append((places[chosen] >= 0).nonzero().squeeze(1))
+            parts.append(part.select(places[chosen][groups[-1]]))
+        return Apart(groups, parts, torch.Size((len(chosen), *self.shape[1:])))
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        return Apart(self.groups, [part.to(dtype) for part in self.parts], self.shape)
+
+    def like(self) -> Tensor:
+        return self.parts[0].like()
+
+    def sq_norms(self) -> Tensor:
+        return self._together([part.sq_norms() for part in self.parts])
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        pairs = zip(self.groups, self.parts, strict=True)
+        return added([part.weighted_sum(weights[group]) for group, part in pairs])
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return self._together([part.dot(direction) for part in self.parts])
+
+
+def by_size(owners: Owners, shape: torch.Size, make: Callable[[Owners], Factor]) -> Factor:
+    """A factor of padded rows (`make`), or one for each group of samples that are about as long."""
+    groups = owners.apart()
+    if not groups:
+        return make(owners)
+    parts = [make(some) for _, some in groups]
+    return Apart([samples for samples, _ in groups], parts, torch.Size((owners.size, *shape[1:])))
 
 
 class Spent(Factor):

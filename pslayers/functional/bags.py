@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
-from ..core.factors import Factor
+from ..core.factors import Dense, Factor, Owners
 from .common import check_rows, owned, weighed
 from .embedding import Gather, places_of
 
@@ -202,6 +202,15 @@ class Bagged(Factor):
             chosen = chosen.unflatten(0, (size, k))[index].flatten(0, 1)
         return Bagged(some, gy, factors, chosen, torch.Size((count, *self.shape[1:])))
 
+    def regrouped(self, owners: Owners) -> Factor:
+        if self.bags.mode != "max":
+            return self.gathered.regrouped(owners)
+        (_, entries, width), kept = self.shape, (owners.ids >= 0) & (self.bags.sizes > 0)
+        out = self.gy.new_zeros(owners.size * entries, width)
+        places = owners.ids[kept].unsqueeze(1) * entries + self.chosen[kept]
+        shape = torch.Size((owners.size, entries, width))
+        return Dense(out.scatter_add_(0, places, self.gy[kept]).view(shape), shape)
+
     def to(self, dtype: torch.dtype) -> Factor:
         return Bagged(self.bags, self.gy.to(dtype), self.factors, self.chosen, self.shape)
 
@@ -270,7 +279,7 @@ class _EmbeddingBag(Op):
         if torch.is_grad_enabled():
 
             def composite(weight: Tensor, rows: Tensor | None, factors: Tensor | None) -> Tensor:
-                table = w.rebind(weight, rows).tensor(1 if rows is None else len(rows))
+                table = w.rebind(weight, rows).tensor(1 if rows is None else w.shape[0])
                 return bags.reduced(table, factors, chosen)
 
             return *composite_backward(composite, (weight, w.rows, factors), (gy,)), None, None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
-from .common import bias_factor, check_rows, owned
+from .common import bias_factor, check_rows, in_ragged, owned
 from .linear import linear
 from .linear_factor import Outer
 
@@ -40,6 +40,9 @@ def bilinear(
             len(x1),
         )
         return linear(_products(x1, x2), per_sample(weight, 3, size).flatten(2), bias)
+    if x1.ndim > 2 and in_ragged():
+        flat1, flat2 = (x.reshape(-1, x.shape[-1]) for x in (x1, x2))
+        return bilinear(flat1, flat2, weight, bias).unflatten(0, x1.shape[:-1])
     for e in (w, b):
         check_rows("bilinear", x1, None if e is None else e.rows)
     if b is None:
@@ -70,11 +73,11 @@ class _Bilinear(Op):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (gy,), (x1, x2, weight, rows, _, bias_rows), w, b = grads, (saved := ctx.saved_tensors), ctx.w, ctx.b
+        (gy,), (x1, x2, weight, *_), w, b = grads, (saved := ctx.saved_tensors), ctx.w, ctx.b
         if torch.is_grad_enabled():
 
             def composite(x1: Tensor, x2: Tensor, *handles: Tensor) -> Tensor:
-                size = next((len(r) for r in (rows, bias_rows) if r is not None), len(x1))
+                size = next((e.shape[0] for e in (w, b) if e is not None and e.rows is not None), len(x1))
                 weights = w.rebind(*handles[:2]).tensor(size).flatten(2)  # still of stride 0
                 return linear(_products(x1, x2), weights, b.rebind(*handles[2:]) if b is not None else None)
 

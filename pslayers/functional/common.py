@@ -1,15 +1,18 @@
 """What the families of ops share: checking shapes, and rows by sample."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from ..core.context import local
 from ..core.expansion import Expansion
 from ..core.factors import Dense
 
 
 def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
     """The rows of `x` must be k for each of the weight's samples, batch-major."""
-    if weight is None:
+    if weight is None or in_ragged():
         return
     n, size = x.shape[0], weight.shape[0]
     if n != size and (size == 0 or n % size):
@@ -18,6 +21,19 @@ def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
             f" {tuple(weight.shape)}: expected {size} rows in dim 0, one for each sample's weight, or a"
             " multiple of it (k rows a sample, batch-major)."
         )
+
+
+def in_ragged() -> bool:
+    """Whether rows belong to given samples: then an op's are as many as it is given."""
+    return local.batch is not None and local.batch.ragged is not None
+
+
+def by_position(op: Callable[[Tensor], Tensor], x: Tensor, event_dims: int) -> Tensor:
+    """`op` of x (..., *event), with each of its positions a row."""
+    leading = x.shape[: x.ndim - event_dims]
+    return op(x.reshape(leading.numel(), *x.shape[len(leading) :])).unflatten(0, leading or (1,))[
+        0 if not leading else ...
+    ]
 
 
 def by_sample(t: Tensor, size: int, width: int) -> Tensor:

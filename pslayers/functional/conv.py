@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
-from ..core.factors import CHUNK_BYTES, Blocks, Factor, beside
+from ..core.factors import CHUNK_BYTES, Blocks, Factor, Owners, beside, by_size
 from .common import bias_factor, check_rows, of_dtype, owned, weighed
 from .conv_weight_grads import (
     Geometry,
@@ -319,6 +319,12 @@ class Patches(Factor):
         by_sample = self.shape[0], len(self.x) // max(self.shape[0], 1)
         x, gy = (t.unflatten(0, by_sample)[index] for t in (self.x, self.gy))
         return self._of(x.flatten(0, 1), gy.flatten(0, 1), len(x))
+
+    def regrouped(self, owners: Owners) -> Factor:
+        def padded(owners: Owners) -> Factor:
+            return self._of(owners.padded(self.x), owners.padded(self.gy), owners.size)
+
+        return by_size(owners, self.shape, padded)
 
     def to(self, dtype: torch.dtype) -> Factor:
         return self._of(self.x, self.gy, self.shape[0], self.weight.detach().to(dtype))

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
-from ..core.factors import CHUNK_BYTES, Factor, beside, squares
-from .common import check_rows, of_dtype, owned, weighed
+from ..core.factors import CHUNK_BYTES, Factor, Owners, beside, squares
+from .common import by_position, check_rows, in_ragged, of_dtype, owned, weighed
 from .linear_factor import Outer
 
 
@@ -41,6 +41,8 @@ def embedding(ids: Tensor, weight: Tensor | Expansion, padding_idx: int | None =
             return F.embedding(ids, weight, padding_idx)
         check_rows("embedding", ids, weight)
         return _lookup(ids, weight, padding_idx)
+    if ids.ndim != 1 and in_ragged():
+        return by_position(lambda ids: embedding(ids, weight, padding_idx), ids, 0)
     check_rows("embedding", ids, w.rows)
     return _Embedding.apply(ids, w.weight, w.rows, w, padding_idx)
 
@@ -140,6 +142,15 @@ class Gather(Factor):
         samples = places[self.samples]
         kept = samples >= 0
         return self._of(self.ids[kept], gy[kept], samples[kept], count)
+
+    def regrouped(self, owners: Owners) -> Factor:
+        samples = self.samples
+        if samples is None:
+            samples = torch.arange(self.shape[0], device=self.gy.device)
+            samples = samples.repeat_interleave(self.ids.numel() // max(self.shape[0], 1))
+        samples, ids, gy = owners.ids[samples], self.ids.reshape(-1), self.gy.reshape(-1, self.shape[2])
+        kept = samples >= 0
+        return self._of(ids[kept], gy[kept], samples[kept], owners.size)
 
     def to(self, dtype: torch.dtype) -> Factor:
         return self._of(self.ids, self.gy.to(dtype), self.samples, self.shape[0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
-from ..core.factors import Factor
+from ..core.factors import Factor, Owners
 from .common import of_dtype, owned
 from .embedding import places_of
 
@@ -139,6 +139,11 @@ class Grouped(Factor):
         samples = places[self.samples]
         kept = samples >= 0
         return self._of(self.x[kept], self.gy[kept], self.group[kept], samples[kept], count)
+
+    def regrouped(self, owners: Owners) -> Factor:
+        samples = owners.ids[self.samples]
+        kept = samples >= 0
+        return self._of(self.x[kept], self.gy[kept], self.group[kept], samples[kept], owners.size)
 
     def to(self, dtype: torch.dtype) -> Factor:
         return self._of(self.x.to(dtype), self.gy.to(dtype), self.group, self.samples, self.shape[0])

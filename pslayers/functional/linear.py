@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
 from ..core.products import affine
-from .common import bias_factor, by_sample, check_rows, of_dtype, owned
+from .common import bias_factor, by_position, by_sample, check_rows, in_ragged, of_dtype, owned
 from .linear_factor import Outer
 
 
@@ -28,6 +28,8 @@ def linear(
     w, b = as_expansion(weight, 2), None if bias is None else as_expansion(bias, 1)
     if w is None or x.is_complex():  # the op's gradients take no conjugates
         return _per_sample_linear(x, weight, bias, transposed)
+    if x.ndim != 2 and in_ragged():
+        return by_position(lambda x: linear(x, weight, bias, transposed=transposed), x, 1)
     check_rows("linear", x, w.rows if b is None or w.rows is not None else b.rows)
     if b is None:
         y = _Linear.apply(x, w.weight, w.rows, None, None, w, None, transposed)

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..core.factors import CHUNK_BYTES, Factor, beside
+from ..core.factors import CHUNK_BYTES, Factor, Owners, beside, by_size
 from ..core.products import add_gram, affine, mirrored, outer, outer_each
 from .common import by_sample
 
@@ -65,6 +65,13 @@ class Outer(Factor):
     def select(self, index: slice | Tensor) -> Factor:
         gy, x = self.batch()
         return self._of(gy[index], x[index])
+
+    def regrouped(self, owners: Owners) -> Factor:
+        def padded(owners: Owners) -> Factor:
+            sides = (owners.padded(side).unflatten(0, (owners.size, -1)) for side in self.batch())
+            return self._of(*(side.flatten(1, 2) for side in sides))
+
+        return by_size(owners, self.shape, padded)
 
     def to(self, dtype: torch.dtype) -> Factor:
         gy, x = self.batch()

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from .. import torch_api
 from .affine import Separate, Weight, affine, in_float32
+from .common import by_position, in_ragged
 
 
 def layer_norm(
@@ -26,6 +27,8 @@ def layer_norm(
     """
     shape = tuple(normalized_shape)
     _check_shape("layer_norm", x, shape)
+    if x.ndim != len(shape) + 1 and in_ragged():
+        return by_position(lambda x: layer_norm(x, shape, weight, bias, eps), x, len(shape))
     return affine(_LayerNorm(shape, eps), "layer_norm", in_float32(x), weight, bias, len(shape))
 
 
@@ -43,6 +46,8 @@ def rms_norm(
     """
     shape = tuple(normalized_shape)
     _check_shape("rms_norm", x, shape)
+    if x.ndim != len(shape) + 1 and in_ragged():
+        return by_position(lambda x: rms_norm(x, shape, weight, eps), x, len(shape))
     return affine(_RMSNorm(shape, eps), "rms_norm", in_float32(x), weight, None, len(shape))
 
 

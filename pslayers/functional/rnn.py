@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..core.expansion import Expansion, as_expansion, per_sample
 from .cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell
+from .common import in_ragged
 from .linear import linear
 from .rnn_layer import Layer, Plan, composite
 from .sequences import Packed, Steps
@@ -229,7 +230,7 @@ def _samples(op: str, given: Sequence[Weight], common: Sequence[Expansion | None
     """How many samples the weights are for (1: any); the rows must be k for each, batch-major."""
     sizes = {len(c.rows) for c in common if c is not None and c.rows is not None}
     sizes |= {len(w) for w, c in zip(given, common, strict=True) if c is None and isinstance(w, Tensor)}
-    for size in sizes:
+    for size in () if in_ragged() else sizes:
         if rows != size and (not size or not rows or rows % size):
             raise ValueError(
                 f"ps.functional.{op} got {rows} sequences with {size} per-sample weights: expected {size},"

@@ -42,6 +42,8 @@ class Layer(Op):
     summed and per sample.
     """
 
+    rows_dim = 1
+
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         states, flat = _split(plan, tensors)
@@ -76,7 +78,7 @@ def _graph_backward(
     def again(x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         states, flat = _split(plan, tensors)
         pairs = zip(plan.expansions, flat[::2], flat[1::2], strict=True)
-        size = next((len(rows) for rows in flat[1::2] if rows is not None), 1)
+        size = next((e.shape[0] for e in plan.expansions if e.rows is not None), 1)
         weights = [e.rebind(w, rows).tensor(size) for e, w, rows in pairs]
         dtype = torch.promote_types(x.dtype, weights[0].dtype)
         return composite(plan, x.to(dtype), [s.to(dtype) for s in states], [w.to(dtype) for w in weights])

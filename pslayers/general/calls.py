@@ -20,12 +20,12 @@ from ..attribution.tracking import (
     Layout,
     samples_of_rows,
 )
-from ..core.context import Scale, by_original_layers, in_place_of, local, places_of
+from ..core.context import Scale, by_original_layers, by_samples, in_place_of, local, places_of
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import of_one
 from ..core.recorder import recorder_of
 from ..core.trees import in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
-from ..parameters.per_sample import NoRuleError
+from ..parameters.per_sample import NoRuleError, Standing, standing_in
 from .plan import Call, Forward, Plan, copied, filled_order
 from .ways import run_by
 
@@ -125,6 +125,30 @@ def run_single(
     alone = {n: of_one(w) for n, w in weights.items()}
     with by_original_layers(whole), in_place_of(places_of(module, alone, tied=True)):
         return forward(module, *args, **kwargs)
+
+
+def run_ragged(
+    module: ConvertedModule,
+    forward: Forward,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    whole: bool = False,
+) -> Any:
+    """A call in a batch whose rows belong to given samples; `whole`: with the parameters of all below."""
+    if not (whole or module._ps_state().per_sample_forward):
+        return forward(module, *args, **kwargs)
+    with by_samples():  # which these expansions are for
+        weights = _weights(module, set(), own=not whole)
+    if not weights:
+        return forward(module, *args, **kwargs)
+    try:
+        with standing_in(module, Standing((), whole, weights)):
+            return forward(module, *args, **kwargs)
+    except NoRuleError as error:
+        raise ValueError(
+            f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run under ps.sample_ids:"
+            f" {error}. Write a layer for it (ps.PSLayer)."
+        ) from error
 
 
 def _weights(

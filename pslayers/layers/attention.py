@@ -14,6 +14,7 @@ from .. import torch_api
 from ..core.context import clear, current_batch, local
 from ..core.expansion import Expansion
 from ..functional.attention import of_rows
+from ..functional.common import in_ragged
 from ..modules.base import Call, PSLayer
 from ..modules.converted import State
 from .linear import PSLinear
@@ -278,7 +279,7 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
         """(N, L, E) with N = k * size rows, batch-major, and how to bring outputs back to the caller's
         rows.
         """
-        if x.shape[0] == 1:
+        if x.shape[0] == 1 and not in_ragged():
             return x.expand(size, -1, -1), None
         try:
             return self.to_rows(x, size)

@@ -11,6 +11,7 @@ from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED
 from ..core.context import current_batch
 from ..core.expansion import Expansion
 from ..functional import rnn as PF
+from ..functional.common import in_ragged
 from ..modules.base import PSLayer
 
 __all__ = ["PSGRU", "PSLSTM", "PSRNN"]
@@ -34,6 +35,11 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         assert batch is not None
         given = () if hx is None else self._states(hx)
         if isinstance(input, PackedSequence):
+            if in_ragged():
+                raise ValueError(
+                    f"`{self._ps_state().path}` ({type(self).__name__}) got packed sequences under"
+                    " ps.sample_ids: give it padded ones."
+                )
             input = self._packed_rows(input, batch.size)
             x, batch_sizes, *order = input
             y, *final = self._op(x, self._initial(given, x, batch_sizes), packing=(batch_sizes, *order))
@@ -140,7 +146,7 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         """(N, T, I) with N = k * size rows, batch-major, and how to bring outputs back to the caller's
         rows.
         """
-        if x.shape[0] == 1:
+        if x.shape[0] == 1 and not in_ragged():
             return x.expand(size, -1, -1), None
         try:
             return self.to_rows(x, size)

@@ -20,12 +20,24 @@ from ..attribution.tracking import (
     Tracker,
     fits_layout,
 )
-from ..core.context import Batch, Scale, Settings, clear, in_place_of, local, places_of, transforming
+from ..core.context import (
+    Batch,
+    Scale,
+    Settings,
+    by_samples,
+    clear,
+    in_place_of,
+    local,
+    places_of,
+    transforming,
+)
 from ..core.converted_module import ConvertedLayer
 from ..core.expansion import Expansion, rescale_grad
 from ..core.recorder import recorder_of
 from ..core.trees import map_tensors, tensors_in
+from ..functional.common import in_ragged
 from ..parameters.per_sample import NoRuleError, PerSample, Standing, followed
+from ..parameters.row_ops import as_rows
 from .converted import Converted, State
 
 # what each torch class is replaced by; classes enter themselves when they are defined
@@ -216,7 +228,10 @@ class PSLayer(_Layer):
                 f"`{self._ps_state().path}` ({type(self).__name__}) was called without a tensor, so its batch"
                 " size is unknown: call it inside `with ps.batch_size(n):`."
             )
-        args, kwargs, rows, undo = self.arrange(args, kwargs, batch.size)
+        if batch.ragged is None:
+            args, kwargs, rows, undo = self.arrange(args, kwargs, batch.size)
+        else:
+            args, kwargs, rows, undo = self._ps_by_position(args, kwargs)
         call = Call(self, rows, batch.scale)
         if not self._ps_fused and batch.scale.total != 1:
             call.scale = scale = Scale(batch.scale.total, batch.scale.total)
@@ -275,10 +290,14 @@ class PSLayer(_Layer):
         if not own and not isinstance(x, PerSample):
             return None
         standing.check_level()
+        given = [t for t in tensors_in((args, kwargs)) if isinstance(t, Tensor)]
+        if in_ragged() and not all(isinstance(t, PerSample) for t in given):
+            args, kwargs = map_tensors(as_rows, (args, kwargs))
+            x = next(iter(tensors_in((args, kwargs))), None)
         shared: Tensor | None = None  # by all samples
         if isinstance(x, PerSample):
             shared = x.each
-        elif own and isinstance(x, Tensor):
+        elif own and isinstance(x, Tensor) and not in_ragged():
             owners = None if (picks := followed()) is None else picks.owners(x)
             if picks is None or (owners is not None and owners.sample_ids is None):
                 raise NoRuleError(
@@ -307,7 +326,8 @@ class PSLayer(_Layer):
         args, kwargs = map_tensors(lambda t: rows if t is x else t, (args, kwargs))
         if local.gathered_rows is not None:
             local.gathered_rows.tag_batch(rows)
-        output = forward(*args, **kwargs)
+        with by_samples():
+            output = forward(*args, **kwargs)
         same = not isinstance(x, PerSample) or x.same
 
         def apart(t: Tensor) -> Tensor:
@@ -360,6 +380,20 @@ class PSLayer(_Layer):
             kwargs = {**kwargs, str(key): x}
         return args, kwargs, x.shape[0], undo
 
+    def _ps_by_position(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], int, Callable[[Tensor], Tensor] | None]:
+        """As `arrange`, for rows that belong to given samples: dims before those of an event are rows."""
+        inputs = [t for t in tensors_in((args, kwargs)) if isinstance(t, Tensor) and t.ndim]
+        if not inputs:
+            return args, kwargs, 1, None
+        x, n = inputs[0], 0 if self.event_dims is None else inputs[0].ndim - self.event_dims
+        if n < 2 or any(t.shape[:n] != x.shape[:n] for t in inputs):
+            return args, kwargs, len(x), None
+        leading = x.shape[:n]
+        args, kwargs = map_tensors(lambda t: t.flatten(0, n - 1) if t.ndim else t, (args, kwargs))
+        return args, kwargs, leading.numel(), lambda y: y.unflatten(0, leading)
+
     def _ps_plainly_batched(self, x: Any, size: int) -> bool:
         """Whether `layout` would find the batch in dim 0, the most frequent case, in which it is not worth
         its time.
@@ -376,6 +410,8 @@ class PSLayer(_Layer):
 
     def to_rows(self, x: Tensor, size: int) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
         """`x` with N = k * size rows in dim 0, and how to bring an output back to the form of the input."""
+        if in_ragged():
+            return x, None
         kind, dim = layout = self.layout(x, size)
         if layout == SHARED:
             return x.expand(size, *x.shape[1:]), None

@@ -53,6 +53,8 @@ class PSContainer(Converted):
             return local.gathered_rows.call(self, self._ps_run, args, kwargs)
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
+        if batch is not None and batch.ragged is not None:
+            return general.run_ragged(self, original, args, kwargs)
         if batch is None or not state.per_sample_forward:
             return original(self, *args, **kwargs)
         call = batch.count(self)

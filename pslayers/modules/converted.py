@@ -24,6 +24,7 @@ from ..core.trees import own_parameters, tensors_in
 from .batch_of_one import run_alone, run_plain
 from .first_call import Kind, ModelCall
 from .inventory import Inventory
+from .ragged_call import call_ragged
 
 
 class State:
@@ -51,6 +52,9 @@ class State:
         self.writes = False  # or what it is called with
         # run with per-sample parameters: its own, or all below it too
         self.per_sample_forward = self.includes_children = False
+        # under ps.sample_ids, the whole model is run so: a parameter is used past its layer
+        self.ragged_whole = False
+        self.ragged_proved: set[bool] = set()  # in which modes it was looked for that
         # callers of layers that take what all samples share, in these ways, are run whole
         self.shared: set[Layout] = set()
         # how: (number of the call, training, whether per-sample weights were given, dims of the inputs)
@@ -163,6 +167,8 @@ class Converted(_Mixin):
         state, settings = self._ps_state(), self._ps_state().settings
         if settings.sink is not None:
             settings.sink.at_call()
+        if local.ragged is not None and recorded and not local.again:
+            return call_ragged(self, run, args, kwargs)
         ddp = torch_api.active_ddp()
         settings.in_ddp = ddp is not None and ddp.require_backward_grad_sync
         if settings.in_ddp and recorded and not settings.grad:

@@ -20,7 +20,8 @@ from .. import functional as PF
 from .. import torch_api
 from ..core import op_kinds
 from ..core.context import local
-from .per_sample import OPS, PerSample, behind, followed, is_vector, names_of, of_the_input
+from ..functional.common import in_ragged
+from .per_sample import OPS, PerSample, behind, expansion_of, followed, is_vector, names_of, of_the_input
 
 Op = Callable[..., Tensor]
 
@@ -56,6 +57,9 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     own = [t for t in (x, weight, bias) if isinstance(t, PerSample)]
     if not own:
         return _Redirected.apply(op, x, weight, bias)
+    if in_ragged():
+        rows = (expansion_of(t) if isinstance(t, PerSample) else t for t in (weight, bias))
+        return NotImplemented if isinstance(x, PerSample) else op(x, *rows)
     each = [t.each if isinstance(t, PerSample) else t for t in (weight, bias)]
     names = names_of(own)
     if local.stand_ins is not None:
@@ -106,7 +110,7 @@ class Redirect(TorchFunctionMode):
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        rule = _RULES.get(func)
+        rule = RULES.get(func)
         # not inside a further transform that the forward makes
         if rule is not None and torch_api.level() == self.level:
             result = rule(*args, **(kwargs or {}))
@@ -321,7 +325,7 @@ def _linear_cross_entropy(
 
 
 _MAKERS = set(op_kinds.functions(op_kinds.MADE))
-_RULES: dict[Any, Callable[..., Any]] = {
+RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     **dict.fromkeys(op_kinds.functions(["matmul", "mm", "__matmul__"]), _matmul),
     torch.addmm: _addmm,
@@ -336,7 +340,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     F.prelu: _prelu,
     F.scaled_dot_product_attention: _attention,
 }
-OPS.update(_RULES)
+OPS.update(RULES)
 OPS.update({f: _grouped_mm(f) for f in op_kinds.functions(["grouped_mm", "_grouped_mm"])})
 if hasattr(F, "linear_cross_entropy"):
     OPS[F.linear_cross_entropy] = _linear_cross_entropy

@@ -12,6 +12,7 @@ Which rows of a batch's tensor are whose is never guessed from a multiple of B. 
 them, and, in ops that go value by value, tensors of as many rows. All else is a `NoRuleError`.
 """
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,9 +24,11 @@ from torch import Tensor
 
 from .. import torch_api
 from ..core import op_kinds
-from ..core.context import NoRuleError, Place, in_place_of, local, places_of
+from ..core.context import UNSCALED, NoRuleError, Place, in_place_of, local, places_of
 from ..core.converted_module import ConvertedModule
+from ..core.expansion import Expansion
 from ..core.trees import map_tensors, tensors_of
+from ..functional.common import in_ragged
 from ..functional.each import for_each
 
 Rule = Callable[..., Any]
@@ -33,6 +36,8 @@ Rule = Callable[..., Any]
 
 # ops whose weight may be a PerSample; `op_dispatch` enters them
 OPS: dict[Any, Rule] = {}
+# what is asked in a ragged batch; `row_ops` enters itself
+RAGGED: list[Rule] = []
 
 
 class Standing:
@@ -185,14 +190,12 @@ class PerSample(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """By the rule for `func`, or sample by sample under vmap; NoRuleError where neither can be."""
-        kwargs, result = kwargs or {}, NotImplemented
+        kwargs = kwargs or {}
         if local.stand_ins is not None:
             local.stand_ins.check_level()
-        if func in _RULES:
-            result = _RULES[func](func, *args, **kwargs)
-        elif func in OPS:
-            result = OPS[func](*args, **kwargs)
-        return _for_each(func, args, kwargs) if result is NotImplemented else result
+        if in_ragged():
+            return RAGGED[0](func, args, kwargs, functools.partial(by_rule, func, args, kwargs))
+        return by_rule(func, args, kwargs)
 
     def part(self, index: int) -> "PerSample":
         """One of those in dim 0: of all together, whose gradients are written once, not for each among
@@ -217,6 +220,22 @@ class PerSample(Tensor):
         if owners is not None and owners.picked:
             return each.index_select(0, owners.sample_ids)
         return each if rows == size else each.repeat_interleave(rows // size, 0)
+
+
+def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By the rule for `func`, or for each sample."""
+    result = NotImplemented
+    if func in _RULES:
+        result = _RULES[func](func, *args, **kwargs)
+    elif func in OPS:
+        result = OPS[func](*args, **kwargs)
+    return _for_each(func, args, kwargs) if result is NotImplemented else result
+
+
+def expansion_of(t: PerSample) -> Expansion:
+    """What is behind one of which all samples' values are the same: for an op on a ragged batch's rows."""
+    tag: Expansion | None = getattr(t.each, "_ps_expansion", None)
+    return Expansion(t.each.detach()[0], t.each, UNSCALED) if tag is None else tag
 
 
 def names_of(own: Iterable[PerSample]) -> frozenset[str]:

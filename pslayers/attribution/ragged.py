@@ -1,0 +1,369 @@
+"""Ragged batches: rows that belong to given samples (`ps.sample_ids`), as the nodes of graphs, or tokens that
+are packed without padding.
+
+Every layer runs on all rows at once, as the original does: its weight is expanded to the rows. Whose each of
+these rows is, in every layer, is read off the backward pass itself. Before a pass goes through the model, one
+goes through it beside, without weight gradients, in which the gradients of each sample's outputs are
+multiplied by a number of its own, a power of two. A backward pass is linear, and powers of two are exact: a
+row that one sample's outputs alone depend on gets its gradient times that number (direct derivation). So
+nothing is guessed, in any batch: a row of which two samples' outputs make use has no such number, and that is
+an error.
+
+Shapes: B samples, R rows of what an op is given.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from .. import torch_api
+from ..core.context import changed, local
+from ..core.expansion import Expansion
+from ..core.factors import Owners
+from ..core.trees import map_tensors, tensors_in
+from .proof import LETTERS, LETTERS_OF_HALF, gradients_of, last_edges, quiet_pass
+
+
+class RaggedBatch:
+    """What `sample_ids` was told: the samples of rows, by how many rows there are."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.known: list[tuple[Tensor, int]] = []  # ids, and the dim that they are for
+
+    def fitting(self, t: Tensor) -> list[tuple[Tensor, int]]:
+        """Whose the rows of a tensor of this shape may be, and their dim."""
+        found = [
+            (ids, dim)
+            for ids, dim in self.known
+            if t.ndim > dim and t.shape[dim] == len(ids) and all(n == 1 for n in t.shape[:dim])
+        ]
+        return [*found, (torch.arange(self.size), 0)] if t.ndim and len(t) == self.size else found
+
+    def owners(self, t: Tensor) -> tuple[Tensor, int] | None:
+        """Whose the rows of an output are, and their dim; None where nothing tells.
+
+        Raises:
+            ValueError: its shape fits several that were given.
+        """
+        if not (found := self.fitting(t)):
+            return None
+        first, *others = found
+        for other in others:
+            if first[1] != other[1] or not torch.equal(first[0].to(t.device), other[0].to(t.device)):
+                raise ValueError(
+                    f"the model returns a tensor of shape {tuple(t.shape)}, whose rows may be those of the"
+                    f" {self.size} samples, or of which ps.sample_ids was told: put a sample without rows"
+                    " into the batch (a larger `size`), or return it in another shape."
+                )
+        return first
+
+
+@contextmanager
+def sample_ids(ids: Tensor, size: int | None = None, *, dim: int = 0) -> Iterator[None]:
+    """Say whose the rows of a batch are, where these are not equally many for each sample: nodes of graphs,
+    tokens of sequences that are packed one after the other, points of sets.
+
+    Put around the model's call. `ids` (rows,) holds the sample, 0 to `size` - 1, of each entry in `dim` of
+    the tensors that the model takes and returns with so many; with ``dim=1`` these have one row (1, rows,
+    ...). Tensors of `size` rows, as of a pooled output, hold a row of each sample. Blocks nest: one for the
+    nodes, say, and one for the edges. In any order; a sample may have no rows.
+
+    Example:
+        >>> import torch, pslayers as ps
+        >>> from torch import nn
+        >>> model = ps.convert_model(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
+        >>> with ps.sample_ids(torch.tensor([0, 0, 0, 1, 1]), size=2):
+        ...     out = model(torch.randn(5, 3))          # 5 rows, of 2 samples
+        >>> out.sum().backward()
+        >>> model[0].weight.grad_sample.shape
+        torch.Size([2, 4, 3])
+
+    Raises:
+        ValueError: `ids` is no tensor (rows,) of integers from 0 to `size` - 1, or `size` differs from that
+            of the block around.
+    """
+    around: RaggedBatch | None = local.ragged
+    size = around.size if size is None and around is not None else size
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise ValueError(f"`size` must be an integer of at least 0, the number of samples; got {size!r}.")
+    if around is not None and around.size != size:
+        raise ValueError(
+            f"ps.sample_ids(..., size={size}) inside of one of size {around.size}: they are of one batch."
+        )
+    whole = isinstance(ids, Tensor) and not (ids.is_floating_point() or ids.is_complex())
+    if not whole or ids.ndim != 1 or ids.dtype == torch.bool:
+        got = f"{tuple(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else repr(type(ids).__name__)
+        raise ValueError(f"`ids` must be a tensor (rows,) of integers, the sample of each row; got {got}.")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        raise ValueError(
+            f"`ids` must be from 0 to {size - 1}, for {size} samples; got {int(ids.min())} to"
+            f" {int(ids.max())}. Rows that are no sample's can be those of one more, which is in no loss."
+        )
+    if dim not in (0, 1):
+        raise ValueError(f"`dim` must be 0, or 1 for tensors (1, rows, ...); got {dim!r}.")
+    batch = RaggedBatch(size)
+    batch.known = [*(around.known if around is not None else ()), (ids.detach().long(), dim)]
+    with changed(ragged=batch):
+        yield
+
+
+class Use:
+    """One use of weights by an op: R rows, and whose they are, which the backward pass tells."""
+
+    __slots__ = ("__weakref__", "call", "dim", "ids", "marks", "name", "rows")
+
+    def __init__(self, call: "RaggedCall", rows: int, dim: int, name: str) -> None:
+        self.call, self.rows, self.dim, self.name = weakref.ref(call), rows, dim, name
+        self.marks: dict[int, list[Tensor]] = {}  # of each output, in each pass beside
+        self.ids: Tensor | None = None  # (R,): -1 where there is no gradient
+
+    def look(self, place: int, grad: Tensor) -> None:
+        """At the gradient of an output, on its way to the op."""
+        call = self.call()
+        if call is None or (not call.beside and call.pass_id != torch_api.current_pass()):
+            raise RuntimeError(
+                f"`{self.name}` gets a gradient that did not come by the model's outputs: under ps.sample_ids"
+                " take the loss of what the model returns, no second derivatives, and checkpoints with"
+                " use_reentrant=False."
+            )
+        with torch.no_grad(), torch_api.without_torch_function():
+            found = _signature(grad.movedim(self.dim, 0) if grad.ndim > self.dim else grad)
+            if call.beside:
+                self.marks.setdefault(place, []).append(found)
+            else:
+                self._tell(found, self.marks.pop(place, []), call)
+
+    def _tell(self, plain: Tensor, marks: Sequence[Tensor], call: "RaggedCall") -> None:
+        """Whose the rows are, from the signature of the gradient and those of the marked ones."""
+        if not marks and not bool(plain.any()):
+            return
+        if len(marks) != call.letters:
+            raise self._mixed(call, "gets a gradient that is not the model's outputs'")
+        ids, factor = torch.zeros(len(plain), dtype=torch.long, device=plain.device), 1
+        nothing = ~plain.any(1)
+        tiny = plain.abs().amax(1, keepdim=True) < 1e-30  # bits are lost below
+        for marked in marks:
+            nothing &= ~marked.any(1)
+            ratio = marked / plain
+            exponent = ratio.abs().log2().round()
+            slack = torch.where(tiny, 0.3, _SLACK.get(plain.dtype, 1e-5))
+            exact = ((ratio.abs() / exponent.exp2() - 1).abs() <= slack) | ~(marked.any(1, keepdim=True))
+            letter = exponent.nan_to_num(0, 0, 0).long() * 2 + (ratio < 0)
+            right = exact.all(1) & (letter == letter[:, :1]).all(1) & (letter[:, 0] >= 0)
+            right &= letter[:, 0] < call.count
+            unknown = ~(right | nothing)
+            if bool(unknown.any()):
+                broken = ~(plain.isfinite().all(1) & marked.isfinite().all(1))
+                if bool((unknown & ~broken).any()):
+                    raise self._mixed(call, f"has {int((unknown & ~broken).sum())} of {len(plain)} rows")
+                ids[unknown] = -(1 << 40)
+            ids += letter[:, 0] * factor
+            factor *= call.count
+        ids[nothing] = -1
+        ids = self._filled(ids, call)
+        if self.ids is not None:  # by another of the op's outputs
+            both = (ids >= 0) & (self.ids >= 0)
+            if not torch.equal(ids[both], self.ids[both]):
+                raise self._mixed(call, "has rows")
+            ids = torch.maximum(ids, self.ids)
+        if bool((ids >= call.batch.size).any()):
+            raise self._mixed(call, "has rows")
+        self.ids = ids
+
+    def _filled(self, ids: Tensor, call: "RaggedCall") -> Tensor:
+        """Rows whose gradient is no number are those of which was told, if all others agree with it."""
+        broken = ids < -1
+        if not bool(broken.any()):
+            return ids
+        for told, _ in (*call.batch.known, (torch.arange(call.batch.size), 0)):
+            told = told.to(ids.device)
+            if len(told) == len(ids) and torch.equal(told[ids >= 0], ids[ids >= 0]):
+                return torch.where(broken, told, ids)
+        raise RuntimeError(
+            f"`{self.name}` gets gradients that are inf or NaN, for rows of which then cannot be told whose"
+            " they are: under ps.sample_ids a gradient must be finite where rows are others than those given."
+        )
+
+    def _mixed(self, call: "RaggedCall", what: str) -> RuntimeError:
+        return RuntimeError(
+            f"`{self.name}` {what} on which the losses of more than one of the {call.batch.size} samples"
+            " depend: samples interact (by a mean or a norm over all rows, an edge between two graphs,"
+            " attention without a mask), several share a row of what it is given, the ids given to"
+            " ps.sample_ids are not those of the outputs' rows, or this is a second derivative."
+        )
+
+    def owners(self) -> Owners:
+        """For the factor of the op."""
+        call = self.call()
+        assert call is not None
+        device = None if self.ids is None else self.ids.device
+        ids = torch.full((self.rows,), -1, device=device) if self.ids is None else self.ids
+        return Owners(ids, call.batch.size)
+
+
+# how far a ratio may be from a power of two, where torch sums in no fixed order
+_SLACK = {torch.float64: 1e-10}
+
+
+def _signature(grad: Tensor) -> Tensor:
+    """(R, 2): of each row (R, ...) two sums, with random weights; they are multiplied as the row is."""
+    flat = grad.reshape(len(grad), grad[0].numel() if len(grad) else 1)
+    flat = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
+    flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    return flat @ _directions(flat.shape[1], flat.dtype, flat.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(width, 2, generator=generator, dtype=dtype) + 0.5
+    return (weights * (torch.randint(2, weights.shape, generator=generator) * 2 - 1)).to(device)
+
+
+class RaggedCall:
+    """One outermost call of a model on a ragged batch."""
+
+    def __init__(self, batch: RaggedBatch) -> None:
+        self.batch = batch
+        self.edges: list[GradientEdge] = []  # of what ops return
+        self.uses: list[Use] = []
+        self.pass_id, self.beside = -1, False
+        self.count, self.letters = LETTERS, 0  # how many factors there are, and passes beside
+
+    def watch(
+        self, expansions: Sequence[Expansion], outputs: Sequence[Tensor], dim: int, name: str = "the model"
+    ) -> None:
+        """Look at the gradients of what an op gives with these weights, its rows in `dim`."""
+        outputs = [t for t in outputs if t.requires_grad]
+        if not outputs:
+            return
+        name = next((e.recorder.name for e in expansions if e.recorder is not None), name)
+        rows = {t.shape[dim] if t.ndim > dim else 1 for t in outputs}
+        if len(rows) > 1:
+            raise ValueError(
+                f"`{name}` is used for inputs of {sorted(rows)} rows at once, which is not followed under"
+                " ps.sample_ids: use it once for each."
+            )
+        use = Use(self, rows.pop(), dim, name)
+        made_again = torch_api.current_pass() != -1  # by a checkpoint: what counts is what was made first
+        for place, t in enumerate(outputs):
+            if not made_again:
+                self.edges.append(get_gradient_edge(t))
+            with torch_api.without_torch_function():
+                t.register_hook(_Look(use, place))
+        if not made_again:
+            self.uses.append(use)
+        for e in expansions:
+            e.use = use
+
+    def enter(self, call: Any) -> Any:
+        """What the model is called with, looked at like what ops return: so that samples which interact
+        before the first weight are seen.
+        """
+
+        def seen(t: Tensor) -> Tensor:
+            fits = self.batch.fitting(t)
+            if t.requires_grad or not (t.is_floating_point() and t.numel() and fits):
+                return t
+            t = t.detach().clone().requires_grad_() * 1
+            self.watch([], [t], fits[0][1], "the model's input")
+            return t
+
+        return map_tensors(seen, call)
+
+    def leave(self, output: Any) -> Any:
+        """The output, through which gradients come in.
+
+        Raises:
+            ValueError: it is not known of any whose its rows are.
+        """
+        tensors = [t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad]
+        if not tensors:
+            return output
+        if all(self.batch.owners(t) is None for t in tensors):
+            raise ValueError(
+                f"the model returns {', '.join(str(tuple(t.shape)) for t in tensors)}, of whose rows"
+                f" ps.sample_ids was not told whose they are: expected {self._expected()} rows. Take the loss"
+                " outside of the model; tell of other rows by a further ps.sample_ids around the call."
+            )
+        outside = iter(_Exit.apply(self, *tensors))
+        return map_tensors(lambda t: next(outside) if t.requires_grad else t, output)
+
+    def mark(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """The passes beside: each sample's outputs' gradients times a power of two of its own."""
+        half = any(g is not None and g.dtype == torch.float16 for g in grads)
+        self.count, size = LETTERS_OF_HALF if half else LETTERS, self.batch.size
+        self.letters = 1
+        while self.count**self.letters < size:
+            self.letters += 1
+        owned = []
+        for t, grad in zip(outputs, grads, strict=True):
+            if grad is None or not bool(grad.any()):
+                continue
+            found = self.batch.owners(t)
+            if found is None:
+                raise RuntimeError(
+                    f"the loss uses an output of shape {tuple(t.shape)}, of whose rows ps.sample_ids was not"
+                    f" told whose they are: expected {self._expected()} rows. Take the loss outside of the"
+                    " model, or tell of these rows by a further ps.sample_ids around the call."
+                )
+            owned.append((t, grad.detach(), *found))
+        for use in self.uses:
+            use.marks, use.ids = {}, None
+        last = last_edges(self.edges)
+        if not (owned and last):
+            return
+        self.beside = True
+        try:
+            for letter in range(self.letters):
+                marked = []
+                for t, grad, ids, dim in owned:
+                    digits = (ids.to(grad.device) // self.count**letter) % self.count
+                    factors = (2.0 ** (digits // 2)) * (1 - digits % 2 * 2)
+                    shape = [len(ids) if d == dim else 1 for d in range(t.ndim)]
+                    marked.append(grad * factors.to(grad.dtype).view(shape))
+                with quiet_pass(), torch.enable_grad():
+                    gradients_of([t for t, *_ in owned], marked, last)
+        finally:
+            self.beside = False
+
+    def _expected(self) -> str:
+        return ", ".join(str(len(ids)) for ids, _ in self.batch.known) + f" or {self.batch.size}"
+
+
+class _Look:
+    """The hook of one output of a use: the graph holds it, and it holds nothing of the graph."""
+
+    __torch_unserializable__ = True
+
+    def __init__(self, use: Use, place: int) -> None:
+        self.use, self.place = use, place
+
+    def __call__(self, grad: Tensor | None) -> None:
+        if grad is not None:
+            self.use.look(self.place, grad)
+
+
+class _Exit(torch.autograd.Function):
+    """What a call returns, as it is; its gradients are marked before they go on."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RaggedCall, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.inner = outputs
+        return tuple([t.view_as(t) for t in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        call: RaggedCall = ctx.call
+        call.mark(ctx.inner, grads)
+        call.pass_id = torch_api.current_pass()
+        return None, *grads

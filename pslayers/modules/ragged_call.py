@@ -1,0 +1,76 @@
+"""An outermost call of a model whose rows belong to given samples (`ps.sample_ids`)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import general
+from ..attribution.proof import past_expansions, quiet_hooks
+from ..attribution.ragged import RaggedCall
+from ..attribution.snapshot import Snapshot
+from ..core.context import Batch, local, transforming
+from .batch_of_one import run_alone
+
+
+def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The output of a recorded call.
+
+    Where a parameter is used past its layer, as a first run shows, the whole model is run with parameters of
+    each row's own from then on.
+    """
+    state, size = model._ps_state(), local.ragged.size
+    if transforming():
+        raise ValueError(
+            f"`{state.path}` ({type(model).__name__}) is called inside a transform of torch.func, which"
+            " ps.sample_ids does not go into: call it outside, and take rows from .grad_sample."
+        )
+    inventory = model._ps_inventory()
+    if inventory.strangers and not state.settings.partial:
+        inventory = model._ps_adopt()
+    if inventory.given():
+        raise ValueError(
+            f"`{state.path}` ({type(model).__name__}) was given weights of each sample's own, which"
+            " ps.sample_ids does not know: call it on one sample's rows at a time."
+        )
+    if not size:
+        return run_alone(model, inventory, args, kwargs, 0, True)
+    model._ps_make_room(size)
+    if model._ps_layer or model.training in state.ragged_proved:
+        return _output(model, run, args, kwargs)
+    random, before = torch.get_rng_state(), Snapshot(model, (args, kwargs))
+    params = list(model.parameters())
+    output = _output(model, run, args, kwargs, proving=True)
+    if past_expansions(output, params) and not state.ragged_whole:
+        torch.set_rng_state(random)
+        before.restore()
+        state.ragged_whole = True
+        output = _output(model, run, args, kwargs, proving=True)
+        state.ragged_whole = not past_expansions(output, params)
+    state.ragged_proved.add(model.training)
+    return output
+
+
+def _output(
+    model: Any,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    proving: bool = False,
+) -> Any:
+    """That of one run; `proving`: samples must not interact before the first weight either."""
+    state, call = model._ps_state(), RaggedCall(local.ragged)
+    local.batch = batch = Batch(call.batch.size, state.settings)
+    batch.root, batch.ragged = model, call
+    state.settings.note_forward(batch)
+    if proving:
+        args, kwargs = call.enter((args, kwargs))
+    try:
+        with quiet_hooks(model):
+            if state.ragged_whole:
+                output = general.run_ragged(model, model._ps_forward(), args, kwargs, whole=True)
+            else:
+                output = run(model, *args, **kwargs)
+    finally:
+        local.batch = None
+    return call.leave(output)

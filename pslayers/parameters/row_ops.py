@@ -1,0 +1,205 @@
+"""Torch's functions on parameters in a ragged batch, where rows belong to given samples (`ps.sample_ids`).
+
+What is made of parameters alone stays one tensor for each sample (`PerSample`). Where such a tensor meets
+others, it is expanded to the rows of what comes out, and whose these are is told by the backward pass.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import functional as PF
+from .. import torch_api
+from ..core import op_kinds
+from ..core.context import NoRuleError, by_samples, local
+from ..core.expansion import Op, needed_grads
+from ..core.trees import map_tensors, tensors_of
+from ..functional.each import for_each
+from .op_dispatch import RULES
+from .per_sample import RAGGED, PerSample, expansion_of, names_of
+
+
+def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callable[..., Any]) -> Any:
+    """What a function gives that takes a `PerSample`; `rule` knows what to do where it takes nothing else."""
+    given = tensors_of((args, kwargs))
+    own = [t for t in given if isinstance(t, PerSample)]
+    others = [t for t in given if not isinstance(t, PerSample)]
+    name = getattr(func, "__name__", str(func))
+    if not torch.is_grad_enabled():
+        with torch_api.without_subclasses():
+            return func(*map_tensors(_value, args), **map_tensors(_value, kwargs))
+    if not own or all(map(_shared, others)):
+        with by_samples():
+            return _of_parameters(func, args, kwargs, own) if others else rule()
+    if kwargs.get("out") is not None or (any(t is args[0] for t in own) and name[-1:] == "_" != name[-2:-1]):
+        raise NoRuleError(f"`{name}` writes to a parameter, or to what all samples share")
+    if (found := _FAST.get(func)) is not None and (result := found(*args, **kwargs)) is not NotImplemented:
+        return result
+    if func in _POINTWISE:
+        shape = torch.broadcast_shapes(*(t.shape for t in given))
+        leading = [_leading(t, shape) for t in own]
+        if all(leading):
+            expanded = {id(t): _expanded(t, shape[:n]) for t, n in zip(own, leading, strict=True)}
+            args, kwargs = map_tensors(lambda t: expanded.get(id(t), t), (args, kwargs))
+            return func(*args, **kwargs)
+    return _any(func, args, kwargs, own, others)
+
+
+def as_rows(t: Tensor) -> Tensor:
+    """What was made of parameters alone as an ordinary tensor, each of whose values is some sample's."""
+    return _any(Tensor.clone, (t,), {}, [t], []) if isinstance(t, PerSample) else t
+
+
+def _value(t: Tensor) -> Tensor:
+    return t.each.detach()[0] if isinstance(t, PerSample) else t
+
+
+def _shared(t: Tensor) -> bool:
+    """Whether a tensor is a number, or one of the model's own: a buffer, or a frozen parameter."""
+    if not t.ndim:
+        return True
+    root = None if local.batch is None else local.batch.root
+    held = () if root is None else (*root.buffers(), *root.parameters())  # type: ignore[attr-defined]
+    return any(t is h or t._base is h for h in held)
+
+
+def _of_parameters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Sequence[PerSample]) -> Any:
+    """Of parameters, and what all samples share: for each sample, or once where these are the same."""
+    own = list({id(t): t for t in own}.values())
+    marks = {id(t): torch.empty(()) for t in own}
+    marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
+    order = list(map(id, marks.values()))
+
+    def one(*tensors: Tensor) -> Any:
+        parts = dict(zip(order, tensors, strict=True))
+        args, kwargs = map_tensors(lambda t: parts.get(id(t), t), marked)
+        return func(*args, **kwargs)
+
+    with torch_api.without_torch_function():
+        found = for_each(one, [t.each for t in own], [])
+    return map_tensors(lambda each: PerSample.of(each, True, names_of(own)), found)
+
+
+def _leading(t: Tensor, shape: Sequence[int]) -> int:
+    """How many leading dims of a result a parameter is expanded along."""
+    return len(shape) - t.ndim + next((i for i, n in enumerate(t.shape) if n != 1), t.ndim)
+
+
+def _expanded(t: PerSample, leading: Sequence[int]) -> Tensor:
+    """The parameter, one for each row: (*leading, *S)."""
+    rows = expansion_of(t)
+    rows = rows.again(rows.weight, rows.rows)
+    core = t.shape[next((i for i, n in enumerate(t.shape) if n != 1), t.ndim) :]
+    return rows.tensor(math.prod(leading)).view(*leading, *core)
+
+
+# -------------------------------------------------------------------------------------------------- fast ops
+def _looked_up(t: Any, *rest: Any, **kwargs: Any) -> Any:
+    """``t[ids]`` and ``t.index_select(0, ids)``, where a batch's ids look up rows of a parameter."""
+    (ids,) = rest[-1:] or (kwargs.get("index"),)
+    plain = isinstance(ids, Tensor) and ids.dtype in (torch.long, torch.int)
+    if not plain or not isinstance(t, PerSample) or not t.ndim:
+        return NotImplemented
+    dim = kwargs.get("dim", rest[0] if len(rest) == 2 else 0)
+    if len(rest) + len(kwargs) > 2 or dim not in (0, -t.ndim):
+        return NotImplemented
+    table: Any = t.reshape(len(t), -1)
+    found = PF.embedding(torch.where(ids < 0, ids + len(t), ids), expansion_of(table))
+    return found.reshape(*ids.shape, *t.shape[1:])
+
+
+# ---------------------------------------------------------------------------------------- any other function
+class _Any(Op):
+    """A function of which nothing is known: its gradient is taken once for each sample."""
+
+    @staticmethod
+    def forward(ctx: Any, fn: Callable[..., Any], count: int, *given: Any) -> Tensor:
+        ctx.expansions, tensors = given[:count], given[count:]
+        weights, others = tensors[:count], tensors[2 * count :]
+        with torch.enable_grad():
+            ctx.inputs = (
+                [t.detach().requires_grad_() for t in weights],
+                [t.detach().requires_grad_(t.requires_grad) for t in others],
+            )
+            ctx.result = fn(*ctx.inputs[0], *ctx.inputs[1])
+        if not isinstance(ctx.result, Tensor):
+            raise NoRuleError("a function gives several tensors, of parameters and of the batch")
+        return ctx.result.detach().reshape(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise NoRuleError("a function without a rule is differentiated twice")
+        gy, count = grads[0].view(ctx.result.shape), len(ctx.expansions)
+        need = needed_grads(ctx, *ctx.expansions)[2 + count :]
+        weights, others = ctx.inputs
+
+        def back(inputs: Sequence[Tensor], gy: Tensor) -> list[Tensor]:
+            wanted = [t for t in inputs if t.requires_grad]
+            found = torch.autograd.grad(
+                ctx.result, wanted, gy, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            each = iter(found)
+            return [next(each) if t.requires_grad else None for t in inputs]  # type: ignore[misc]
+
+        g_others = back(others, gy) if any(need[2 * count :]) else [None] * len(others)
+        g_weights: list[Any] = [None] * count
+        g_rows: list[Any] = [None] * count
+        if any(need[: 2 * count]):
+            owners = ctx.expansions[0].use.owners()
+            ids = owners.ids.view(gy.shape)
+            totals = back(weights, gy)
+            rows = [t.new_zeros(owners.size, *t.shape) for t in weights]
+            for sample in owners.ids.unique().tolist():
+                if sample >= 0:
+                    for all_rows, own in zip(rows, back(weights, gy * (ids == sample)), strict=True):
+                        all_rows[sample] = own
+            for i, e in enumerate(ctx.expansions):
+                g_weights[i], g_rows[i] = e.finish_differentiable(
+                    totals[i] if need[i] else None, rows[i] if need[count + i] else None
+                )
+        return (*[None] * (2 + count), *g_weights, *g_rows, *g_others)
+
+
+def _any(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    own: Sequence[PerSample],
+    others: Sequence[Tensor],
+) -> Tensor:
+    own, others = list({id(t): t for t in own}.values()), list({id(t): t for t in others}.values())
+    marks = {id(t): torch.empty(()) for t in (*own, *others)}
+    marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
+    order = list(map(id, marks.values()))
+    shape: list[torch.Size] = []
+
+    def fn(*tensors: Tensor) -> Any:
+        parts = dict(zip(order, tensors, strict=True))
+        args, kwargs = map_tensors(lambda t: parts.get(id(t), t), marked)
+        result = func(*args, **kwargs)
+        shape[:] = [result.shape] if isinstance(result, Tensor) else []
+        return result
+
+    expansions = [expansion_of(t) for t in own]
+    expansions = [e.again(e.weight, e.rows) for e in expansions]
+    for e in expansions:
+        e.joined = True
+    with torch_api.without_torch_function():
+        found = _Any.apply(
+            fn, len(own), *expansions, *[e.weight for e in expansions], *[e.rows for e in expansions], *others
+        )
+    return found.view(shape[0])  # type: ignore[no-any-return]
+
+
+_FAST: dict[Any, Callable[..., Any]] = {
+    **RULES,
+    **dict.fromkeys(op_kinds.functions(["__getitem__", "index_select"]), _looked_up),
+}
+_FAST.pop(F.scaled_dot_product_attention, None)
+_POINTWISE = set(op_kinds.functions([*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST]))
+RAGGED.append(call)

@@ -1,0 +1,608 @@
+"""Rows that belong to given samples: against a loop over samples, each by itself, with plain torch."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import pslayers as ps
+
+from ..oracle import assert_factored, assert_rows, true_rows
+
+IDS, SIZE = torch.tensor([0, 2, 0, 1, 2, 4, 2, 0, 1, 4, 4, 4]), 5  # in no order; sample 3 has no rows
+ROWS = len(IDS)
+
+
+def pooled(rows: Tensor, ids: Tensor = IDS, size: int = SIZE) -> Tensor:
+    return rows.new_zeros(size, *rows.shape[1:]).index_add(0, ids, rows)
+
+
+def losses(out: Tensor, ids: Tensor = IDS, size: int = SIZE) -> Tensor:
+    """(B,), of rows."""
+    return pooled(out.flatten(1).square().sum(1), ids, size)
+
+
+def alone(model: nn.Module, *inputs: Tensor) -> dict[str, Any]:
+    """The rows of a model of rows, each sample's rows called by themselves."""
+    plain = copy.deepcopy(model)
+
+    def one(i: int) -> Tensor:
+        mine = i == IDS
+        if not mine.any():  # torch's instance norm, for one, takes no empty batch
+            return sum((p.sum() * 0 for p in plain.parameters()), start=torch.zeros(()))
+        return plain(*(t[mine] for t in inputs)).flatten(1).square().sum()
+
+    return true_rows(one, plain, SIZE, zeros=True)
+
+
+def by_loss(model: nn.Module, call: Callable[[nn.Module], Tensor], size: int = SIZE) -> dict[str, Any]:
+    """The rows of losses (B,) of one call, each back-propagated by itself by the plain model."""
+    plain = copy.deepcopy(model)
+    return true_rows(lambda i: call(plain)[i], plain, size, zeros=True)
+
+
+def assert_ragged(
+    model: nn.Module,
+    call: Callable[[nn.Module], Tensor],
+    expected: dict[str, Any],
+    told: Sequence[tuple[Tensor, int]] = ((IDS, 0),),
+    size: int = SIZE,
+) -> None:
+    """`call` gives the losses (B,)."""
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for _ in range(2):  # the first one is looked at more closely
+        ours.zero_grad()
+        with ExitStack() as stack:
+            for ids, dim in told:
+                stack.enter_context(ps.sample_ids(ids, size, dim=dim))
+            found = call(ours)
+        found.sum().backward()
+        for name, p in ours.named_parameters():
+            rows = p.grad_sample
+            rows = torch.zeros_like(expected[name]) if rows is None else rows  # type: ignore[attr-defined]
+            torch.testing.assert_close(rows, expected[name], rtol=1e-8, atol=1e-9)
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, expected[name].sum(0), rtol=1e-8, atol=1e-9)
+
+
+def double(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+class LastState(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, states = self.layer(x)
+        return out.sum(1) + (states[0] if isinstance(states, tuple) else states)[-1]
+
+
+class Products(nn.Module):
+    """Parameters of its own, by functions with and without rules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.table = nn.Parameter(torch.randn(2, 3, 4)), nn.Parameter(torch.randn(5, 2, 3))
+        self.scale, self.shift = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.randn(1, 4))
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.einsum("nhi,hio->nho", x.view(-1, 2, 3), self.weight)
+        h = h + self.table[(x[:, 0].abs() * 7).long() % 5].sum(-1, keepdim=True)
+        h = (1 + self.scale) * h + self.shift
+        both = torch.cat([self.inner.weight, self.inner.weight.cos()], 1)  # past its layer
+        return F.linear(h.flatten(1), both, self.inner.bias)
+
+
+def weight_norm() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)), (6,)),
+    "positions": (lambda: nn.Sequential(nn.Linear(6, 5), nn.RMSNorm(5), nn.Linear(5, 2)), (3, 6)),
+    "inplace": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), (6,)),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.PReLU(4), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten()
+        ),
+        (3, 6, 6),
+    ),
+    "transposed": (lambda: nn.ConvTranspose1d(3, 2, 3, stride=2), (3, 5)),
+    "instance norm": (lambda: nn.InstanceNorm1d(3, affine=True), (3, 5)),
+    "lstm": (lambda: LastState(nn.LSTM(6, 4, 2, batch_first=True)), (3, 6)),
+    "gru": (lambda: LastState(nn.GRU(6, 2, batch_first=True)), (3, 6)),
+    "cell": (lambda: nn.Sequential(nn.RNNCell(6, 4), nn.Linear(4, 2)), (6,)),
+    "products": (Products, (6,)),
+    "weight norm": (lambda: nn.Sequential(weight_norm(), nn.Tanh(), nn.Linear(4, 2)), (6,)),
+    "bare layer": (lambda: nn.Linear(6, 3), (6,)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_layers_are_those_of_each_sample_alone(name: str) -> None:
+    make, shape = MODELS[name]
+    model, x = make().double(), double(ROWS, *shape)
+    assert_ragged(model, lambda m: losses(m(x)), alone(model, x))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_rows_of_tables(mode: str) -> None:
+    ids = torch.randint(0, 7, (ROWS, 4))
+    model = nn.Sequential(nn.EmbeddingBag(7, 3, mode=mode), nn.Linear(3, 2)).double()
+    assert_ragged(model, lambda m: losses(m(ids)), alone(model, ids))
+    model = nn.Sequential(nn.Embedding(7, 3, padding_idx=2), nn.Flatten(), nn.Linear(12, 2)).double()
+    assert_ragged(model, lambda m: losses(m(ids)), alone(model, ids))
+
+
+@pytest.mark.parametrize("rows", [[40, 1, 0, 2, 3], [0, 0, 0, 0, 9], [1, 1, 1, 1, 30]])
+def test_samples_of_very_different_lengths(rows: list[int]) -> None:
+    ids = torch.arange(SIZE).repeat_interleave(torch.tensor(rows))[torch.randperm(sum(rows))]
+    model = nn.Sequential(nn.Conv1d(2, 3, 3, groups=1), nn.Flatten(), nn.Linear(9, 4)).double()
+    x, plain = double(sum(rows), 2, 5), copy.deepcopy(model)
+    expected = true_rows(lambda i: plain(x[ids == i]).square().sum(), plain, SIZE, zeros=True)
+    assert_ragged(model, lambda m: losses(m(x), ids), expected, [(ids, 0)])
+    ps.convert_model(model, loss_reduction="sum")
+    with ps.sample_ids(ids, SIZE), ps.factored(model) as grads:
+        losses(model(x), ids).sum().backward()
+    assert_factored(grads, expected)
+
+
+def test_rows_of_a_bilinear_layer() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Bilinear(6, 6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x, x.cos())
+
+    for shape in ((6,), (2, 6)):
+        model, x = Both().double(), double(ROWS, *shape)
+        assert_ragged(model, lambda m, x=x: losses(m(x)), alone(model, x))
+
+
+# ----------------------------------------------------------------------------------------- rows that interact
+EDGES = torch.tensor(
+    [[a, b] for a in range(ROWS) for b in range(ROWS) if a != b and IDS[a] == IDS[b] and (a + 2 * b) % 3]
+).t()
+
+
+class Convolution(nn.Module):
+    """A graph convolution with attention, written as people do."""
+
+    def __init__(self, i: int, o: int, edge: int) -> None:
+        super().__init__()
+        self.own, self.edge = nn.Linear(i, o, bias=False), nn.Linear(edge, o)
+        self.bias, self.attention = nn.Parameter(torch.randn(o)), nn.Parameter(torch.randn(1, o))
+
+    def forward(self, x: Tensor, edges: Tensor, features: Tensor) -> Tensor:
+        h = self.own(x)
+        scores = torch.sigmoid((h * self.attention).sum(-1))
+        messages = (h[edges[0]] + self.edge(features)) * scores[edges[1]].unsqueeze(1)
+        return torch.zeros_like(h).index_add(0, edges[1], messages) + self.bias
+
+
+class Graphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Convolution(6, 8, 3), Convolution(8, 8, 3)
+        self.norm, self.out = nn.LayerNorm(8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, edges: Tensor, features: Tensor, ids: Tensor, size: int) -> Tensor:
+        h = torch.relu(self.norm(self.one(x, edges, features)))
+        return self.out(pooled(self.two(h, edges, features), ids, size))
+
+
+def test_graphs() -> None:
+    model, x, features = Graphs().double(), double(ROWS, 6), double(EDGES.shape[1], 3)
+    plain = copy.deepcopy(model)
+
+    def one(i: int) -> Tensor:
+        nodes, kept = (i == IDS).nonzero().squeeze(1), IDS[EDGES[0]] == i
+        places = torch.full((ROWS,), -1).index_copy(0, nodes, torch.arange(len(nodes)))
+        out = plain(x[nodes], places[EDGES[:, kept]], features[kept], torch.zeros_like(nodes), 1)
+        return out.square().sum()
+
+    expected = true_rows(one, plain, SIZE, zeros=True)
+    edges_ids = IDS[EDGES[0]]
+    for told in (((IDS, 0),), ((IDS, 0), (edges_ids, 0))):
+        assert_ragged(model, lambda m: m(x, EDGES, features, IDS, SIZE).square().sum(1), expected, told)
+
+
+LENGTHS = [4, 3, 5]
+OWNERS = torch.tensor([0] * 4 + [1] * 3 + [2] * 5)
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS]).unsqueeze(0)
+
+
+class Language(nn.Module):
+    """A language model whose table is its head, too."""
+
+    def __init__(self, attention: str) -> None:
+        super().__init__()
+        self.table, self.positions = nn.Embedding(11, 8), nn.Embedding(6, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True)
+        self.qkv = nn.Linear(8, 24) if attention == "own" else None
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        x = self.table(tokens) + self.positions(positions)
+        if self.qkv is None:
+            return self.head(self.block(x, src_mask=~mask))
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return self.head(x + F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("attention", ["own", "torch"])
+def test_sequences_packed_without_padding(attention: str) -> None:
+    model, tokens = Language(attention).double(), torch.randint(0, 11, (1, len(OWNERS)))
+    steps, plain = torch.arange(len(OWNERS)), copy.deepcopy(model)
+    mask = (OWNERS[:, None] == OWNERS) & (steps[:, None] >= steps)
+
+    def each(out: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(out[0], (tokens[0] + 1) % 11, reduction="none")
+
+    def one(i: int) -> Tensor:
+        mine, n = i == OWNERS, LENGTHS[i]
+        alone, causal = tokens[:, mine], torch.ones(n, n, dtype=torch.bool).tril()
+        return each(plain(alone, POSITIONS[:, mine], causal), alone).sum()
+
+    def call(m: nn.Module) -> Tensor:
+        return pooled(each(m(tokens, POSITIONS, mask), tokens), OWNERS, 3)
+
+    expected = true_rows(one, plain, 3, zeros=True)
+    assert_ragged(model, call, expected, ((OWNERS, 1),), 3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 64, 65, 4097])
+def test_as_many_samples_as_one_likes(size: int) -> None:
+    ids = torch.randint(0, size, (2 * size + 1,))
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), double(len(ids), 3)
+    some = [0, size // 2, size - 1]
+    plain = copy.deepcopy(model)
+    expected = true_rows(lambda i: plain(x[ids == some[i]]).square().sum(), plain, 3, zeros=True)
+    ps.convert_model(model, loss_reduction="sum")
+    with ps.sample_ids(ids, size):
+        out = model(x)
+    losses(out, ids, size).sum().backward()
+    assert_rows_of(model, some, expected)
+
+
+def assert_rows_of(model: nn.Module, some: list[int], expected: dict[str, Any]) -> None:
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad_sample[some], expected[name])  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------ in training
+def mlp(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, dict[str, Any]]:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, 3)).double()
+    x = double(ROWS, 6)
+    expected = alone(model, x)
+    return model.to(dtype), x.to(dtype), expected
+
+
+def test_rows_of_a_mean() -> None:
+    model, x, expected = mlp()
+    ps.convert_model(model)
+    with ps.sample_ids(IDS, SIZE):
+        out = model(x)
+    losses(out).mean().backward()  # outside of the block
+    assert_rows(model, expected)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name].mean(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_lower_precision(dtype: torch.dtype) -> None:
+    model, x, expected = mlp(dtype)
+    ps.convert_model(model, loss_reduction="sum")
+    with ps.sample_ids(IDS, SIZE):
+        out = model(x)
+    losses(out.float()).sum().backward()
+    for name, p in model.named_parameters():
+        off = (p.grad_sample.double() - expected[name]).abs().max() / expected[name].abs().max()  # type: ignore[attr-defined]
+        assert off < 100 * torch.finfo(dtype).eps, name
+
+
+def test_autocast() -> None:
+    model, x, expected = mlp(torch.float32)
+    ps.convert_model(model, loss_reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16), ps.sample_ids(IDS, SIZE):
+        out = model(x)
+    losses(out.float()).sum().backward()
+    for name, p in model.named_parameters():
+        off = (p.grad_sample.double() - expected[name]).abs().max() / expected[name].abs().max()  # type: ignore[attr-defined]
+        assert off < 0.1, name
+
+
+def test_factored_quantities() -> None:
+    model, x, expected = mlp()
+    ps.convert_model(model, loss_reduction="sum")
+    with ps.sample_ids(IDS, SIZE), ps.factored(model) as grads:
+        losses(model(x)).sum().backward()
+    assert_factored(grads, expected)
+    total = torch.cat([rows.flatten(1) for rows in expected.values()], 1)
+    weights = (1 / total.norm(dim=1)).clamp(max=1)
+    model.zero_grad()
+    with ps.sample_ids(IDS, SIZE), ps.clipping(model, max_norm=1.0) as clip:
+        losses(model(x)).sum().backward()
+    torch.testing.assert_close(clip.norms, total.norm(dim=1))
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, torch.tensordot(weights, expected[name], 1))
+
+
+def test_other_ways_to_read_rows() -> None:
+    model, x, expected = mlp()
+    ps.convert_model(model, loss_reduction="sum")
+    got: dict[str, Tensor] = {}
+    with ps.streaming(model, lambda name, rows: got.update({name: rows.clone()})), ps.sample_ids(IDS, SIZE):
+        losses(model(x)).sum().backward()
+    with ps.sample_ids(IDS, SIZE):
+        rows = ps.per_sample_grads(model, lambda out, ids: losses(out, ids), x, IDS)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name])
+        torch.testing.assert_close(rows[name], expected[name])
+    with ps.accumulating(model, "append"):
+        for _ in range(2):
+            with ps.sample_ids(IDS, SIZE):
+                losses(model(x)).sum().backward()
+    assert_rows(model, {name: torch.cat([rows, rows]) for name, rows in expected.items()})
+
+
+def test_jacobians_of_pooled_outputs() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.out = nn.Linear(6, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(pooled(self.rows(x).tanh()))
+
+    model, x = Pooled().double(), double(ROWS, 6)
+    plain = copy.deepcopy(model)
+    each = [true_rows(lambda i, c=c: plain(x)[i, c], plain, SIZE, zeros=True) for c in range(2)]
+    expected = {name: torch.stack([rows[name] for rows in each], 1) for name in each[0]}
+    ps.convert_model(model)
+    with ps.sample_ids(IDS, SIZE):
+        found, gram = ps.per_sample_jacobians(model, x), ps.jacobian_gram(model, x)
+    torch.testing.assert_close(found, expected)
+    flat = torch.cat([rows.flatten(2) for rows in expected.values()], 2)
+    torch.testing.assert_close(gram, torch.einsum("bcp,adp->bcad", flat, flat))
+
+
+def test_several_passes_and_calls() -> None:
+    model, x, expected = mlp()
+    ps.convert_model(model, loss_reduction="sum")
+    with ps.sample_ids(IDS, SIZE):
+        out = model(x)
+        again = model(x)
+    losses(out).sum().backward(retain_graph=True)
+    losses(out).sum().backward()
+    assert_rows(model, expected)
+    with ps.sample_ids(IDS, SIZE):
+        out = model(x)
+    (losses(out) + losses(again)).sum().backward()
+    assert_rows(model, {name: 2 * rows for name, rows in expected.items()})
+    model(x).sum().backward()  # an ordinary batch
+    assert model[0].weight.grad_sample.shape == (ROWS, 8, 6)
+
+
+def test_checkpoints() -> None:
+    class Parts(nn.Module):
+        def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+            super().__init__()
+            self.inner, self.reentrant = inner, reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner[2:](checkpoint(self.inner[:2], x, use_reentrant=self.reentrant))
+
+    for reentrant in (False, True):
+        model, x, expected = mlp()
+        outer = ps.convert_model(Parts(model, reentrant), loss_reduction="sum")
+        with ps.sample_ids(IDS, SIZE):
+            out = outer(x.requires_grad_())
+        if reentrant:
+            with pytest.raises(RuntimeError, match="use_reentrant=False"):
+                losses(out).sum().backward()
+        else:
+            losses(out).sum().backward()
+            assert_rows(model, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "products", "bare layer"])
+def test_rows_with_a_graph(name: str) -> None:
+    make, shape = MODELS[name]
+    model, x = make().double(), double(ROWS, *shape)
+    expected = alone(model, x)
+    ps.convert_model(model, loss_reduction="sum")
+    with ps.sample_ids(IDS, SIZE):
+        out = model(x)
+    if name == "products":  # a function without a rule
+        with pytest.raises(NotImplementedError, match="differentiated twice"):
+            losses(out).sum().backward(create_graph=True)
+        return
+    losses(out).sum().backward(create_graph=True)
+    assert_rows(model, expected)
+
+
+def test_second_derivatives_are_refused() -> None:
+    model, x, _ = mlp()
+    ps.convert_model(model, loss_reduction="sum")
+    for linear in (False, True):
+        with ps.sample_ids(IDS, SIZE):
+            out = model(x.requires_grad_())
+        loss = out.sum() if linear else losses(out).sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="second derivative"):
+            slope.square().sum().backward()
+
+
+def test_random_numbers_and_what_is_not_recorded_are_the_plain_models() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double(), double(ROWS, 6)
+    torch.manual_seed(1)
+    plain = model(x)
+    ps.convert_model(model)
+    for recorded in (True, True, False):
+        torch.manual_seed(1)
+        with ps.sample_ids(IDS, SIZE), ps.recording(model, recorded):
+            assert torch.equal(model(x), plain)
+    torch.manual_seed(1)
+    with ps.sample_ids(IDS, SIZE), torch.no_grad():
+        assert torch.equal(model(x), plain)
+
+
+def test_a_sample_that_is_not_finite_leaves_the_others() -> None:
+    model, x, expected = mlp()
+    ps.convert_model(model, loss_reduction="sum")
+    x[0] = torch.nan
+    with ps.sample_ids(IDS, SIZE):
+        out = model(x)
+    losses(out).sum().backward()
+    for name, p in model.named_parameters():
+        assert p.grad_sample[0].isnan().any()
+        torch.testing.assert_close(p.grad_sample[1:], expected[name][1:])
+
+
+def test_no_rows_and_no_samples() -> None:
+    model, x, _ = mlp()
+    ps.convert_model(model, loss_reduction="sum")
+    for size in (0, 3):
+        with ps.sample_ids(IDS[:0], size):
+            out = model(x[:0])
+        out.sum().backward()
+        rows = model[0].weight.grad_sample
+        assert rows.shape == (size, 8, 6) and not rows.any()
+
+
+def test_hooks_are_called_once() -> None:
+    model, x, _ = mlp()
+    calls: list[int] = []
+    model[3].register_full_backward_hook(lambda *_: calls.append(1))
+    ps.convert_model(model)
+    for _ in range(2):
+        with ps.sample_ids(IDS, SIZE):
+            losses(model(x)).sum().backward()
+    assert len(calls) == 2
+
+
+def test_graphs_are_freed() -> None:
+    model, x, _ = mlp()
+    ps.convert_model(model, loss_reduction="sum")
+    gc.collect()
+    gc.disable()
+    try:
+        with ps.sample_ids(IDS, SIZE):
+            out, other = model(x), model(x)
+        held = [weakref.ref(t) for t in (out, other)]
+        losses(out).sum().backward()
+        del out, other
+        assert all(ref() is None for ref in held)
+    finally:
+        gc.enable()
+
+
+def test_check_model() -> None:
+    model, x, _ = mlp()
+    with ps.sample_ids(IDS, SIZE):
+        assert ps.check_model(model, x)
+        assert ps.check_model(model, x, loss_fn=lambda out, ids: losses(out, ids), targets=IDS)
+        assert ps.check_model(model, x, loss_fn=lambda out: losses(out).mean())
+        check = ps.check_model(Centred(), x)
+    assert not check and "samples interact" in str(check)
+
+
+# ----------------------------------------------------------------------------------------------------- errors
+class Centred(nn.Module):
+    def __init__(self, before: bool = False) -> None:
+        super().__init__()
+        self.one, self.two, self.before = nn.Linear(6, 6), nn.Linear(6, 3), before
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before:
+            return self.two(x - x.mean(0))
+        h = self.one(x)
+        return self.two(h - h.mean(0))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_samples_that_interact(before: bool) -> None:
+    model, x = ps.convert_model(Centred(before).double()), double(ROWS, 6)
+    with ps.sample_ids(IDS, SIZE):
+        out = model(x)
+    with pytest.raises(RuntimeError, match=r"depend: samples interact"):
+        losses(out).sum().backward()
+    assert model.one.weight.grad_sample is None
+
+
+def test_ids_of_other_rows() -> None:
+    model, x, _ = mlp()
+    ps.convert_model(model)
+    with ps.sample_ids(IDS[:-1], SIZE), pytest.raises(ValueError, match=r"expected 11 or 5 rows"):
+        model(x)
+    with ps.sample_ids(torch.arange(ROWS), ROWS):
+        out = model(x)
+    with ps.sample_ids(IDS, ROWS), pytest.raises(ValueError, match="larger `size`"):
+        model(x)  # nodes or samples?
+    out.square().sum().backward()
+    assert model[0].weight.grad_sample.shape == (ROWS, 8, 6)
+
+
+def test_a_loss_inside_of_the_model() -> None:
+    class Loss(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).sum()
+
+    model, x, _ = mlp()
+    with ps.sample_ids(IDS, SIZE), pytest.raises(ValueError, match="outside of the model"):
+        ps.convert_model(Loss(model))(x)
+
+
+def test_inside_of_transforms() -> None:
+    model, x, _ = mlp()
+    ps.convert_model(model)
+    with ps.sample_ids(IDS, SIZE), pytest.raises(ValueError, match=r"torch\.func"):
+        torch.func.vjp(model, x)
+
+
+@pytest.mark.parametrize(
+    ("ids", "size", "options"),
+    [
+        ([0, 1], 2, {}),
+        (torch.tensor([0.0, 1.0]), 2, {}),
+        (torch.tensor([True, False]), 2, {}),
+        (torch.tensor([[0, 1]]), 2, {}),
+        (torch.tensor([0, 2]), 2, {}),
+        (torch.tensor([0, -1]), 2, {}),
+        (torch.tensor([0]), -1, {}),
+        (torch.tensor([0]), True, {}),
+        (torch.tensor([0]), None, {}),
+        (torch.tensor([0]), 1, {"dim": 2}),
+    ],
+)
+def test_what_cannot_be(ids: Any, size: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="` must be"), ps.sample_ids(ids, size, **options):
+        pass
+
+
+def test_blocks_are_of_one_batch() -> None:
+    with ps.sample_ids(IDS, SIZE):
+        with pytest.raises(ValueError, match="one batch"), ps.sample_ids(IDS, SIZE + 1):
+            pass
+        with ps.sample_ids(IDS):  # of the same size
+            pass
