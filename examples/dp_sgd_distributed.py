@@ -21,7 +21,7 @@ Run it (seconds), and see ``--help`` for the options:
     torchrun --nproc-per-node 3 examples/dp_sgd_distributed.py
     python examples/dp_sgd_distributed.py
 
-Each time process 0 also trains on all data by itself, and says how far the two models are apart.
+Each time process 0 also trains on all data by itself, and its table says how far the two models are apart.
 """
 
 import argparse
@@ -34,7 +34,10 @@ try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Opacus' own imports
         from opacus.accountants import PRVAccountant
+    from rich.console import Console
+    from rich.table import Table
     from sklearn.datasets import load_digits
+    from tqdm import tqdm
 except ImportError as error:
     sys.exit(f"This example needs {(error.name or str(error)).split('.')[0]}: pip install '.[private]'.")
 
@@ -89,7 +92,8 @@ def train(options: argparse.Namespace, rank: int, world: int) -> tuple[nn.Module
     coins, noise = (torch.Generator().manual_seed(options.seed + k) for k in (1, 2))
     rate, params = options.batch / len(x), list(model.parameters())
     sizes = []
-    for _ in range(options.steps):
+    title = f"{world} process{'es' * (world > 1)}"
+    for _ in tqdm(range(options.steps), desc=title, unit="step", mininterval=0.5, disable=rank > 0):
         drawn = torch.rand(len(x), generator=coins)[mine] < rate  # one coin for each sample, whoever holds it
         part = mine[drawn]
         total = clipped_sum(model, x[part], y[part])
@@ -147,12 +151,18 @@ def main(argv: list[str] | None = None) -> float:
         x, _, x_held, y_held = load(options.seed)
         with torch.no_grad():
             accuracy = (model(x_held).argmax(1) == y_held).double().mean().item()
-        print(
-            f"{world} process{'es' * (world > 1)}, {options.steps} steps: epsilon"
-            f" {epsilon_of(options, len(x)):.2f} at delta {DELTA:g}, accuracy on held-out digits"
-            f" {accuracy:.1%}; {int(empty)} of {world * options.steps} parts of batches were empty.\nThe"
-            f" weights differ from those of one process by {apart:.0e} at most."
-        )
+        values = {
+            "processes": f"{world}",
+            "steps": f"{options.steps}",
+            f"epsilon, at delta {DELTA:g}": f"{epsilon_of(options, len(x)):.2f}",
+            "accuracy on held-out digits": f"{accuracy:.1%}",
+            "empty parts of batches": f"{int(empty)} of {world * options.steps}",
+            "largest difference from one process": f"{apart:.0e}",
+        }
+        table = Table("", "value", title="Private training over processes, and in one")
+        for name, value in values.items():
+            table.add_row(name, value)
+        Console().print(table)
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()

@@ -41,6 +41,12 @@ def test_tested_and_mentioned(name: str) -> None:
     assert f"pip install '.[{extra(name)}]'" in doc and f"examples/{name}.py" in doc
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_shows_progress_and_ends_in_a_table_or_picture(name: str) -> None:
+    source = (EXAMPLES / f"{name}.py").read_text()
+    assert "tqdm(" in source and ("Console().print(table)" in source or ".savefig(" in source)
+
+
 @pytest.mark.parametrize(
     ("name", "missing"), [(name, package) for name in NAMES for package in packages(name)]
 )
