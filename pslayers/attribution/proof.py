@@ -8,7 +8,7 @@ each sample's outputs depend on that sample's rows alone, in what every layer re
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -112,17 +112,20 @@ def quiet_pass() -> Iterator[None]:
 class _QuietTensorHooks(TorchFunctionMode):
     """Hooks that a forward puts on its tensors are silent in passes that only prove."""
 
+    met = False  # some
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.register_hook:
+            self.met = True
             args = (args[0], _unless_quiet(args[1])) if len(args) > 1 else args
             kwargs = {name: _unless_quiet(hook) for name, hook in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def quiet_hooks(model: nn.Module) -> Iterator[None]:
+def quiet_hooks(model: nn.Module, in_forward: bool = True) -> Iterator[_QuietTensorHooks | None]:
     """Have the backward hooks that modules and forwards put into the graph of this call be silent in passes
-    that only prove.
+    that only prove; those of forwards where they may put some (`in_forward`), and whether they do is noted.
     """
     held = [
         m.__dict__[name]
@@ -134,8 +137,8 @@ def quiet_hooks(model: nn.Module) -> Iterator[None]:
     for hooks, each in before:
         hooks.update({key: _unless_quiet(hook) for key, hook in each.items()})
     try:
-        with _QuietTensorHooks():
-            yield
+        with _QuietTensorHooks() if in_forward else nullcontext() as mode:
+            yield mode
     finally:
         for hooks, each in before:
             hooks.update({key: each[key] for key in hooks if key in each})

@@ -37,6 +37,11 @@ class RaggedBatch:
         self.size = size
         self.known: list[tuple[Tensor, int]] = []  # ids, and the dim that they are for
 
+    @functools.cached_property
+    def owned(self) -> list[Owners]:
+        """Of all rows that were told of, and of a row for each sample."""
+        return [Owners(ids, self.size) for ids in (*(ids for ids, _ in self.known), torch.arange(self.size))]
+
     def fitting(self, t: Tensor) -> list[tuple[Tensor, int]]:
         """Whose the rows of a tensor of this shape may be, and their dim."""
         found = [
@@ -117,12 +122,12 @@ def sample_ids(ids: Tensor, size: int | None = None, *, dim: int = 0) -> Iterato
 class Use:
     """One use of weights by an op: R rows, and whose they are, which the backward pass tells."""
 
-    __slots__ = ("__weakref__", "call", "dim", "ids", "marks", "name", "rows")
+    __slots__ = ("__weakref__", "call", "dim", "found", "marks", "name", "rows")
 
     def __init__(self, call: "RaggedCall", rows: int, dim: int, name: str) -> None:
         self.call, self.rows, self.dim, self.name = weakref.ref(call), rows, dim, name
         self.marks: dict[int, list[Tensor]] = {}  # of each output, in each pass beside
-        self.ids: Tensor | None = None  # (R,): -1 where there is no gradient
+        self.found: Owners | None = None
 
     def look(self, place: int, grad: Tensor) -> None:
         """At the gradient of an output, on its way to the op."""
@@ -146,6 +151,21 @@ class Use:
             return
         if len(marks) != call.letters:
             raise self._mixed(call, "gets a gradient that is not the model's outputs'")
+        for owners in [self.found] if self.found is not None else call.told(len(plain)):
+            pairs = zip(marks, call.factors(owners, plain), strict=True)
+            if all(torch.equal(marked, plain * factors) for marked, factors in pairs):
+                self.found = owners
+                return
+        ids = self._decoded(plain, marks, call)
+        if self.found is not None:  # by another of the op's outputs
+            both = (ids >= 0) & (self.found.ids >= 0)
+            if not torch.equal(ids[both], self.found.ids[both]):
+                raise self._mixed(call, "has rows")
+            ids = torch.maximum(ids, self.found.ids)
+        self.found = call.learn(ids)
+
+    def _decoded(self, plain: Tensor, marks: Sequence[Tensor], call: "RaggedCall") -> Tensor:
+        """(R,): the samples that the factors tell, -1 where there is no gradient."""
         ids, factor = torch.zeros(len(plain), dtype=torch.long, device=plain.device), 1
         nothing = ~plain.any(1)
         tiny = plain.abs().amax(1, keepdim=True) < 1e-30  # bits are lost below
@@ -167,24 +187,18 @@ class Use:
             ids += letter[:, 0] * factor
             factor *= call.count
         ids[nothing] = -1
-        ids = self._filled(ids, call)
-        if self.ids is not None:  # by another of the op's outputs
-            both = (ids >= 0) & (self.ids >= 0)
-            if not torch.equal(ids[both], self.ids[both]):
-                raise self._mixed(call, "has rows")
-            ids = torch.maximum(ids, self.ids)
         if bool((ids >= call.batch.size).any()):
             raise self._mixed(call, "has rows")
-        self.ids = ids
+        return self._filled(ids, call)
 
     def _filled(self, ids: Tensor, call: "RaggedCall") -> Tensor:
         """Rows whose gradient is no number are those of which was told, if all others agree with it."""
         broken = ids < -1
         if not bool(broken.any()):
             return ids
-        for told, _ in (*call.batch.known, (torch.arange(call.batch.size), 0)):
-            told = told.to(ids.device)
-            if len(told) == len(ids) and torch.equal(told[ids >= 0], ids[ids >= 0]):
+        for owners in call.told(len(ids)):
+            told = owners.ids.to(ids.device)
+            if torch.equal(told[ids >= 0], ids[ids >= 0]):
                 return torch.where(broken, told, ids)
         raise RuntimeError(
             f"`{self.name}` gets gradients that are inf or NaN, for rows of which then cannot be told whose"
@@ -203,9 +217,7 @@ class Use:
         """For the factor of the op."""
         call = self.call()
         assert call is not None
-        device = None if self.ids is None else self.ids.device
-        ids = torch.full((self.rows,), -1, device=device) if self.ids is None else self.ids
-        return Owners(ids, call.batch.size)
+        return Owners(torch.full((self.rows,), -1), call.batch.size) if self.found is None else self.found
 
 
 # how far a ratio may be from a power of two, where torch sums in no fixed order
@@ -236,6 +248,29 @@ class RaggedCall:
         self.uses: list[Use] = []
         self.pass_id, self.beside = -1, False
         self.count, self.letters = LETTERS, 0  # how many factors there are, and passes beside
+        self.learned: list[Owners] = []  # of other rows than those that were told
+        self.marked: dict[int, list[Tensor]] = {}  # of owners, the factors of their rows in each pass
+
+    def told(self, rows: int) -> list[Owners]:
+        """Whose so many rows may be."""
+        return [owners for owners in (*self.batch.owned, *self.learned) if len(owners.ids) == rows]
+
+    def learn(self, ids: Tensor) -> Owners:
+        """Whose rows are, as a use has shown: others' may be, too."""
+        owners = Owners(ids, self.batch.size)
+        if bool((ids >= 0).all()):
+            self.learned.append(owners)
+        return owners
+
+    def factors(self, owners: Owners, like: Tensor) -> list[Tensor]:
+        """(R, 1), by which the gradients of these rows are multiplied in each pass beside."""
+        if id(owners) not in self.marked:
+            self.marked[id(owners)] = [self._factors(owners.ids, n) for n in range(self.letters)]
+        return [t.to(like.device, like.dtype).unsqueeze(1) for t in self.marked[id(owners)]]
+
+    def _factors(self, ids: Tensor, letter: int) -> Tensor:
+        digits = (ids // self.count**letter) % self.count
+        return (2.0 ** (digits // 2)) * (1 - digits % 2 * 2)
 
     def watch(
         self, expansions: Sequence[Expansion], outputs: Sequence[Tensor], dim: int, name: str = "the model"
@@ -315,8 +350,9 @@ class RaggedCall:
                     " model, or tell of these rows by a further ps.sample_ids around the call."
                 )
             owned.append((t, grad.detach(), *found))
+        self.learned, self.marked = [], {}
         for use in self.uses:
-            use.marks, use.ids = {}, None
+            use.marks, use.found = {}, None
         last = last_edges(self.edges)
         if not (owned and last):
             return
@@ -325,10 +361,8 @@ class RaggedCall:
             for letter in range(self.letters):
                 marked = []
                 for t, grad, ids, dim in owned:
-                    digits = (ids.to(grad.device) // self.count**letter) % self.count
-                    factors = (2.0 ** (digits // 2)) * (1 - digits % 2 * 2)
                     shape = [len(ids) if d == dim else 1 for d in range(t.ndim)]
-                    marked.append(grad * factors.to(grad.dtype).view(shape))
+                    marked.append(grad * self._factors(ids, letter).to(grad).view(shape))
                 with quiet_pass(), torch.enable_grad():
                     gradients_of([t for t, *_ in owned], marked, last)
         finally:

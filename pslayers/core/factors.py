@@ -28,29 +28,33 @@ class Owners:
         self.ids, self.size = ids, size
 
     @functools.cached_property
-    def places(self) -> tuple[Tensor, Tensor, int]:
-        """The rows that are somebody's, where each goes among B * n, and n: the most that one sample has."""
-        order = self.ids.argsort(stable=True)
-        order = order[int((self.ids < 0).sum()) :]
-        ordered = self.ids[order]
+    def places(self) -> tuple[Tensor | None, Tensor, int]:
+        """The rows that are somebody's (None: all, in order), where each goes among B * n, and n: the most
+        that one sample has.
+        """
+        order, ordered = None, self.ids
+        if not bool((self.ids >= 0).all()) or bool((self.ids[1:] < self.ids[:-1]).any()):
+            order = self.ids.argsort(stable=True)
+            order = order[int((self.ids < 0).sum()) :]
+            ordered = self.ids[order]
         counts = ordered.bincount(minlength=self.size)
         n, starts = max(int(counts.max()) if self.size else 0, 1), counts.cumsum(0) - counts
-        return order, torch.arange(len(order), device=order.device) - starts[ordered] + ordered * n, n
+        return order, torch.arange(len(ordered), device=ordered.device) - starts[ordered] + ordered * n, n
 
     @functools.cached_property
     def in_order(self) -> bool:
         """Whether the rows are equally many for each sample, and lie in order."""
-        order, places, n = self.places
-        return len(self.ids) == len(order) == self.size * n and torch.equal(order, places)
+        order, _, n = self.places
+        return order is None and len(self.ids) == self.size * n
 
     def apart(self) -> "list[tuple[Tensor, Owners]]":
         """Samples of about as many rows, and the owners among these, where padding all to the longest would
         take more than twice the rows that there are; else nothing.
         """
-        order, _, n = self.places
-        if self.size * n <= 2 * max(len(order), 1):
+        order, places, n = self.places
+        if self.size * n <= 2 * max(len(places), 1):
             return []
-        counts = self.ids[order].bincount(minlength=self.size)
+        counts = (self.ids if order is None else self.ids[order]).bincount(minlength=self.size)
         kinds, found = counts.clamp(min=1).double().log2().ceil(), []
         for kind in kinds[counts > 0].unique():
             samples = ((kinds == kind) & (counts > 0)).nonzero().squeeze(1)
@@ -63,14 +67,16 @@ class Owners:
         if self.in_order:
             return t
         order, places, n = self.places
-        return t.new_zeros(self.size * n, *t.shape[1:]).index_copy(0, places, t[order])
+        t = t if order is None else t[order]
+        return t.new_zeros(self.size * n, *t.shape[1:]).index_copy(0, places, t)
 
     def summed(self, t: Tensor) -> Tensor:
         """(R, ...) as (B, ...), added up."""
         order, _, n = self.places
         if self.in_order:
             return t if n == 1 else t.unflatten(0, (self.size, n)).sum(1)
-        return t.new_zeros(self.size, *t.shape[1:]).index_add(0, self.ids[order], t[order])
+        ids, t = (self.ids, t) if order is None else (self.ids[order], t[order])
+        return t.new_zeros(self.size, *t.shape[1:]).index_add(0, ids, t)
 
 
 class Factor:

@@ -66,11 +66,12 @@ def _output(
     if proving:
         args, kwargs = call.enter((args, kwargs))
     try:
-        with quiet_hooks(model):
+        with quiet_hooks(model, proving or state.ragged_hooks) as mode:
             if state.ragged_whole:
                 output = general.run_ragged(model, model._ps_forward(), args, kwargs, whole=True)
             else:
                 output = run(model, *args, **kwargs)
     finally:
         local.batch = None
+    state.ragged_hooks = mode is not None and mode.met
     return call.leave(output)

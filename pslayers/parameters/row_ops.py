@@ -43,7 +43,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
         shape = torch.broadcast_shapes(*(t.shape for t in given))
         leading = [_leading(t, shape) for t in own]
         if all(leading):
-            expanded = {id(t): _expanded(t, shape[:n]) for t, n in zip(own, leading, strict=True)}
+            expanded = {id(t): _expanded(t, shape[:n], len(shape)) for t, n in zip(own, leading, strict=True)}
             args, kwargs = map_tensors(lambda t: expanded.get(id(t), t), (args, kwargs))
             return func(*args, **kwargs)
     return _any(func, args, kwargs, own, others)
@@ -85,16 +85,19 @@ def _of_parameters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own
 
 
 def _leading(t: Tensor, shape: Sequence[int]) -> int:
-    """How many leading dims of a result a parameter is expanded along."""
-    return len(shape) - t.ndim + next((i for i, n in enumerate(t.shape) if n != 1), t.ndim)
+    """How many leading dims of a result a parameter is expanded along: for one number all, but for a last one
+    that only one row has.
+    """
+    found = len(shape) - t.ndim + next((i for i, n in enumerate(t.shape) if n != 1), t.ndim)
+    return found - 1 if found == len(shape) > 1 and math.prod(shape[:-1]) > 1 else found
 
 
-def _expanded(t: PerSample, leading: Sequence[int]) -> Tensor:
-    """The parameter, one for each row: (*leading, *S)."""
+def _expanded(t: PerSample, leading: Sequence[int], ndim: int) -> Tensor:
+    """The parameter, one for each row: (*leading, *S), with `ndim` dims."""
     rows = expansion_of(t)
     rows = rows.again(rows.weight, rows.rows)
-    core = t.shape[next((i for i, n in enumerate(t.shape) if n != 1), t.ndim) :]
-    return rows.tensor(math.prod(leading)).view(*leading, *core)
+    core = t.shape[next((i for i, n in enumerate(t.shape) if n != 1), t.ndim) :] or (1,)
+    return rows.tensor(math.prod(leading)).view(*leading, *(core if len(leading) < ndim else ()))
 
 
 # -------------------------------------------------------------------------------------------------- fast ops
