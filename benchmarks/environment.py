@@ -61,8 +61,8 @@ def _commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + (
-            " and changes" if git("status", "--porcelain", "-uno") else ""
-        )
+        but_results = ":/", ":(top,exclude)benchmarks/results"
+        changed = git("status", "--porcelain", "-uno", "--", *but_results)
+        return git("rev-parse", "--short", "HEAD") + (" and changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None

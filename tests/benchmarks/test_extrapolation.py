@@ -1,5 +1,6 @@
 """Cost lines, counting, and what follows from both for other models."""
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import pslayers as ps
@@ -35,7 +37,7 @@ def test_lines_among_cells(tmp_path: Path) -> None:
             assert fit is not None and fit.k == pytest.approx(POWERS[axis][engine]), (axis, way)
             assert memory is not None and memory.k == pytest.approx(2 * POWERS[axis][engine])
     assert extrapolation.of_gpt(lines.found(cells[:15])) == {}
-    names = [path.name for path in plots.cost_lines(list(found.values()), tmp_path / "lines")]
+    names = [path.name for path in plots.cost_lines([found["T"]], tmp_path / "lines")]
     assert names == ["lines-time.svg", "lines-memory.svg"] and all((tmp_path / n).exists() for n in names)
 
 
@@ -116,6 +118,19 @@ def test_counted_are_the_operations_and_values_that_there_are() -> None:
     ids = 4 * 5 * 4  # bytes by which numbers of words, of 8 bytes, are more than values of 4
     assert sum(grads[name].nbytes for name in grads) == counting.BYTES * found.factors + ids
     assert found.multiplications("clipped") - found.multiplications("plain") == 4 * (2 * 25 * 48 + 11)
+
+
+@pytest.mark.filterwarnings("ignore")  # the profiler's own
+def test_counted_memory_is_what_torch_allocates() -> None:
+    def build() -> Problem:
+        return cases.gpt_of(4, 32, 64, 2, 200)
+
+    given = build()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        given.loss(given.model(*given.inputs), given.target).backward()
+    events = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+    held = accumulate(event.nbytes() for event in events if event.name() == "[memory]")
+    assert counting.counted(build).peak("plain") == pytest.approx(max(held), rel=0.15)
 
 
 def test_counted_memory() -> None:
