@@ -44,11 +44,7 @@ class RaggedBatch:
 
     def fitting(self, t: Tensor) -> list[tuple[Tensor, int]]:
         """Whose the rows of a tensor of this shape may be, and their dim."""
-        found = [
-            (ids, dim)
-            for ids, dim in self.known
-            if t.ndim > dim and t.shape[dim] == len(ids) and all(n == 1 for n in t.shape[:dim])
-        ]
+        found = [(ids, dim) for ids, dim in self.known if t.ndim > dim and t.shape[dim] == len(ids)]
         return [*found, (torch.arange(self.size), 0)] if t.ndim and len(t) == self.size else found
 
     def owners(self, t: Tensor) -> tuple[Tensor, int] | None:
@@ -76,9 +72,9 @@ def sample_ids(ids: Tensor, size: int | None = None, *, dim: int = 0) -> Iterato
     tokens of sequences that are packed one after the other, points of sets.
 
     Put around the model's call. `ids` (rows,) holds the sample, 0 to `size` - 1, of each entry in `dim` of
-    the tensors that the model takes and returns with so many; with ``dim=1`` these have one row (1, rows,
-    ...). Tensors of `size` rows, as of a pooled output, hold a row of each sample. Blocks nest: one for the
-    nodes, say, and one for the edges. In any order; a sample may have no rows.
+    the tensors that the model takes and returns with so many: ``dim=1`` for tokens (1, rows, ...). Tensors of
+    `size` rows, as of a pooled output, hold a row of each sample. Blocks nest: one for the nodes, say, and
+    one for the edges. In any order; a sample may have no rows.
 
     Example:
         >>> import torch, pslayers as ps
@@ -112,7 +108,7 @@ def sample_ids(ids: Tensor, size: int | None = None, *, dim: int = 0) -> Iterato
             f" {int(ids.max())}. Rows that are no sample's can be those of one more, which is in no loss."
         )
     if dim not in (0, 1):
-        raise ValueError(f"`dim` must be 0, or 1 for tensors (1, rows, ...); got {dim!r}.")
+        raise ValueError(f"`dim` must be 0 or 1; got {dim!r}.")
     batch = RaggedBatch(size)
     batch.known = [*(around.known if around is not None else ()), (ids.detach().long(), dim)]
     with changed(ragged=batch):

@@ -115,6 +115,21 @@ def _looked_up(t: Any, *rest: Any, **kwargs: Any) -> Any:
     return found.reshape(*ids.shape, *t.shape[1:])
 
 
+def _grouped_mm(func: Any) -> Callable[..., Any]:
+    def rule(mat_a: Tensor, mat_b: Any, *args: Any, offs: Any = None, **options: Any) -> Any:
+        offs = args[0] if args else offs
+        shapes = getattr(mat_a, "ndim", 0), getattr(mat_b, "ndim", 0)
+        if not isinstance(mat_b, PerSample) or offs is None or any(v is not None for v in options.values()):
+            return NotImplemented
+        if isinstance(mat_a, PerSample) or shapes != (2, 3):
+            return NotImplemented
+        rows = torch.arange(len(mat_a), device=mat_a.device)
+        weight = expansion_of(mat_b)
+        return PF.grouped_mm(mat_a, weight, offs, rows, lambda x, w, offsets: func(x, w, offs=offsets))
+
+    return rule
+
+
 # ---------------------------------------------------------------------------------------- any other function
 class _Any(Op):
     """A function of which nothing is known: its gradient is taken once for each sample."""
@@ -204,5 +219,6 @@ _FAST: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(op_kinds.functions(["__getitem__", "index_select"]), _looked_up),
 }
 _FAST.pop(F.scaled_dot_product_attention, None)
+_FAST.update({f: _grouped_mm(f) for f in op_kinds.functions(["grouped_mm", "_grouped_mm"])})
 _POINTWISE = set(op_kinds.functions([*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST]))
 RAGGED.append(call)

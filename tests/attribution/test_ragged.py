@@ -265,6 +265,52 @@ def test_sequences_packed_without_padding(attention: str) -> None:
     assert_ragged(model, call, expected, ((OWNERS, 1),), 3)
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Mixtral"])
+def test_models_of_transformers_without_padding(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    options = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "use_cache": False}
+    if name == "GPT2":
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = transformers.GPT2Config(
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            n_positions=8,
+            bos_token_id=0,
+            eos_token_id=0,
+            vocab_size=50,
+            **dropout,
+        )
+    else:
+        experts = {"num_local_experts": 4} if name == "Mixtral" else {}
+        more = {"vocab_size": 50, "intermediate_size": 32, "num_key_value_heads": 1, **experts}
+        config = getattr(transformers, f"{name}Config")(**options, **more)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = model if name == "Mixtral" else model.double()  # whose experts take no double precision
+    tokens, plain = torch.randint(0, 50, (1, len(OWNERS))), copy.deepcopy(model)
+
+    def each(out: Any, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(out.logits[0], (tokens[0] + 1) % 50, reduction="none")
+
+    def one(i: int) -> Tensor:
+        alone = tokens[:, i == OWNERS]
+        return each(plain(input_ids=alone), alone).sum()
+
+    expected = true_rows(one, plain, 3, zeros=True)
+    ps.convert_model(model, loss_reduction="sum")
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with ps.sample_ids(OWNERS, 3, dim=1), ps.factored(model) as grads:
+            each(model(input_ids=tokens, position_ids=POSITIONS), tokens).sum().backward()
+        norms = torch.cat([rows.flatten(1) for rows in expected.values()], 1).norm(dim=1)
+        tolerance = {"rtol": 1e-4, "atol": 1e-4} if name == "Mixtral" else {}
+        torch.testing.assert_close(grads.norms(), norms, **tolerance)
+        for key, rows in grads.dense().items():
+            torch.testing.assert_close(rows, expected[key], **tolerance)
+
+
 @pytest.mark.parametrize("size", [1, 2, 64, 65, 4097])
 def test_as_many_samples_as_one_likes(size: int) -> None:
     ids = torch.randint(0, size, (2 * size + 1,))

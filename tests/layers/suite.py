@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 import pslayers as ps
 from pslayers.core.factors import Blocks, Factor
@@ -98,6 +99,23 @@ class LayerSuite:
                 torch.testing.assert_close(
                     p.grad_sample, expected[name], **(tolerance or {"rtol": 1e-9, "atol": 1e-10})
                 )
+
+    # ------------------------------------------------------------------ rows that belong to given samples
+    def test_rows_of_given_samples(self, case: Case) -> None:
+        layer, ids = self.build(case), torch.tensor([1, 0, 1, 1, 4, 0, 3])
+        inputs, size = self.inputs(case, len(ids)), 5
+        plain = self.loop(layer, inputs, len(ids))
+        ours = self.converted(layer, loss_reduction="sum")
+        with ps.sample_ids(ids, size), ps.sample_ids(ids, size, dim=1):
+            if any(isinstance(t, PackedSequence) for t in inputs):
+                with pytest.raises(ValueError, match="packed"):
+                    ours(*inputs)
+                return
+            out = ours(*inputs)
+        self.losses(out, len(ids)).sum().backward()
+        self.assert_rows(
+            ours, {name: p.new_zeros(size, *p.shape[1:]).index_add(0, ids, p) for name, p in plain.items()}
+        )
 
     # ------------------------------------------------------------------ forward
     def test_forward_equals_torch(self, case: Case) -> None:
