@@ -273,14 +273,7 @@ def test_models_of_transformers_without_padding(name: str) -> None:
     if name == "GPT2":
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         config = transformers.GPT2Config(
-            n_embd=16,
-            n_layer=2,
-            n_head=2,
-            n_positions=8,
-            bos_token_id=0,
-            eos_token_id=0,
-            vocab_size=50,
-            **dropout,
+            n_embd=16, n_layer=2, n_head=2, vocab_size=50, use_cache=False, **dropout
         )
     else:
         experts = {"num_local_experts": 4} if name == "Mixtral" else {}
