@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .. import torch_api
@@ -238,8 +238,9 @@ def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 class RaggedCall:
     """One outermost call of a model on a ragged batch."""
 
-    def __init__(self, batch: RaggedBatch) -> None:
+    def __init__(self, batch: RaggedBatch, model: nn.Module) -> None:
         self.batch = batch
+        self.held = {id(t) for t in (*model.parameters(), *model.buffers())}
         self.edges: list[GradientEdge] = []  # of what ops return
         self.uses: list[Use] = []
         self.pass_id, self.beside = -1, False

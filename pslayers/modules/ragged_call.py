@@ -9,6 +9,7 @@ from .. import general
 from ..attribution.proof import past_expansions, quiet_hooks
 from ..attribution.ragged import RaggedCall
 from ..attribution.snapshot import Snapshot
+from ..core import sharding
 from ..core.context import Batch, local, transforming
 from .batch_of_one import run_alone
 
@@ -24,6 +25,11 @@ def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
         raise ValueError(
             f"`{state.path}` ({type(model).__name__}) is called inside a transform of torch.func, which"
             " ps.sample_ids does not go into: call it outside, and take rows from .grad_sample."
+        )
+    if any(map(sharding.is_shard, model.parameters())) or sharding.apart(model):
+        raise ValueError(
+            f"`{state.path}` ({type(model).__name__}) is sharded (fully_shard), whose parameters are not there"
+            " when ps.sample_ids goes through its graph: use DistributedDataParallel, which works with it."
         )
     inventory = model._ps_inventory()
     if inventory.strangers and not state.settings.partial:
@@ -59,7 +65,7 @@ def _output(
     proving: bool = False,
 ) -> Any:
     """That of one run; `proving`: samples must not interact before the first weight either."""
-    state, call = model._ps_state(), RaggedCall(local.ragged)
+    state, call = model._ps_state(), RaggedCall(local.ragged, model)
     local.batch = batch = Batch(call.batch.size, state.settings)
     batch.root, batch.ragged = model, call
     state.settings.note_forward(batch)

@@ -60,11 +60,7 @@ def _value(t: Tensor) -> Tensor:
 
 def _shared(t: Tensor) -> bool:
     """Whether a tensor is a number, or one of the model's own: a buffer, or a frozen parameter."""
-    if not t.ndim:
-        return True
-    root = None if local.batch is None else local.batch.root
-    held = () if root is None else (*root.buffers(), *root.parameters())  # type: ignore[attr-defined]
-    return any(t is h or t._base is h for h in held)
+    return not t.ndim or bool({id(t), id(t._base)} & local.batch.ragged.held)  # type: ignore[union-attr]
 
 
 def _of_parameters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Sequence[PerSample]) -> Any:
