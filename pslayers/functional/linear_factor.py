@@ -113,9 +113,14 @@ class Outer(Factor):
         one = self.by_output()
         two = one if other is self else other.by_output()
         (b, c, t, o), (b2, c2, s, _), i = one[0].shape, two[0].shape, one[1].shape[2]
-        positions = b * t * b2 * s * (i + c * c2 * o)
-        rows = (b * c * t + (0 if two is one else b2 * c2 * s) + b * c * b2 * c2) * o * i
-        return (_by_positions if positions <= rows else _by_rows)(one, two)
+        pairs = b * t * b2 * s
+        costs = {
+            _by_positions: pairs * (i + c * c2 * (o + ADDING)),
+            _by_rows: (b * c * t + (0 if two is one else b2 * c2 * s) + b * c * b2 * c2) * o * i,
+        }
+        if t * s > 1 and c * c2 > 1:
+            costs[_by_samples] = pairs * (i + c * o) + b * b2 * SMALL * c * c2 * s * o
+        return min(costs, key=costs.__getitem__)(one, two)
 
     def by_output(self) -> tuple[Tensor, Tensor]:
         """Both sides of several outputs that share their inputs: (B, C, t, O) and (B, t, I)."""
@@ -182,6 +187,9 @@ def same(tensors: Sequence[Tensor]) -> bool:
     return len({(t.data_ptr(), t.shape, t.stride()) for t in tensors}) == 1
 
 
+# how many multiplications of a large product of matrices take as long as one value of the products of
+# positions, which is multiplied and added up by itself; and as one multiplication of many small products
+ADDING, SMALL = 90, 7
 Sides = tuple[Tensor, Tensor]  # gy (B, C, t, O) and x (B, t, I)
 
 
@@ -201,6 +209,26 @@ def _by_positions(one: Sides, two: Sides) -> Tensor:
         found = pairs if t == s == 1 else pairs.sum((2, 5))
         out[start * c : some.stop * c, : m * c2] = found.reshape(n * c, m * c2)
     return mirrored(out) if two is one else out
+
+
+def _by_samples(one: Sides, two: Sides) -> Tensor:
+    """The same, one sample at a time: products of the inputs' positions carry its gradients to the positions
+    of the others, where they meet theirs.
+    """
+    (gy, x), (gy2, x2) = one, two
+    (b, c, _, o), (b2, c2, s, _) = gy.shape, gy2.shape
+    out = gy.new_empty(b, c, b2, c2)
+    step = max(1, CHUNK_BYTES // max(c * s * o * gy.element_size(), 1))
+    for n in range(b):
+        stop = n + 1 if two is one else b2  # what follows is known by symmetry
+        for start in range(0, stop, step):
+            some = slice(start, min(start + step, stop))
+            of_x = affine(x2[some].flatten(0, 1), x[n])  # (m * s, t)
+            carried = affine(of_x, gy[n].permute(2, 0, 1).flatten(0, 1))  # (m * s, O * C)
+            met = gy2[some].flatten(2) @ carried.view(-1, s * o, c)  # (m, C', C)
+            out[n, :, some] = met.permute(2, 0, 1)
+    matrix = out.view(b * c, b2 * c2)
+    return mirrored(matrix) if two is one else matrix
 
 
 def _by_rows(one: Sides, two: Sides) -> Tensor:

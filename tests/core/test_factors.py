@@ -258,16 +258,16 @@ def of_other_outputs(factor: Factor, count: int) -> list[Factor]:
     return found
 
 
-@pytest.mark.parametrize("form", ["cheaper", "_by_positions", "_by_rows"])
+@pytest.mark.parametrize("form", ["cheaper", "_by_positions", "_by_samples", "_by_rows"])
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_products_of_several_outputs(
     one: str, other: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of one sample side by side, of each use and of the sum of two."""
-    if form != "cheaper":  # by either form of a linear map, in chunks
+    if form != "cheaper":  # by each form of a linear map, in chunks
         monkeypatch.setattr(linear_factor, "CHUNK_BYTES", 1)
         chosen = getattr(linear_factor, form)
-        for name in ("_by_positions", "_by_rows"):
+        for name in ("_by_positions", "_by_samples", "_by_rows"):
             monkeypatch.setattr(linear_factor, name, chosen)
     cases, near = CASES | {"linear": table_of_a_linear_map}, torch.testing.assert_close
     torch.manual_seed(0)
