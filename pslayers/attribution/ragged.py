@@ -301,7 +301,7 @@ class RaggedCall:
         """
 
         def seen(t: Tensor) -> Tensor:
-            fits = self.batch.fitting(t)
+            fits = [] if t.is_nested else self.batch.fitting(t)
             if t.requires_grad or not (t.is_floating_point() and t.numel() and fits):
                 return t
             t = t.detach().clone().requires_grad_() * 1
@@ -317,6 +317,7 @@ class RaggedCall:
             ValueError: it is not known of any whose its rows are.
         """
         tensors = [t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad]
+        tensors = [t.values() if t.is_nested else t for t in tensors]
         if not tensors:
             return output
         if all(self.batch.owners(t) is None for t in tensors):
@@ -326,7 +327,14 @@ class RaggedCall:
                 " outside of the model; tell of other rows by a further ps.sample_ids around the call."
             )
         outside = iter(_Exit.apply(self, *tensors))
-        return map_tensors(lambda t: next(outside) if t.requires_grad else t, output)
+
+        def out(t: Tensor) -> Tensor:
+            if not t.requires_grad:
+                return t
+            rows = next(outside)
+            return torch.nested.nested_tensor_from_jagged(rows, t.offsets()) if t.is_nested else rows
+
+        return map_tensors(out, output)
 
     def mark(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """The passes beside: each sample's outputs' gradients times a power of two of its own."""
@@ -398,3 +406,18 @@ class _Exit(torch.autograd.Function):
         call.mark(ctx.inner, grads)
         call.pass_id = torch_api.current_pass()
         return None, *grads
+
+
+@contextmanager
+def of_jagged(call: Any) -> Iterator[None]:
+    """Around a call with jagged nested tensors, which say themselves whose their rows are."""
+    found = [t for t in tensors_in([call]) if isinstance(t, Tensor) and t.is_nested]
+    if not found or found[0].layout != torch.jagged:
+        yield
+        return
+    if found[0].lengths() is not None:
+        raise ValueError("a jagged nested tensor has holes between its samples: give it .contiguous().")
+    lengths = found[0].offsets().diff()
+    samples = torch.arange(len(lengths), device=lengths.device)
+    with sample_ids(samples.repeat_interleave(lengths), len(lengths)):
+        yield

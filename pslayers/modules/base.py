@@ -388,7 +388,7 @@ class PSLayer(_Layer):
         if not inputs:
             return args, kwargs, 1, None
         x, n = inputs[0], 0 if self.event_dims is None else inputs[0].ndim - self.event_dims
-        if n < 2 or any(t.shape[:n] != x.shape[:n] for t in inputs):
+        if n < 2 or any(t.is_nested for t in inputs) or any(t.shape[:n] != x.shape[:n] for t in inputs):
             return args, kwargs, len(x), None
         leading = x.shape[:n]
         args, kwargs = map_tensors(lambda t: t.flatten(0, n - 1) if t.ndim else t, (args, kwargs))

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import compiled, torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
+from ..attribution.ragged import of_jagged
 from ..attribution.tracking import Layout, batch_dim, run_tracked
 from ..core import sharding
 from ..core.context import Batch, Settings, clear, local, transforming
@@ -168,8 +169,12 @@ class Converted(_Mixin):
         state, settings = self._ps_state(), self._ps_state().settings
         if settings.sink is not None:
             settings.sink.at_call()
-        if local.ragged is not None and recorded and not local.again:
-            return call_ragged(self, run, args, kwargs)
+        # an ordinary tensor, by far the most, is no jagged one
+        jagged = local.ragged is None and (len(args) != 1 or kwargs or type(args[0]) is not Tensor)
+        if recorded and not local.again and (jagged or local.ragged is not None):
+            with of_jagged((args, kwargs)) if jagged else nullcontext():
+                if local.ragged is not None:
+                    return call_ragged(self, run, args, kwargs)
         ddp = torch_api.active_ddp()
         settings.in_ddp = ddp is not None and ddp.require_backward_grad_sync
         if settings.in_ddp and recorded and not settings.grad:

@@ -28,7 +28,7 @@ def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
         )
     if any(map(sharding.is_shard, model.parameters())) or sharding.apart(model):
         raise ValueError(
-            f"`{state.path}` ({type(model).__name__}) is sharded (fully_shard), whose parameters are not there"
+            f"`{state.path}` ({type(model).__name__}) is sharded (fully_shard): its parameters are not there"
             " when ps.sample_ids goes through its graph: use DistributedDataParallel, which works with it."
         )
     inventory = model._ps_inventory()

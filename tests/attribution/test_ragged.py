@@ -265,6 +265,34 @@ def test_sequences_packed_without_padding(attention: str) -> None:
     assert_ragged(model, call, expected, ((OWNERS, 1),), 3)
 
 
+def test_jagged_nested_tensors_say_it_themselves() -> None:
+    lengths = [3, 1, 4, 0, 2]
+    table = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 4), nn.ReLU(), nn.LayerNorm(4)).double()
+    for model, samples in (
+        (nn.Sequential(*table[1:]), [double(n, 6) for n in lengths]),
+        (table, [torch.randint(0, 9, (n,)) for n in lengths]),
+        (table[1], [double(n, 6) for n in lengths]),
+    ):
+        plain = copy.deepcopy(model)
+        expected = true_rows(
+            lambda i, m=plain, s=samples: m(s[i]).square().sum(), plain, len(lengths), zeros=True
+        )
+        ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+        x = torch.nested.nested_tensor(samples, layout=torch.jagged)
+        for _ in range(2):
+            out = ours(x)
+            assert out.is_nested
+            out.values().square().sum().backward()
+            assert_rows(ours, expected)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x).values(), plain(x).values())
+    holes = torch.nested.narrow(
+        double(2, 5, 6), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), layout=torch.jagged
+    )
+    with pytest.raises(ValueError, match="holes"):
+        ours(holes)
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("name", ["GPT2", "Llama", "Mixtral"])
 def test_models_of_transformers_without_padding(name: str) -> None:
