@@ -328,7 +328,7 @@ class RaggedCall:
             )
         outside = iter(_Exit.apply(self, *tensors))
 
-        def out(t: Tensor) -> Tensor:
+        def out(t: Any) -> Any:
             if not t.requires_grad:
                 return t
             rows = next(outside)
@@ -411,7 +411,7 @@ class _Exit(torch.autograd.Function):
 @contextmanager
 def of_jagged(call: Any) -> Iterator[None]:
     """Around a call with jagged nested tensors, which say themselves whose their rows are."""
-    found = [t for t in tensors_in([call]) if isinstance(t, Tensor) and t.is_nested]
+    found: list[Any] = [t for t in tensors_in([call]) if isinstance(t, Tensor) and t.is_nested]
     if not found or found[0].layout != torch.jagged:
         yield
         return

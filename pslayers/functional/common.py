@@ -31,7 +31,8 @@ def in_ragged() -> bool:
 def by_position(op: Callable[[Tensor], Tensor], x: Tensor, event_dims: int) -> Tensor:
     """`op` of x (..., *event), with each of its positions a row."""
     if x.is_nested:  # jagged: (B, any, *event)
-        return torch.nested.nested_tensor_from_jagged(op(x.values()), x.offsets())
+        offsets = x.offsets()  # type: ignore[attr-defined]
+        return torch.nested.nested_tensor_from_jagged(op(x.values()), offsets)
     leading = x.shape[: x.ndim - event_dims]
     return op(x.reshape(leading.numel(), *x.shape[len(leading) :])).unflatten(0, leading or (1,))[
         0 if not leading else ...

@@ -286,9 +286,8 @@ def test_jagged_nested_tensors_say_it_themselves() -> None:
             assert_rows(ours, expected)
         with torch.no_grad():
             torch.testing.assert_close(ours(x).values(), plain(x).values())
-    holes = torch.nested.narrow(
-        double(2, 5, 6), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), layout=torch.jagged
-    )
+    parts = torch.tensor([0, 1]), torch.tensor([2, 3])
+    holes = torch.nested.narrow(double(2, 5, 6), 1, *parts, layout=torch.jagged)
     with pytest.raises(ValueError, match="holes"):
         ours(holes)
 
