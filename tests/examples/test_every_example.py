@@ -21,6 +21,7 @@ REFUSED = {
     "maml_sines": ["--tasks 0", "--iterations 0"],
     "mislabelled_digits": ["--flip-share 0", "--epochs 0", "--seeds 0"],
     "poisson_pinn": ["--steps 0", "--lr 0", "--width 0"],
+    "which_data": ["--dim 0", "--networks 1", "--halves 1", "--damping -1", "--epochs 0"],
 }
 
 
