@@ -82,7 +82,7 @@ def test_what_the_pages_say_of_their_code(capsys: pytest.CaptureFixture[str]) ->
 
 def test_readme_commands_install_what_the_extras_hold() -> None:
     commands = "\n".join(block for _, block in blocks(ROOT / "README.md", "bash"))
-    assert "-c constraints.txt '.[examples]'" in commands and "examples/mislabelled_digits.py" in commands
+    assert "-c constraints.txt '.[private]'" in commands and "examples/membership_digits.py" in commands
     assert "-e '.[dev]'" in commands and ".venv/bin/pytest -n auto --dist loadfile" in commands
     checks = (ROOT / ".ci/run").read_text()
     assert "\npytest -n auto --dist loadfile\n" in checks and "\nsphinx-build -q -W -b html docs " in checks

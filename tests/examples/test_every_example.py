@@ -19,6 +19,7 @@ REFUSED = {
     "importance_sampling": ["--epochs 0", "--seeds 0", "--lr 0"],
     "influence_digits": ["--epochs 0", "--seeds 0"],
     "maml_sines": ["--tasks 0", "--iterations 0"],
+    "membership_digits": ["--epsilon 0", "--networks 3"],
     "mislabelled_digits": ["--flip-share 0", "--epochs 0", "--seeds 0"],
     "poisson_pinn": ["--steps 0", "--lr 0", "--width 0"],
     "which_data": ["--dim 0", "--networks 1", "--halves 1", "--damping -1", "--epochs 0"],
