@@ -1,17 +1,16 @@
-"""What a step takes of models that no machine here holds: by the fitted cost lines, and by counting.
+"""What a step takes of models that no machine here holds: by lines over what is counted, and by counting.
 
-By lines: what was measured at the base that the lines of the GPT share, times the powers fitted to each.
-By counting: multiplications, at the speed of the largest cell of these lines, and bytes (`counting.py`). The
-same is done for a model that a machine holds and no line contains, and held against what was measured
-there. `benchmarks.summary` writes all of it into docs/extrapolation.md.
+By counting: multiplications, at the speed of the widest cell of the GPT's cost lines, and bytes. By lines: a
+fixed part and one in proportion to these counts, fitted to all cells of those lines. The same is done for a
+model that a machine holds and no line contains, and held against what was measured there.
+`benchmarks.summary` writes all of it into docs/extrapolation.md.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from math import prod
-from statistics import geometric_mean
 
+import numpy as np
 import torch
 
 from . import larger_networks as larger
@@ -24,7 +23,6 @@ from .registry import CASES, Problem
 from .report import Cell
 
 LINES = {"B": "gpt_by_batch", "D": "gpt_by_width", "T": "gpt_by_time", "L": "gpt_by_depth"}
-BASE = {"B": 8, "T": 64, "L": 2}  # what these lines share, 256 wide
 HELD = "gpt2_small"
 
 
@@ -32,22 +30,13 @@ HELD = "gpt2_small"
 class Wanted:
     """A model and a batch."""
 
-    name: str
+    title: str
     build: Callable[[], Problem]
-    sizes: dict[str, int]  # B, T, L
 
-    @cache  # noqa: B019 -- there are four of them
+    @cache  # noqa: B019 -- there are three of them
     def count(self) -> Counted:
         """What it needs."""
         return counted(self.build)
-
-    @property
-    def title(self) -> str:
-        """In words."""
-        return f"{self.name}, B={self.sizes['B']}, T={self.sizes['T']}"
-
-    def __hash__(self) -> int:
-        return hash(self.title)
 
 
 def _llama(b: int, t: int) -> Problem:
@@ -56,8 +45,8 @@ def _llama(b: int, t: int) -> Problem:
 
 
 MODELS = (
-    Wanted("GPT-2 XL", lambda: gpt_of(8, 512, 1600, 48, 50_257, 1024), {"B": 8, "T": 512, "L": 48}),
-    Wanted("Llama-7B", lambda: _llama(8, 512), {"B": 8, "T": 512, "L": 32}),
+    Wanted("GPT-2 XL, B=8, T=512", lambda: gpt_of(8, 512, 1600, 48, 50_257, 1024)),
+    Wanted("Llama-7B, B=8, T=512", lambda: _llama(8, 512)),
 )
 
 
@@ -65,7 +54,7 @@ def held() -> Wanted:
     """The model of the cell that the page is checked against."""
     case = CASES[HELD]
     b, t = case.batch_sizes[0], case.sizes[0]
-    return Wanted("GPT-2", lambda: case.build(b, t), {"B": b, "T": t, "L": 12})
+    return Wanted(f"GPT-2, B={b}, T={t}", lambda: case.build(b, t))
 
 
 def of_gpt(found: Iterable[Line]) -> dict[str, Line]:
@@ -75,20 +64,25 @@ def of_gpt(found: Iterable[Line]) -> dict[str, Line]:
     return {axis: known[name] for axis, name in LINES.items()} if complete else {}
 
 
-def by_lines(gpt: dict[str, Line], wanted: Wanted, way: str, what: str) -> float | None:
-    """Seconds or bytes: the base, deepened, widened to the parameters of a layer, and so on."""
-    fits = {axis: line.fit(way, what) for axis, line in gpt.items()}
-    at_base = [
-        y for axis in BASE for x, y in gpt[axis].points(way, what) if x == BASE[axis]
-    ]  # once for each line
-    shared = [c for c in gpt["T"].cells if c["size"] == BASE["T"]]
-    if not at_base or not shared or not fits or None in fits.values():
+def by_lines(gpt: dict[str, Line], wanted: Counted, way: str, what: str) -> float | None:
+    """Seconds or bytes: a fixed part and one for each that is counted, fitted to all cells of the lines by
+    least squares of relative errors; None where less is measured than is to be fitted.
+    """
+    cells = [c for line in gpt.values() for c in line.cells if lines.measured(c, way, what)]
+    each = [_counts(_count(c["case"], c["batch_size"], c["size"]), way, what) for c in cells]
+    if len(each) < 3:
         return None
-    powers = {axis: fit.k for axis, fit in fits.items() if fit is not None}
-    layer = shared[0]["parameters"] / BASE["L"]
-    growth = {axis: wanted.sizes[axis] / BASE[axis] for axis in BASE}
-    growth["D"] = wanted.count().parameters / wanted.sizes["L"] / layer
-    return geometric_mean(at_base) * prod(growth[axis] ** powers[axis] for axis in powers)
+    counts, found = np.array(each), np.array([lines.measured(c, way, what) for c in cells])
+    scale = counts.max(0)
+    fit = np.linalg.lstsq(counts / scale / found[:, None], np.ones(len(found)), rcond=None)[0]
+    return float(np.array(_counts(wanted, way, what)) / scale @ fit)
+
+
+def _counts(count: Counted, way: str, what: str) -> list[float]:
+    """What time and memory are taken to grow with."""
+    if what == "memory":
+        return [1.0, float(count.peak(way))]
+    return [1.0, float(count.multiplications(way))] + [float(count.rows)] * (way == "rows")
 
 
 @dataclass(frozen=True)
@@ -170,8 +164,8 @@ def _rows(
     wanted: Wanted, gpt: dict[str, Line], rate: Speed, cell: Cell | None = None
 ) -> Iterable[tuple[str, ...]]:
     for way in ENGINES:
-        times = [by_lines(gpt, wanted, way, "time"), rate.seconds(wanted.count(), way)]
-        peaks = [by_lines(gpt, wanted, way, "memory"), float(wanted.count().peak(way))]
+        times = [by_lines(gpt, wanted.count(), way, "time"), rate.seconds(wanted.count(), way)]
+        peaks = [by_lines(gpt, wanted.count(), way, "memory"), float(wanted.count().peak(way))]
         if cell is not None:
             times.append(lines.measured(cell, way, "time"))
             peaks.append(lines.measured(cell, way, "memory"))

@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
         for n, (case, cell, measures) in enumerate(todo):
             left, share = budget.left, budget.share(len(todo) - n)
             if left <= needed.get(case.name, 0.0):
-                document["not_reached"].append(report.label(cell))
+                document["not_reached"].append(cell)
                 continue
             try:
                 with memory.limited(options.memory_limit) if cell["device"] == "cpu" else nullcontext():
@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     pictures = plots.all_plots(document["cells"], options.out.with_suffix(""))
     console.print(*tables.terminal(document))
     if document["not_reached"]:
-        console.print("[yellow]not reached in time:", ", ".join(document["not_reached"]))
+        console.print("[yellow]not reached in time:", ", ".join(map(report.label, document["not_reached"])))
     console.print("written:", *(str(p) for p in (options.out, options.out.with_suffix(".md"), *pictures)))
     bad = [c for c in document["cells"] if any(e["verdict"] != "ok" for e in report.ours(c).values())]
     return 1 if bad else 0

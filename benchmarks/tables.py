@@ -103,7 +103,7 @@ def full(document: Document) -> str:
         for c in document["cells"]
         if "not_reached" in c
     ]
-    parts += [f"- not reached in time: {name}\n" for name in document.get("not_reached", [])]
+    parts += [f"- not reached in time: {label(c)}\n" for c in document.get("not_reached", [])]
     parts += ["\n## Environment\n", *(_list(env) for env in runs(document)), ""]
     return "\n".join(parts)
 
@@ -227,36 +227,33 @@ def short(machines: list[Machine]) -> str:
 
 
 def readme(machines: Iterable[Machine]) -> str:
-    """The README's table: a column for each machine."""
-    wanted = (
-        ("best peer's time for all rows / ours", "rows", "best peer's time / ours"),
-        ("a clipped step's time / a plain step's", "clipped", "a clipped step's time / a plain step's"),
-        ("its peak memory / a plain step's", "clipped", "its peak memory / a plain step's"),
-        ("Gram matrix: dense rows' time / ours", "gram", "time of a Gram matrix by dense rows / by factors"),
-    )
+    """The README's table: a row for each machine."""
+    wanted = {
+        "rows: best peer / ours": ("rows", "best peer's time / ours"),
+        "clipped step / plain": ("clipped", "a clipped step's time / a plain step's"),
+        "its memory": ("clipped", "its peak memory / a plain step's"),
+        "Gram: rows / factors": ("gram", "time of a Gram matrix by dense rows / by factors"),
+    }
 
     def reached(machine: Machine, of_task: str, what: str) -> str:
         usual = [c for c in machine.study["cells"] if (c["device"], c["dtype"]) == ("cpu", "float32")]
-        found = {aim.what: aim for aim in aims(c for c in usual if task(c) == of_task)}
+        found = {aim.what: aim.value for aim in aims(c for c in usual if task(c) == of_task)}
         mean, worst = found.get(f"{what}, geometric mean"), found.get(f"{what}, worst cell")
-        if mean is None or mean.value is None or worst is None:
-            return "-"
-        return f"{number(mean.value)} ({mean.where}; worst: {number(worst.value)})"
+        return "-" if mean is None or worst is None else f"{number(mean)} ({number(worst)})"
 
-    columns = [m for m in machines if any(reached(m, *what) != "-" for _, *what in wanted)]
-    rows = [(text, *(reached(m, *each) for m in columns)) for text, *each in wanted]
-    what = "geometric mean over cells (a model at a batch size)"
-    return markdown_table((what, *(m.name for m in columns)), rows)
+    rows = [(m.name, *(reached(m, *each) for each in wanted.values())) for m in machines]
+    return markdown_table(("mean (worst) of cells", *wanted), rows)
 
 
 def measured(document: Document, tasks: Iterable[str], groups: Iterable[str] | None = None) -> str:
     """Where, with what, and at which commits the cells of some tasks were measured."""
     names = list(tasks)
-    cells = [
-        c
-        for c in document["cells"]
-        if task(c) in names and (c["group"] not in REPEATED if groups is None else c["group"] in groups)
-    ]
+
+    def of_these(cells: Iterable[Cell]) -> list[Cell]:
+        some = [c for c in cells if task(c) in names]
+        return [c for c in some if (c["group"] in groups if groups else c["group"] not in REPEATED)]
+
+    cells = of_these(document["cells"])
     said = []
     for n, env in enumerate(runs(document)):
         if not (of_run := [c for c in cells if c.get("run", 0) == n]):
@@ -269,7 +266,7 @@ def measured(document: Document, tasks: Iterable[str], groups: Iterable[str] | N
         note = f" Note: {env['note']}." if "note" in env else ""
         said.append(f"Measured on {where}, {versions}; pslayers at {commits}.{note}\n")
     late = [f"{label(c)} ({', '.join(c['not_reached'])})" for c in cells if "not_reached" in c]
-    late += document.get("not_reached", [])
+    late += map(label, of_these(document.get("not_reached", [])))
     return "\n".join([*said, *([f"Not reached in time: {'; '.join(late)}.\n"] if late else [])])
 
 

@@ -2,7 +2,6 @@
 
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from benchmarks import larger_networks as larger
 from benchmarks.machines import Machine
 from benchmarks.registry import Problem
 
-from .made_up import BASE, POWERS, document, gpt_lines
+from .made_up import POWERS, document, gpt_lines
 
 
 def test_powers_of_the_upper_half() -> None:
@@ -41,25 +40,34 @@ def test_lines_among_cells(tmp_path: Path) -> None:
     assert names == ["lines-time.svg", "lines-memory.svg"] and all((tmp_path / n).exists() for n in names)
 
 
-def wanted(parameters: int, **sizes: int) -> extrapolation.Wanted:
-    """A model that is known by its number of parameters."""
-
-    class Known(extrapolation.Wanted):
-        def count(self) -> counting.Counted:
-            return counting.Counted(sizes["B"], parameters)
-
-    return Known(f"{parameters}", lambda: pytest.fail("not to be built"), sizes)
-
-
-def test_by_lines() -> None:
-    found = extrapolation.of_gpt(lines.found(gpt_lines()))
-    growth = {"B": 4, "T": 8, "L": 16, "D": 10}
-    other = wanted(int(1e6 * 16 * 10), B=32, T=512, L=32)
-    for way, engine in {"plain": "plain", "rows": "pslayers-clipping-rows"}.items():
-        expected = torch.tensor([growth[a] ** POWERS[a][engine] for a in BASE]).prod().item()
-        assert extrapolation.by_lines(found, other, way, "time") == pytest.approx(expected, rel=1e-4)
-        memory = extrapolation.by_lines(found, other, way, "memory")
-        assert memory == pytest.approx(2**20 * expected**2, rel=1e-4)
+def test_by_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells that cost a fixed part, and so much for each multiplication, value and byte."""
+    cells = gpt_lines()
+    known = {}
+    for n, cell in enumerate(cells):
+        work, values = 1e9 * 2 ** (n % 7), 1e6 * 3 ** (n % 5)
+        layer = counting.Layer(
+            int(values), 10, False, plain=int(work), norms=int(work / 2), outputs=n * 10**7
+        )
+        count = known[cell["case"], cell["batch_size"], cell["size"]] = counting.Counted(
+            1, int(values), [layer]
+        )
+        for engine in cell["engines"].values():
+            engine["peak"] = 1e6 + 2 * count.peak("plain")
+        cell["engines"]["plain"]["median"] = 0.01 + 2e-11 * work
+        cell["engines"]["pslayers-clipping"]["median"] = 0.02 + 3e-11 * 1.5 * work
+        cell["engines"]["pslayers-clipping-rows"]["median"] = 0.03 + 2e-11 * work + 1e-9 * values
+    monkeypatch.setattr(extrapolation, "_count", lambda *cell: known[cell])
+    found = extrapolation.of_gpt(lines.found(cells))
+    large = counting.Counted(1, 10**10, [counting.Layer(10**10, 10, False, plain=10**13, norms=10**12)])
+    times = {"plain": 200.01, "clipped": 330.02, "rows": 210.03}
+    for way, seconds in times.items():
+        assert extrapolation.by_lines(found, large, way, "time") == pytest.approx(seconds, rel=1e-3)
+    memory = extrapolation.by_lines(found, large, "plain", "memory")
+    assert memory == pytest.approx(1e6 + 2 * 4e10, rel=1e-3)
+    for cell in cells[2:]:
+        del cell["engines"]["plain"]["median"]
+    assert extrapolation.by_lines(extrapolation.of_gpt(lines.found(cells)), large, "plain", "time") is None
 
 
 def test_the_speed_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +83,7 @@ def test_the_speed_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = extrapolation.Wanted("Tiny", lambda: cases.gpt_of(2, 8, 64, 1, 50), {"B": 2, "T": 8, "L": 1})
+    small = extrapolation.Wanted("Tiny, B=2, T=8", lambda: cases.gpt_of(2, 8, 64, 1, 50))
     monkeypatch.setattr(extrapolation, "MODELS", (small,))
     monkeypatch.setattr(extrapolation, "held", lambda: small)
     held = {**gpt_lines()[0], "case": extrapolation.HELD, "group": "held"}
@@ -162,9 +170,9 @@ def test_what_cannot_be_counted_is_named() -> None:
         counting.counted(build)
 
 
-def test_lines_are_cells_of_one_base(capsys: Any) -> None:
+def test_lines_are_cells_of_one_base() -> None:
     for axis, name in extrapolation.LINES.items():
         case = cases.CASES[name]
         sizes = case.batch_sizes if axis == "B" else case.sizes
-        assert {**extrapolation.BASE, "D": 256}[axis] in sizes and len(sizes) >= 5
-        assert axis == "B" or case.batch_sizes == (extrapolation.BASE["B"],)
+        assert {"B": 8, "D": 256, "T": 64, "L": 2}[axis] in sizes and len(sizes) >= 5
+        assert axis == "B" or case.batch_sizes == (8,)
