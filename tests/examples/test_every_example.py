@@ -13,6 +13,7 @@ from .loading import EXAMPLES, load_example, need_packages, packages
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 ROOT = EXAMPLES.parent
 REFUSED = {
+    "dp_finetune_lm": ["--lora 0", "--batch 0", "--length 1", "--delta 2", "--noise 0"],
     "dp_sgd_digits": ["--epsilon 0", "--epochs 0", "--seeds 0"],
     "dp_sgd_distributed": ["--steps 0", "--batch 0", "--noise 0"],
     "gradient_noise_scale": ["--epochs 0"],
@@ -27,8 +28,9 @@ REFUSED = {
 
 
 def extra(name: str) -> str:
-    """The extra that holds what an example needs: Opacus is in one of its own."""
-    return "private" if "opacus" in packages(name) else "examples"
+    """The extra that holds what an example needs: Opacus is in one of its own, and language models are."""
+    needed = packages(name)
+    return "language" if "peft" in needed else "private" if "opacus" in needed else "examples"
 
 
 def test_there_are_examples() -> None:
