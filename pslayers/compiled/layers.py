@@ -18,14 +18,29 @@ from ..functional.conv import Patches, each, padded
 from ..functional.conv_weight_grads import Geometry, convolution
 from ..functional.embedding import Gather
 from ..functional.linear import weight_factor
-from .registry import use_number
-from .weights import expansion_of, is_recorded, plain
+from .registry import as_op, use_number
+from .weights import expansion_of, is_recorded, of_one, plain
+
+
+def _shared(layer: Any) -> tuple[Any, ...]:
+    """Weight and bias without gradients, which `_tap` gives them; of one sample, with them."""
+    if _alone(layer):
+        return of_one(layer)
+    bias = getattr(layer, "bias", None)
+    return layer.weight.detach(), None if bias is None else bias.detach()
+
+
+def _alone(layer: Any) -> bool:
+    """Whether a call is of one sample, whose gradient is the plain one; but for tables that it writes to."""
+    return local.batch.size == 1 and getattr(layer, "max_norm", None) is None  # type: ignore[union-attr]
 
 
 def _tap(layer: nn.Module, kind: str, y: Tensor, x: Tensor, how: list[int]) -> Tensor:
     """`y`, computed from `x` by the shared weights without gradients; on the way back weight and bias get
     theirs.
     """
+    if _alone(layer):
+        return y
     bias = getattr(layer, "bias", None)
     wants = ("w" if is_recorded(layer, "weight") else "") + (
         "b" if bias is not None and is_recorded(layer, "bias") else ""
@@ -73,7 +88,28 @@ class _Tap(torch.autograd.Function):
         return gy, None, g_weight if "w" in wants else None, g_bias if "b" in wants else None, *none, None
 
 
-@torch.library.custom_op("pslayers::weight_grads", mutates_args=())
+def _fake_weight_grads(
+    gy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    token: Tensor,
+    size: int,
+    kind: str,
+    wants: str,
+    how: list[int],
+    use: int,
+    sums: bool,
+) -> tuple[Tensor, Tensor]:
+    if not sums:
+        return torch.empty((), device="cpu"), weight.new_empty(0)
+    out = gy.shape[1] if kind == "conv" else gy.shape[-1]
+    return (
+        weight.new_empty(weight.shape if "w" in wants else (0,)),
+        weight.new_empty((out,) if "b" in wants else (0,)),
+    )
+
+
+@as_op(_fake_weight_grads)
 def _weight_grads(
     gy: Tensor,
     x: Tensor,
@@ -95,28 +131,6 @@ def _weight_grads(
                 if (total := e.deliver(factor(gy, x, e, how), sums)) is not None:
                     found[i] = total
     return found[0], found[1]
-
-
-@_weight_grads.register_fake
-def _(
-    gy: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    token: Tensor,
-    size: int,
-    kind: str,
-    wants: str,
-    how: list[int],
-    use: int,
-    sums: bool,
-) -> tuple[Tensor, Tensor]:
-    if not sums:
-        return torch.empty((), device="cpu"), weight.new_empty(0)
-    out = gy.shape[1] if kind == "conv" else gy.shape[-1]
-    return (
-        weight.new_empty(weight.shape if "w" in wants else (0,)),
-        weight.new_empty((out,) if "b" in wants else (0,)),
-    )
 
 
 def _bias_factor(gy: Tensor, x: Tensor, e: Expansion, how: list[int]) -> Factor:
@@ -153,16 +167,11 @@ _FACTORS = {
 
 
 def _linear(layer: nn.Linear, input: Tensor) -> Tensor:
-    bias = None if layer.bias is None else layer.bias.detach()
-    return _tap(layer, "linear", F.linear(input, layer.weight.detach(), bias), input, [])
+    return _tap(layer, "linear", F.linear(input, *_shared(layer)), input, [])
 
 
 def _conv(layer: torch_api.AnyConv, input: Tensor) -> Tensor:
-    weight, bias, n = (
-        layer.weight.detach(),
-        None if layer.bias is None else layer.bias.detach(),
-        len(layer.kernel_size),
-    )
+    (weight, bias), n = _shared(layer), len(layer.kernel_size)
     stride, dilation, kernel = each(layer.stride, n), each(layer.dilation, n), tuple(layer.kernel_size)
     x, geometry = padded(
         f"conv{n}d", input, kernel, stride, layer.padding, dilation, layer.groups, layer.padding_mode
@@ -174,7 +183,7 @@ def _conv(layer: torch_api.AnyConv, input: Tensor) -> Tensor:
 def _embedding(layer: nn.Embedding, input: Tensor) -> Tensor:
     _renormalise(layer, input)
     padding = layer.padding_idx
-    y = F.embedding(input, layer.weight.detach(), padding)
+    y = F.embedding(input, _shared(layer)[0], padding)
     return _tap(layer, "embedding", y, input, [] if padding is None else [padding])
 
 
@@ -203,7 +212,7 @@ def _bag(
     # no size in `how`: up to 2.11, torch.compile mistakes one for another
     samples = bag // max(count // size, 1) if size else bag
     # (M, D)
-    found = _tap(layer, "bags", F.embedding(ids, layer.weight.detach()), torch.stack([ids, samples]), [])
+    found = _tap(layer, "bags", F.embedding(ids, _shared(layer)[0]), torch.stack([ids, samples]), [])
     keep = torch.ones_like(ids, dtype=torch.bool) if layer.padding_idx is None else ids != layer.padding_idx
     # (N, 1)
     sizes = torch.zeros_like(ids[:1]).expand(count).index_add(0, bag, keep.to(ids.dtype)).unsqueeze(1)

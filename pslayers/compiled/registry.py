@@ -1,7 +1,9 @@
-"""Which module a number in compiled code means: held weakly."""
+"""What compiled code calls: ops of our own, and which module a number in it means (held weakly)."""
 
 import itertools
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +15,28 @@ ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 modules: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 _uses = itertools.count()
+
+
+_library = torch.library.Library("pslayers", "FRAGMENT")
+# what an op does besides computing, a CUDA graph would not do again
+_tags = [torch.Tag.pt2_compliant_tag, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)])]
+
+
+def as_op(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a function an op, which the compiler leaves as it is; `fake` gives what it returns while traced.
+
+    As ``torch.library.custom_op``, whose wrappers cost as much time as a small layer.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__.strip("_")
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _library.define(name + schema, tags=_tags)
+        _library.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"pslayers::{name}", fake, lib=_library)
+        return function
+
+    return register
 
 
 def number_of(module: nn.Module) -> int:

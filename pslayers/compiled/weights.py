@@ -10,9 +10,9 @@ from ..core.context import Scale, Settings, local
 from ..core.converted_module import ModuleState, state_of
 from ..core.expansion import Expansion
 from ..core.factors import Dense, Factor
-from ..core.recorder import recorder_of
+from ..core.recorder import Recorder, recorder_of
 from ..core.sinks import Keeping
-from .registry import ANCHOR, modules, use_number
+from .registry import ANCHOR, as_op, modules, use_number
 
 
 def records(settings: Settings) -> bool:
@@ -89,16 +89,15 @@ class _Weights(torch.autograd.Function):
         return total if ctx.sums else None, None, None, None, None, None if ctx.sums else total
 
 
-@torch.library.custom_op("pslayers::deliver", mutates_args=())
+def _delivered(rows: Tensor, token: Tensor, name: str, use: int, sums: bool) -> Tensor:
+    return rows.new_empty(rows.shape[1:]) if sums else torch.empty((), device="cpu")
+
+
+@as_op(_delivered)
 def _deliver(rows: Tensor, token: Tensor, name: str, use: int, sums: bool) -> Tensor:
     e = expansion_of(token, name, len(rows))
     total = e.deliver(Dense(rows, e.shape), sums)
     return torch.zeros((), device="cpu") if total is None else total
-
-
-@_deliver.register_fake
-def _(rows: Tensor, token: Tensor, name: str, use: int, sums: bool) -> Tensor:
-    return rows.new_empty(rows.shape[1:]) if sums else torch.empty((), device="cpu")
 
 
 class Delivered(Expansion):
@@ -131,8 +130,60 @@ class Delivered(Expansion):
         return weight_grad, None
 
 
+def of_one(layer: nn.Module) -> tuple[Any, ...]:
+    """Weight and bias for a call of one sample: what arrives at them on the way back is its row."""
+    pair = layer.weight, getattr(layer, "bias", None)
+    names = [
+        n for n, p in zip(("weight", "bias"), pair, strict=True) if p is not None and is_recorded(layer, n)
+    ]
+    if not names:
+        return pair
+    state = state_of(layer)
+    if torch_api.active_ddp() is not None:
+        plain((), state.settings)  # refuses what it must
+    return _OfOne.apply(*pair, state.token, names, ANCHOR)  # type: ignore[no-any-return]
+
+
+class _OfOne(torch.autograd.Function):
+    """Parameters as they are; on the way back it is noted that the one sample's gradients will arrive."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, bias: Tensor | None, token: Tensor, names: list[str], anchor: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(token)
+        ctx.names = ",".join(names)
+        return weight.view_as(weight), None if bias is None else bias.view_as(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (token,) = ctx.saved_tensors
+        noted = torch.ops.pslayers.arriving(grads[0], token, ctx.names)
+        return *grads, None, None, noted
+
+
+def _noted(grad: Tensor, token: Tensor, names: str) -> Tensor:
+    return torch.empty((), device="cpu")
+
+
+@as_op(_noted)
+def _arriving(grad: Tensor, token: Tensor, names: str) -> Tensor:
+    pass_id = torch_api.current_pass()
+    for name in names.split(","):
+        recorder = _recorder_of(token, name)[0]
+        recorder.rows_leaf(1)
+        recorder.single.pass_id, recorder.outer_pass = pass_id, -1
+    return torch.zeros((), device="cpu")
+
+
 def expansion_of(token: Tensor, name: str, size: int) -> Delivered:
     """At run time: the parameter's expansion, with where its rows go."""
+    recorder, param = _recorder_of(token, name)
+    scale = Scale(float(max(size, 1)) if recorder.settings.loss_reduction == "mean" else 1.0)
+    return Delivered(param.detach(), recorder.rows_leaf(size), scale, recorder)
+
+
+def _recorder_of(token: Tensor, name: str) -> tuple[Recorder, Tensor]:
     module = modules.get(int(token))
     if module is None:
         raise RuntimeError(f"A compiled model's `{name}` is gone: it was deleted before its backward pass.")
@@ -142,6 +193,4 @@ def expansion_of(token: Tensor, name: str, size: int) -> Delivered:
         raise RuntimeError(
             f"A compiled model's `{name}` was restored (ps.restore_model) before its backward pass."
         )
-    recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, module)
-    scale = Scale(float(max(size, 1)) if state.settings.loss_reduction == "mean" else 1.0)
-    return Delivered(param.detach(), recorder.rows_leaf(size), scale, recorder)
+    return recorder_of(param, f"{state.prefix}{name}", state.settings, module), param

@@ -274,6 +274,50 @@ def test_a_block_around_a_part_of_a_compiled_step() -> None:
         loss.backward()
 
 
+class OfOne(nn.Module):
+    """Layers that a batch of one runs by its plain gradients, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv = nn.Embedding(11, 6, padding_idx=0), nn.Conv1d(6, 6, 3, padding=1, bias=False)
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.fc(self.fc(self.conv(self.table(ids).mT).mT))
+
+
+def test_one_sample() -> None:
+    """What arrives at a parameter is its row: also of a weight in the loss itself, appended, without sums."""
+    model, ours = pair(OfOne(), ids(3))
+    for net in (model, ours):
+        net.fc.bias.requires_grad_(False)
+
+    def penalised(net: nn.Module, x: Tensor) -> Tensor:
+        return squares(net(x)).mean() + net.fc.weight.square().sum()
+
+    run = compiled(lambda x: penalised(ours, x))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for x in (ids(1), ids(1)):
+        grads = torch.autograd.grad(penalised(model, x), list(trained.values()))
+        expected = dict(zip(trained, grads, strict=True))
+        ours.zero_grad()
+        run(x).backward()
+        for name, g in expected.items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, g[None])
+            torch.testing.assert_close(ours.get_parameter(name).grad, g)
+        assert ours.fc.bias.grad_sample is None and ours.fc.bias.grad is None
+        with ps.accumulating(ours, "append"):
+            run(x).backward()
+        ours.zero_grad(set_to_none=False)
+        with ps.recording(ours, grad=False), ps.accumulating(ours, "append"):
+            for _ in range(2):
+                run(x).backward()
+        for name, g in expected.items():
+            torch.testing.assert_close(ours.get_parameter(name).grad_sample, torch.stack([g, g]))
+            assert not ours.get_parameter(name).grad.any()
+    assert graphs() == 1
+
+
 def test_rows_without_plain_gradients() -> None:
     model, ours = pair(nn.Linear(12, 3), floats(3, 12))
     run = compiled(ours)
