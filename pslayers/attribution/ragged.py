@@ -139,20 +139,24 @@ class Use:
             if call.beside:
                 self.marks.setdefault(place, []).append(found)
             else:
-                self._tell(found, self.marks.pop(place, []), call)
+                self._tell(found, self.marks.pop(place, []), torch.finfo(grad.dtype).eps, call)
 
-    def _tell(self, plain: Tensor, marks: Sequence[Tensor], call: "RaggedCall") -> None:
+    def _tell(self, plain: Tensor, marks: Sequence[Tensor], eps: float, call: "RaggedCall") -> None:
         """Whose the rows are, from the signature of the gradient and those of the marked ones."""
         if not marks and not bool(plain.any()):
             return
         if len(marks) != call.letters:
             raise self._mixed(call, "gets a gradient that is not the model's outputs'")
+        call.largest = max(call.largest, float(plain[:, 2].nan_to_num(0, 0, 0).max()))
+        off = plain[:, 2] * min(1000 * eps, 0.03) + 32 * eps * call.largest  # by rounding, at most
         for owners in [self.found] if self.found is not None else call.told(len(plain)):
-            pairs = zip(marks, call.factors(owners, plain), strict=True)
-            if all(torch.equal(marked, plain * factors) for marked, factors in pairs):
+            pairs = list(zip(marks, call.factors(owners, plain), strict=True))
+            if all(torch.equal(marked, plain * factors.to(plain)) for marked, factors in pairs) or all(
+                bool(_agree(plain, marked, factors, off).all()) for marked, factors in pairs
+            ):
                 self.found = owners
                 return
-        ids = self._decoded(plain, marks, call)
+        ids = self._decoded(plain, marks, off, call)
         if self.found is not None:  # by another of the op's outputs
             both = (ids >= 0) & (self.found.ids >= 0)
             if not torch.equal(ids[both], self.found.ids[both]):
@@ -160,36 +164,32 @@ class Use:
             ids = torch.maximum(ids, self.found.ids)
         self.found = call.learn(ids)
 
-    def _decoded(self, plain: Tensor, marks: Sequence[Tensor], call: "RaggedCall") -> Tensor:
+    def _decoded(self, plain: Tensor, marks: Sequence[Tensor], off: Tensor, call: "RaggedCall") -> Tensor:
         """(R,): the samples that the factors tell, -1 where there is no gradient."""
         ids, factor = torch.zeros(len(plain), dtype=torch.long, device=plain.device), 1
-        nothing = ~plain.any(1)
-        tiny = plain.abs().amax(1, keepdim=True) < 1e-30  # bits are lost below
+        nothing = plain[:, 2] == 0
+        right = ~nothing
         for marked in marks:
-            nothing &= ~marked.any(1)
-            ratio = marked / plain
-            exponent = ratio.abs().log2().round()
-            slack = torch.where(tiny, 0.3, _SLACK.get(plain.dtype, 1e-5))
-            exact = ((ratio.abs() / exponent.exp2() - 1).abs() <= slack) | ~(marked.any(1, keepdim=True))
-            letter = exponent.nan_to_num(0, 0, 0).long() * 2 + (ratio < 0)
-            right = exact.all(1) & (letter == letter[:, :1]).all(1) & (letter[:, 0] >= 0)
-            right &= letter[:, 0] < call.count
-            unknown = ~(right | nothing)
-            if bool(unknown.any()):
-                broken = ~(plain.isfinite().all(1) & marked.isfinite().all(1))
-                if bool((unknown & ~broken).any()):
-                    raise self._mixed(call, f"has {int((unknown & ~broken).sum())} of {len(plain)} rows")
-                ids[unknown] = -(1 << 40)
-            ids += letter[:, 0] * factor
+            exponent = (marked[:, 2] / plain[:, 2]).log2().round()
+            clearer = plain[:, :2].abs().argmax(1, keepdim=True)  # of the two sums
+            below = (marked.gather(1, clearer) * plain.gather(1, clearer)).squeeze(1) < 0
+            letter = exponent.nan_to_num(-1, -1, -1).long() * 2 + below
+            right &= (letter >= 0) & (letter < call.count)
+            right &= _agree(plain, marked, exponent.exp2().mul(1 - 2 * below.to(plain)).unsqueeze(1), off)
+            nothing &= marked[:, 2] == 0
+            ids += letter * factor
             factor *= call.count
-        ids[nothing] = -1
-        if bool((ids >= call.batch.size).any()):
-            raise self._mixed(call, "has rows")
-        return self._filled(ids, call)
+        right &= ids < call.batch.size
+        rounding = plain[:, 2] <= off  # nothing else is in it
+        broken = ~(torch.stack([plain, *marks]).isfinite().all(2).all(0))
+        wrong = ~(right | nothing | rounding | broken)
+        if bool(wrong.any()):
+            raise self._mixed(call, f"has {int(wrong.sum())} of {len(plain)} rows")
+        ids[~right] = -1
+        return self._filled(ids, broken, call)
 
-    def _filled(self, ids: Tensor, call: "RaggedCall") -> Tensor:
+    def _filled(self, ids: Tensor, broken: Tensor, call: "RaggedCall") -> Tensor:
         """Rows whose gradient is no number are those of which was told, if all others agree with it."""
-        broken = ids < -1
         if not bool(broken.any()):
             return ids
         for owners in call.told(len(ids)):
@@ -216,16 +216,19 @@ class Use:
         return Owners(torch.full((self.rows,), -1), call.batch.size) if self.found is None else self.found
 
 
-# how far a ratio may be from a power of two, where torch sums in no fixed order
-_SLACK = {torch.float64: 1e-10}
+def _agree(plain: Tensor, marked: Tensor, factors: Tensor, off: Tensor) -> Tensor:
+    """(R,): whether rows are marked by these factors (R, 1), but for rounding: torch may sum in any order."""
+    apart = (marked[:, :2] - plain[:, :2] * factors).abs().amax(1)
+    return apart <= factors.abs().squeeze(1) * off
 
 
 def _signature(grad: Tensor) -> Tensor:
-    """(R, 2): of each row (R, ...) two sums, with random weights; they are multiplied as the row is."""
+    """(R, 3): of each row (R, ...) two sums, with random weights, and its norm: multiplied as it is."""
     flat = grad.reshape(len(grad), grad[0].numel() if len(grad) else 1)
     flat = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
     flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-    return flat @ _directions(flat.shape[1], flat.dtype, flat.device)
+    norms = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
+    return torch.cat([flat @ _directions(flat.shape[1], flat.dtype, flat.device), norms], 1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -247,6 +250,7 @@ class RaggedCall:
         self.count, self.letters = LETTERS, 0  # how many factors there are, and passes beside
         self.learned: list[Owners] = []  # of other rows than those that were told
         self.marked: dict[int, list[Tensor]] = {}  # of owners, the factors of their rows in each pass
+        self.largest = 0.0  # norm of a row of a gradient in this pass
 
     def told(self, rows: int) -> list[Owners]:
         """Whose so many rows may be."""
@@ -355,7 +359,7 @@ class RaggedCall:
                     " model, or tell of these rows by a further ps.sample_ids around the call."
                 )
             owned.append((t, grad.detach(), *found))
-        self.learned, self.marked = [], {}
+        self.learned, self.marked, self.largest = [], {}, 0.0
         for use in self.uses:
             use.marks, use.found = {}, None
         last = last_edges(self.edges)
