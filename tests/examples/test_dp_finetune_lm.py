@@ -141,7 +141,7 @@ def test_processes_of_their_own_and_a_saved_checkpoint(example: ModuleType, tmp_
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(tmp_path)
     command = [sys.executable, str(EXAMPLES / "dp_finetune_lm.py"), *SMALL.split(), "--steps", "3", "--bf16"]
     command += ["--model", str(tmp_path), "--output", str(tmp_path / "curves.png")]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
     rows = re.findall(r"│ (plain|private) +│ +([\d.]+) │ +(\S+) │ +(\d+) │ +(\d+) │", run.stdout)
     assert [row[0] for row in rows] == ["plain", "private"], run.stdout
     assert "of its memory above the model's" in run.stdout.replace("\n", " ")
