@@ -33,8 +33,8 @@ from .proof import LETTERS, LETTERS_OF_HALF, gradients_of, last_edges, quiet_pas
 class RaggedBatch:
     """What `sample_ids` was told: the samples of rows, by how many rows there are."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, verify: bool = True) -> None:
+        self.size, self.verify = size, verify
         self.known: list[tuple[Tensor, int]] = []  # ids, and the dim that they are for
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class RaggedBatch:
 
 
 @contextmanager
-def sample_ids(ids: Tensor, size: int | None = None, *, dim: int = 0) -> Iterator[None]:
+def sample_ids(ids: Tensor, size: int | None = None, *, dim: int = 0, verify: bool = True) -> Iterator[None]:
     """Say whose the rows of a batch are, where these are not equally many for each sample: nodes of graphs,
     tokens of sequences that are packed one after the other, points of sets.
 
@@ -75,6 +75,10 @@ def sample_ids(ids: Tensor, size: int | None = None, *, dim: int = 0) -> Iterato
     the tensors that the model takes and returns with so many: ``dim=1`` for tokens (1, rows, ...). Tensors of
     `size` rows, as of a pooled output, hold a row of each sample. Blocks nest: one for the nodes, say, and
     one for the edges. In any order; a sample may have no rows.
+
+    Every batch is verified, which takes another backward pass, without weight gradients. With
+    ``verify=False`` that is the first one alone, in each mode of the model, if all its layers were given rows
+    that it was told of; then a layer's rows are taken for those, by their number.
 
     Example:
         >>> import torch, pslayers as ps
@@ -109,7 +113,7 @@ def sample_ids(ids: Tensor, size: int | None = None, *, dim: int = 0) -> Iterato
         )
     if dim not in (0, 1):
         raise ValueError(f"`dim` must be 0 or 1; got {dim!r}.")
-    batch = RaggedBatch(size)
+    batch = RaggedBatch(size, bool(verify) and (around is None or around.verify))
     batch.known = [*(around.known if around is not None else ()), (ids.detach().long(), dim)]
     with changed(ragged=batch):
         yield
@@ -155,7 +159,9 @@ class Use:
                 bool(_agree(plain, marked, factors, off).all()) for marked, factors in pairs
             ):
                 self.found = owners
+                call.seen.add(TOLD if any(owners is told for told in call.batch.owned) else OTHERS)
                 return
+        call.seen.add(OTHERS)
         ids = self._decoded(plain, marks, off, call)
         if self.found is not None:  # by another of the op's outputs
             both = (ids >= 0) & (self.found.ids >= 0)
@@ -211,9 +217,11 @@ class Use:
 
     def owners(self) -> Owners:
         """For the factor of the op."""
+        if self.found is not None:
+            return self.found
         call = self.call()
         assert call is not None
-        return Owners(torch.full((self.rows,), -1), call.batch.size) if self.found is None else self.found
+        return Owners(torch.full((self.rows,), -1), call.batch.size)
 
 
 def _agree(plain: Tensor, marked: Tensor, factors: Tensor, off: Tensor) -> Tensor:
@@ -238,11 +246,17 @@ def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return (weights * (torch.randint(2, weights.shape, generator=generator) * 2 - 1)).to(device)
 
 
+# what passes have seen of a model: uses with rows of which was told, and others
+TOLD, OTHERS = "told", "others"
+
+
 class RaggedCall:
     """One outermost call of a model on a ragged batch."""
 
-    def __init__(self, batch: RaggedBatch, model: nn.Module) -> None:
-        self.batch = batch
+    def __init__(self, batch: RaggedBatch, model: nn.Module, seen: set[str]) -> None:
+        self.batch, self.seen = batch, seen
+        # rows are taken for those that were told of, as in every use when it was verified
+        self.trusted = not batch.verify and seen == {TOLD}
         self.held = {id(t) for t in (*model.parameters(), *model.buffers())}
         self.edges: list[GradientEdge] = []  # of what ops return
         self.uses: list[Use] = []
@@ -255,6 +269,15 @@ class RaggedCall:
     def told(self, rows: int) -> list[Owners]:
         """Whose so many rows may be."""
         return [owners for owners in (*self.batch.owned, *self.learned) if len(owners.ids) == rows]
+
+    def _trusted(self, use: Use) -> Owners:
+        first, *others = [*self.told(use.rows), None]
+        if first is None or any(o is not None and not torch.equal(first.ids, o.ids) for o in others):
+            raise RuntimeError(
+                f"`{use.name}` is given {use.rows} rows: expected {self._expected()}, and not two kinds of as"
+                " many. Tell of them by a further ps.sample_ids, or leave verify=False away."
+            )
+        return first
 
     def learn(self, ids: Tensor) -> Owners:
         """Whose rows are, as a use has shown: others' may be, too."""
@@ -288,6 +311,11 @@ class RaggedCall:
                 " ps.sample_ids: use it once for each."
             )
         use = Use(self, rows.pop(), dim, name)
+        for e in expansions:
+            e.use = use
+        if self.trusted:
+            use.found = self._trusted(use)
+            return
         made_again = torch_api.current_pass() != -1  # by a checkpoint: what counts is what was made first
         for place, t in enumerate(outputs):
             if not made_again:
@@ -296,8 +324,6 @@ class RaggedCall:
                 t.register_hook(_Look(use, place))
         if not made_again:
             self.uses.append(use)
-        for e in expansions:
-            e.use = use
 
     def enter(self, call: Any) -> Any:
         """What the model is called with, looked at like what ops return: so that samples which interact

@@ -579,6 +579,38 @@ def test_graphs_are_freed() -> None:
         gc.enable()
 
 
+def test_verified_once() -> None:
+    class Sorted(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor, order: Tensor) -> Tensor:
+            return self.inner(x[order])[order.argsort()]
+
+    model, x, expected = mlp()
+    inner = ps.convert_model(model, loss_reduction="sum")
+    for verified in (True, False, False):
+        with ps.sample_ids(IDS, SIZE, verify=False):
+            out = inner(x)
+        assert ("_Exit" in type(out.grad_fn).__name__) == verified
+        losses(out).sum().backward()
+        assert_rows(inner, expected)
+    with ps.sample_ids(IDS, SIZE, verify=False), ps.clipping(inner, max_norm=1e9) as clip:
+        losses(inner(x)).sum().backward()
+    total = torch.cat([rows.flatten(1) for rows in expected.values()], 1)
+    torch.testing.assert_close(clip.norms, total.norm(dim=1))
+    with ps.sample_ids(IDS[:6], SIZE, verify=False), pytest.raises(RuntimeError, match="expected 6 or 5"):
+        inner(x)
+    # rows that are others than those of which was told are told by every pass
+    model, x, expected = mlp()
+    moved = ps.convert_model(Sorted(model), loss_reduction="sum")
+    for _ in range(3):
+        with ps.sample_ids(IDS, SIZE, verify=False):
+            losses(moved(x, torch.randperm(ROWS))).sum().backward()
+        assert_rows(model, expected)
+
+
 def test_check_model() -> None:
     model, x, _ = mlp()
     with ps.sample_ids(IDS, SIZE):
