@@ -19,6 +19,7 @@ from .core.context import Settings
 from .core.factors import CHUNK_BYTES, WIDER, Dense, Factor, Spent, Sum, added, flat, joined
 from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
+from .core.sharding import is_sharded
 from .core.sinks import Keeping, Use, Weighing
 from .gradients import changed
 from .modules.inventory import Inventory
@@ -414,7 +415,16 @@ class _Block(Keeping):
                 "Through reentrant checkpoints no second pass goes to chosen parameters alone: take"
                 ' use_reentrant=False, or ps.clipping(..., passes="auto"), which keeps their factors.'
             )
-        again = self.passes == 2 or (self.passes == "auto" and recorder.repeats > 0 and not nested)
+        # FSDP2 gathers the parameters of a part once in a backward pass, which then computes it again
+        gathered = recorder.repeats > 0 and any(is_sharded(type(m)) for m in self.model.modules())
+        if gathered and self.passes == 2:
+            raise RuntimeError(
+                f"`{recorder.name}` is sharded and in a checkpoint, through which FSDP2 takes no second pass:"
+                ' take passes=1 in ps.clipping, or "auto".'
+            )
+        again = self.passes == 2 or (
+            self.passes == "auto" and recorder.repeats > 0 and not (nested or gathered)
+        )
         if not again or isinstance(factor, Dense) or not recorder.used_once:
             return factor.smaller()
         with computing():

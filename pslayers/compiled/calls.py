@@ -37,6 +37,7 @@ class Traced(Batch):
     def __init__(self, size: int, settings: Settings, trackable: bool) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
         self.calls, self.outputs, self.root, self.given, self.scale = {}, None, None, None, UNSCALED
+        self.ragged = None
 
 
 class _Call:
@@ -62,6 +63,8 @@ def call_container(
         )
     if _inside(module):
         return original(module, *args, **kwargs)
+    if records(state.settings) and local.ragged is not None:
+        return _ragged(module, args, kwargs)
     if records(state.settings) and state.settings.has_gathered_rows:
         return _picking(module, args, kwargs)
     if records(state.settings) and not _is_proved(module, args, kwargs):
@@ -172,6 +175,10 @@ _picking = _as_it_is(
     " number that is not known while it is compiled"
 )
 
+_ragged = _as_it_is(
+    "a converted model is called under ps.sample_ids, where each backward pass tells whose the rows are"
+)
+
 
 def call_layer(
     layer: ConvertedLayer, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -182,6 +189,8 @@ def call_layer(
     if layer.replaces is not None and not layer._ps_needed():
         return layer.replaces.forward(layer, *args, **kwargs)
     if not _inside(layer):
+        if records(state_of(layer).settings) and local.ragged is not None:
+            return _ragged(layer, args, kwargs)
         return _outermost(layer, False, _run_layer, (ps_forward, args, kwargs), {})
     return _run_layer(layer, ps_forward, args, kwargs)
 

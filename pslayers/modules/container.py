@@ -128,5 +128,8 @@ def container_class(original: Any) -> type[PSContainer]:
     }
     cls: type[PSContainer] = type(original)(original.__name__, (PSContainer, original), names)
     cls.__qualname__ = original.__qualname__
+    for base in original.__mro__:  # transformers wraps the forward of the class that it is called by
+        if "gradient_checkpointing" in vars(base) and "__init_subclass__" in vars(base):
+            vars(base)["__init_subclass__"].__func__(cls)
     _CONTAINERS[original] = cls
     return cls

@@ -579,6 +579,24 @@ def test_graphs_are_freed() -> None:
         gc.enable()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_models_run_as_they_are() -> None:
+    model, x, expected = mlp()
+    ps.convert_model(model, loss_reduction="sum")
+    model(x).sum().backward()
+    compiled = torch.compile(model, backend="eager")
+    compiled(x).sum().backward()
+    for _ in range(2):
+        with ps.sample_ids(IDS, SIZE):
+            out = compiled(x)
+        losses(out).sum().backward()
+        assert_rows(model, expected)
+    torch._dynamo.reset()
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    with ps.sample_ids(IDS, SIZE), pytest.raises(Exception, match=r"ps\.sample_ids"):
+        whole(x)
+
+
 def test_verified_once() -> None:
     class Sorted(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

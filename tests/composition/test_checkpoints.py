@@ -376,3 +376,33 @@ def test_a_part_that_is_run_whole_is_so_when_a_reentrant_checkpoint_runs_it_at_f
     model, ours = both(InACheckpoint())
     for n in (2, 3, 1):
         right_by_backward(ours, model, batch(n, 1, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_of_transformers_compute_again(reentrant: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)
+    model = transformers.LlamaModel(config).double()
+    plain, ids = copy.deepcopy(model), torch.randint(0, 20, (3, 4))
+    expected = true_rows(
+        lambda i: plain(input_ids=ids[i : i + 1]).last_hidden_state.square().sum(), plain, 3, zeros=True
+    )
+    ps.convert_model(model, loss_reduction="sum")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    calls: list[int] = []
+    model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for _ in range(2):  # the first one is looked at more closely
+        calls.clear()
+        model.zero_grad()
+        model(input_ids=ids).last_hidden_state.square().sum().backward()
+        assert_rows(model, expected)
+    assert len(calls) == 2
+    model.eval()
+    calls.clear()
+    model(input_ids=ids).last_hidden_state.square().sum().backward()
+    model(input_ids=ids).last_hidden_state.square().sum().backward()
+    assert_rows(model, expected)

@@ -294,6 +294,25 @@ class Branches(nn.Module):
         return self.left(x) if left else self.right(x)
 
 
+def clipped_in_checkpoints(rank: int, world: int) -> None:
+    """What is sharded by itself, and computed again in the backward pass."""
+    model = nn.Sequential(nn.Linear(6, 12), Checkpointed(), nn.Linear(2, 3)).double()
+    x = vectors(EACH * world)[:, :6]
+    plain, batches = copy.deepcopy(model), list(x.chunk(world))
+    net = shard(ps.convert_model(model, example=x[:EACH]), world, Checkpointed)
+    expected = clipped_rows(plain, batches, 0.5)
+    for _ in range(2):
+        net.zero_grad()
+        with ps.clipping(net, 0.5, passes="auto") as clip:
+            clip.backward(squares(net(batches[rank])).mean())
+        assert_grads(net, expected)
+    with (
+        pytest.raises(RuntimeError, match="FSDP2 takes no second pass"),
+        ps.clipping(net, 0.5, passes=2) as clip,
+    ):
+        clip.backward(squares(net(batches[rank])).mean())
+
+
 def clipped_branches(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, int], None]:
     """A parameter that a gradient reaches on one rank alone, and one that none reaches."""
 
@@ -542,6 +561,7 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "ddp-refused-compiled": refused_compiled,
     "fsdp-clipped": clipped(sharded_by_blocks),
     "fsdp-clipped-branches": clipped_branches(sharded_by_blocks),
+    "fsdp-clipped-checkpoints": clipped_in_checkpoints,
     "fsdp-root": sharded(None),
     "fsdp-blocks": sharded(zoo.Block),
     "fsdp-root-converted-after": sharded(None, "after"),
