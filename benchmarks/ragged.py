@@ -202,9 +202,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    print(
-        "| batch | plain: ms | rows / plain | verified once | clipped / plain | loop / rows | padded / rows |"
-    )
+    print("| batch | plain: ms | rows / plain | verified once | clipped | loop / rows | padded / rows |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in [list(CELLS)[i] for i in args.cells]:
         t = times(CELLS[name](), args.rounds)
