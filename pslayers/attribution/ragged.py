@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional as F
 
 from .. import torch_api
 from ..core.context import changed, local
@@ -224,6 +225,9 @@ class Use:
         return Owners(torch.full((self.rows,), -1), call.batch.size)
 
 
+WIDE = 1 << 14  # values of a row that have directions of their own
+
+
 def _agree(plain: Tensor, marked: Tensor, factors: Tensor, off: Tensor) -> Tensor:
     """(R,): whether rows are marked by these factors (R, 1), but for rounding: torch may sum in any order."""
     apart = (marked[:, :2] - plain[:, :2] * factors).abs().amax(1)
@@ -236,6 +240,9 @@ def _signature(grad: Tensor) -> Tensor:
     flat = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
     flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     norms = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
+    if flat.shape[1] > WIDE:  # so that what is kept stays small
+        parts = F.pad(flat, (0, -flat.shape[1] % WIDE)).unflatten(1, (-1, WIDE))
+        flat = (_directions(parts.shape[1], flat.dtype, flat.device)[:, 0] @ parts).contiguous()
     return torch.cat([flat @ _directions(flat.shape[1], flat.dtype, flat.device), norms], 1)
 
 

@@ -118,6 +118,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         (3, 6, 6),
     ),
+    "wide rows": (
+        lambda: nn.Sequential(nn.Conv1d(1, 3, 3, bias=False), nn.Tanh(), nn.AvgPool1d(999)),
+        (1, 7001),
+    ),
     "transposed": (lambda: nn.ConvTranspose1d(3, 2, 3, stride=2), (3, 5)),
     "instance norm": (lambda: nn.InstanceNorm1d(3, affine=True), (3, 5)),
     "lstm": (lambda: LastState(nn.LSTM(6, 4, 2, batch_first=True)), (3, 6)),
