@@ -479,6 +479,7 @@ class _Block(Keeping):
                 total = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
             else:
                 total = totals.pop(recorder)().to(param.dtype)
+                recorder.blank = False  # zeros are a gradient, too
                 self._let_go(recorder)
             self.ranks.add(param, total)
 

@@ -172,3 +172,12 @@ def test_mistakes() -> None:
     with ps.clipping(ours, 1.0, passes=2) as clip:  # nothing is left of that
         clip.backward(squares(ours(x)).mean())
     assert clip.norms.shape == (3,)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+@pytest.mark.parametrize("passes", [1, 2, "auto"])
+def test_a_gradient_of_zeros_is_one(size: int, passes: int | str) -> None:
+    model = ps.convert_model(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), loss_reduction="sum")
+    with ps.clipping(model, 1.0, passes=passes) as clip:
+        clip.backward((model(torch.randn(size, 3)) * 0).sum())
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

@@ -27,15 +27,15 @@ from .. import torch_api
 from ..core.context import changed, local
 from ..core.expansion import Expansion
 from ..core.factors import Owners
-from ..core.trees import map_tensors, tensors_in
+from ..core.trees import map_tensors, tensors_in, tensors_of
 from .proof import LETTERS, LETTERS_OF_HALF, gradients_of, last_edges, quiet_pass
 
 
 class RaggedBatch:
     """What `sample_ids` was told: the samples of rows, by how many rows there are."""
 
-    def __init__(self, size: int, verify: bool = True) -> None:
-        self.size, self.verify = size, verify
+    def __init__(self, size: int, verify: bool = True, outputs: str | None = None) -> None:
+        self.size, self.verify, self.outputs = size, verify, outputs
         self.known: list[tuple[Tensor, int]] = []  # ids, and the dim that they are for
 
     @functools.cached_property
@@ -54,28 +54,39 @@ class RaggedBatch:
         Raises:
             ValueError: its shape fits several that were given.
         """
-        if not (found := self.fitting(t)):
+        found = self.fitting(t)
+        if self.outputs is not None and found and t.ndim and len(t) == self.size:
+            found = found[-1:] if self.outputs == "samples" else found[:-1] or found
+        if not found:
             return None
         first, *others = found
         for other in others:
             if first[1] != other[1] or not torch.equal(first[0].to(t.device), other[0].to(t.device)):
                 raise ValueError(
                     f"the model returns a tensor of shape {tuple(t.shape)}, whose rows may be those of the"
-                    f" {self.size} samples, or of which ps.sample_ids was told: put a sample without rows"
-                    " into the batch (a larger `size`), or return it in another shape."
+                    f" {self.size} samples, or those of which ps.sample_ids was told: say which,"
+                    ' ps.sample_ids(..., outputs="samples") or "rows".'
                 )
         return first
 
 
 @contextmanager
-def sample_ids(ids: Tensor, size: int | None = None, *, dim: int = 0, verify: bool = True) -> Iterator[None]:
+def sample_ids(
+    ids: Tensor,
+    size: int | None = None,
+    *,
+    dim: int = 0,
+    outputs: str | None = None,
+    verify: bool = True,
+) -> Iterator[None]:
     """Say whose the rows of a batch are, where these are not equally many for each sample: nodes of graphs,
     tokens of sequences that are packed one after the other, points of sets.
 
     Put around the model's call. `ids` (rows,) holds the sample, 0 to `size` - 1, of each entry in `dim` of
     the tensors that the model takes and returns with so many: ``dim=1`` for tokens (1, rows, ...). Tensors of
     `size` rows, as of a pooled output, hold a row of each sample. Blocks nest: one for the nodes, say, and
-    one for the edges. In any order; a sample may have no rows.
+    one for the edges; the inner ones may leave `size` away. In any order; a sample may have no rows. Where
+    there are as many rows as samples, ``outputs="samples"`` or ``"rows"`` says which the model returns.
 
     Every batch is verified, which takes another backward pass, without weight gradients. With
     ``verify=False`` that is the first one alone, in each mode of the model, if all its layers were given rows
@@ -98,7 +109,12 @@ def sample_ids(ids: Tensor, size: int | None = None, *, dim: int = 0, verify: bo
     around: RaggedBatch | None = local.ragged
     size = around.size if size is None and around is not None else size
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise ValueError(f"`size` must be an integer of at least 0, the number of samples; got {size!r}.")
+        raise ValueError(
+            "`size` must be an integer of at least 0, the number of samples (inside of another block it may"
+            f" be left away); got {size!r}."
+        )
+    if outputs not in (None, "samples", "rows"):
+        raise ValueError(f'`outputs` must be "samples" or "rows", or None; got {outputs!r}.')
     if around is not None and around.size != size:
         raise ValueError(
             f"ps.sample_ids(..., size={size}) inside of one of size {around.size}: they are of one batch."
@@ -114,7 +130,9 @@ def sample_ids(ids: Tensor, size: int | None = None, *, dim: int = 0, verify: bo
         )
     if dim not in (0, 1):
         raise ValueError(f"`dim` must be 0 or 1; got {dim!r}.")
-    batch = RaggedBatch(size, bool(verify) and (around is None or around.verify))
+    batch = RaggedBatch(size, bool(verify) and (around is None or around.verify), outputs)
+    if around is not None and outputs is None:
+        batch.outputs = around.outputs
     batch.known = [*(around.known if around is not None else ()), (ids.detach().long(), dim)]
     with changed(ragged=batch):
         yield
@@ -253,6 +271,7 @@ def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return (weights * (torch.randint(2, weights.shape, generator=generator) * 2 - 1)).to(device)
 
 
+_PLAIN = (Tensor, int, float, bool, str, list, tuple, dict)  # what may hold tensors that are seen
 # what passes have seen of a model: uses with rows of which was told, and others
 TOLD, OTHERS = "told", "others"
 
@@ -345,7 +364,19 @@ class RaggedCall:
             self.watch([], [t], fits[0][1], "the model's input")
             return t
 
+        self._check_lengths(call)
         return map_tensors(seen, call)
+
+    def _check_lengths(self, call: Any) -> None:
+        """ValueError where nothing that the model is called with is as long as the ids."""
+        given = [t for t in tensors_of(call) if not t.is_nested]
+        plain = all(v is None or isinstance(v, _PLAIN) for v in (*call[0], *call[1].values()))
+        for ids, _ in self.batch.known:
+            if given and plain and not any(len(ids) in t.shape for t in given):
+                raise ValueError(
+                    f"ps.sample_ids was told of {len(ids)} rows, and the model is called with tensors of"
+                    f" shapes {', '.join(str(tuple(t.shape)) for t in given)}: expected one with as many."
+                )
 
     def leave(self, output: Any) -> Any:
         """The output, through which gradients come in.
@@ -360,8 +391,9 @@ class RaggedCall:
         if all(self.batch.owners(t) is None for t in tensors):
             raise ValueError(
                 f"the model returns {', '.join(str(tuple(t.shape)) for t in tensors)}, of whose rows"
-                f" ps.sample_ids was not told whose they are: expected {self._expected()} rows. Take the loss"
-                " outside of the model; tell of other rows by a further ps.sample_ids around the call."
+                f" ps.sample_ids was not told whose they are: expected {self._expected()} rows. Is `size` the"
+                " number of samples? Tell of other rows by a further ps.sample_ids around the call; take the"
+                " loss outside of the model."
             )
         outside = iter(_Exit.apply(self, *tensors))
 

@@ -485,7 +485,8 @@ class PSLayer(_Layer):
             " multiple of it (k rows a sample) or 1 (shared by all). If the batch is not in dim 0 of the"
             " model's first input, say so with convert_model(..., batch_first=False) or `with"
             " ps.batch_size(n):`; if shapes are ambiguous, give an example batch, convert_model(...,"
-            " example=x); else write a layer for this module (ps.PSLayer)."
+            " example=x). If samples have rows of their own numbers (graphs, packed tokens), say whose they"
+            " are, `with ps.sample_ids(ids, n):`; else write a layer for this module (ps.PSLayer)."
         )
 
     # ------------------------------------------------------------------ the weights

@@ -67,11 +67,11 @@ def _output(
     """That of one run; `proving`: samples must not interact before the first weight either."""
     state = model._ps_state()
     call = RaggedCall(local.ragged, model, state.ragged_seen[model.training])
+    if proving and not call.trusted:
+        args, kwargs = call.enter((args, kwargs))
     local.batch = batch = Batch(call.batch.size, state.settings)
     batch.root, batch.ragged = model, call
     state.settings.note_forward(batch)
-    if proving and not call.trusted:
-        args, kwargs = call.enter((args, kwargs))
     try:
         with quiet_hooks(model, proving or state.ragged_hooks) as mode:
             if state.ragged_whole:

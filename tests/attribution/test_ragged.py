@@ -669,14 +669,44 @@ def test_samples_that_interact(before: bool) -> None:
 def test_ids_of_other_rows() -> None:
     model, x, _ = mlp()
     ps.convert_model(model)
-    with ps.sample_ids(IDS[:-1], SIZE), pytest.raises(ValueError, match=r"expected 11 or 5 rows"):
+    with ps.sample_ids(IDS[:-1], SIZE), pytest.raises(ValueError, match="told of 11 rows"):
         model(x)
+    pooling = ps.convert_model(nn.Sequential(nn.Linear(6, 3), nn.Flatten(0)).double())  # (rows * 3,)
+    with ps.sample_ids(IDS, SIZE), pytest.raises(ValueError, match=r"expected 12 or 5 rows. Is `size`"):
+        pooling(x)
     with ps.sample_ids(torch.arange(ROWS), ROWS):
         out = model(x)
-    with ps.sample_ids(IDS, ROWS), pytest.raises(ValueError, match="larger `size`"):
-        model(x)  # nodes or samples?
     out.square().sum().backward()
     assert model[0].weight.grad_sample.shape == (ROWS, 8, 6)
+
+
+@pytest.mark.parametrize("outputs", ["rows", "samples"])
+def test_as_many_rows_as_samples(outputs: str) -> None:
+    ids, size = torch.tensor([0, 0, 2, 3]), 4
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 5), nn.Linear(5, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.one(x).tanh()
+            return self.two(h if outputs == "rows" else pooled(h, ids, size))
+
+    model, x = Model().double(), double(4, 6)
+
+    def call(m: nn.Module) -> Tensor:
+        each = m(x).square().sum(1)
+        return pooled(each, ids, size) if outputs == "rows" else each
+
+    expected = by_loss(model, call, size)
+    ps.convert_model(model, loss_reduction="sum")
+    with ps.sample_ids(ids, size), pytest.raises(ValueError, match='outputs="samples"'):
+        model(x)
+    with ps.sample_ids(ids, size, outputs=outputs):
+        found = call(model)
+    found.sum().backward()
+    assert_rows(model, expected)
 
 
 def test_a_loss_inside_of_the_model() -> None:
@@ -713,6 +743,7 @@ def test_inside_of_transforms() -> None:
         (torch.tensor([0]), True, {}),
         (torch.tensor([0]), None, {}),
         (torch.tensor([0]), 1, {"dim": 2}),
+        (torch.tensor([0]), 1, {"outputs": "graphs"}),
     ],
 )
 def test_what_cannot_be(ids: Any, size: Any, options: dict[str, Any]) -> None:
