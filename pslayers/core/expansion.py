@@ -128,7 +128,7 @@ class Expansion:
     def again(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
         """The same over these tensors."""
         other = Expansion(weight, rows, self.scale, self.recorder)
-        other.use = self.use
+        other.use, other.joined = self.use, self.joined
         return other
 
     def tensor(self, n: int) -> Tensor:
@@ -254,7 +254,8 @@ def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
         return None
     tag: Expansion | None = getattr(weight, "_ps_expansion", None)
     if tag is not None:
-        return tag
+        ragged = local.batch is not None and local.batch.ragged is not None
+        return tag.again(tag.weight, tag.rows) if ragged else tag
     if len(weight) and (weight.stride(0) == 0 or len(weight) == 1):
         return Expansion(weight.detach()[0], weight if weight.requires_grad else None)
     return None

@@ -235,7 +235,7 @@ def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def expansion_of(t: PerSample) -> Expansion:
     """What is behind one of which all samples' values are the same: for an op on a ragged batch's rows."""
     tag: Expansion | None = getattr(t.each, "_ps_expansion", None)
-    return Expansion(t.each.detach()[0], t.each, UNSCALED) if tag is None else tag
+    return Expansion(t.each.detach()[0], t.each, UNSCALED) if tag is None else tag.again(tag.weight, tag.rows)
 
 
 def names_of(own: Iterable[PerSample]) -> frozenset[str]:

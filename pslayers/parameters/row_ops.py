@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import functional as PF
@@ -35,6 +35,9 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     if not own or all(map(_shared, others)):
         with by_samples():
             return _of_parameters(func, args, kwargs, own) if others else rule()
+    args, kwargs = map_tensors(_past_its_layer, (args, kwargs))
+    given = tensors_of((args, kwargs))
+    others = [t for t in given if not isinstance(t, PerSample)]
     if kwargs.get("out") is not None or (any(t is args[0] for t in own) and name[-1:] == "_" != name[-2:-1]):
         raise NoRuleError(f"`{name}` writes to a parameter, or to what all samples share")
     if (found := _FAST.get(func)) is not None and (result := found(*args, **kwargs)) is not NotImplemented:
@@ -60,7 +63,13 @@ def _value(t: Tensor) -> Tensor:
 
 def _shared(t: Tensor) -> bool:
     """Whether a tensor is a number, or one of the model's own: a buffer, or a frozen parameter."""
-    return not t.ndim or bool({id(t), id(t._base)} & local.batch.ragged.held)  # type: ignore[union-attr]
+    held = local.batch.ragged.held  # type: ignore[union-attr]
+    return not t.requires_grad and (not t.ndim or bool({id(t), id(t._base)} & held))
+
+
+def _past_its_layer(t: Tensor) -> Tensor:
+    """A parameter that another module is to train, so that it is seen to be used past that."""
+    return t.view_as(t) if isinstance(t, nn.Parameter) and t.requires_grad else t
 
 
 def _of_parameters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Sequence[PerSample]) -> Any:
@@ -91,7 +100,6 @@ def _leading(t: Tensor, shape: Sequence[int]) -> int:
 def _expanded(t: PerSample, leading: Sequence[int], ndim: int) -> Tensor:
     """The parameter, one for each row: (*leading, *S), with `ndim` dims."""
     rows = expansion_of(t)
-    rows = rows.again(rows.weight, rows.rows)
     core = t.shape[next((i for i, n in enumerate(t.shape) if n != 1), t.ndim) :] or (1,)
     return rows.tensor(math.prod(leading)).view(*leading, *(core if len(leading) < ndim else ()))
 
@@ -200,7 +208,6 @@ def _any(
         return result
 
     expansions = [expansion_of(t) for t in own]
-    expansions = [e.again(e.weight, e.rows) for e in expansions]
     for e in expansions:
         e.joined = True
     with torch_api.without_torch_function():

@@ -104,6 +104,30 @@ class Products(nn.Module):
         return F.linear(h.flatten(1), both, self.inner.bias)
 
 
+class Borrowed(nn.Module):
+    """Its own parameter, times another layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.randn(4, 1)), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + F.linear(x, self.inner.weight * self.scale)
+
+
+class Twice(nn.Module):
+    """One parameter in several ops, of other numbers of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([F.linear(x, self.weight), F.linear(x.tanh(), self.weight)])
+        h = F.linear(h, self.weight) * self.weight[0]
+        return F.linear(h[: len(x)] + h[len(x) :], self.weight.t() * 0.5)
+
+
 def weight_norm() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
 
@@ -128,6 +152,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "gru": (lambda: LastState(nn.GRU(6, 2, batch_first=True)), (3, 6)),
     "cell": (lambda: nn.Sequential(nn.RNNCell(6, 4), nn.Linear(4, 2)), (6,)),
     "products": (Products, (6,)),
+    "borrowed": (Borrowed, (6,)),
+    "twice": (Twice, (6,)),
     "weight norm": (lambda: nn.Sequential(weight_norm(), nn.Tanh(), nn.Linear(4, 2)), (6,)),
     "bare layer": (lambda: nn.Linear(6, 3), (6,)),
 }
@@ -654,6 +680,23 @@ class Centred(nn.Module):
             return self.two(x - x.mean(0))
         h = self.one(x)
         return self.two(h - h.mean(0))
+
+
+def test_a_number_of_all_rows_is_no_constant() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.inner = nn.Parameter(torch.randn(4)), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.inner(x)
+            return h * (self.scale / h.norm())
+
+    model = ps.convert_model(Normed().double())
+    with ps.sample_ids(IDS, SIZE):
+        out = model(double(ROWS, 6))
+    with pytest.raises(RuntimeError, match="samples interact"):
+        losses(out).sum().backward()
 
 
 @pytest.mark.parametrize("before", [False, True])
