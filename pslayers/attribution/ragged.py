@@ -41,7 +41,8 @@ class RaggedBatch:
     @functools.cached_property
     def owned(self) -> list[Owners]:
         """Of all rows that were told of, and of a row for each sample."""
-        return [Owners(ids, self.size) for ids in (*(ids for ids, _ in self.known), torch.arange(self.size))]
+        each = [ids for ids, _ in self.known]
+        return [Owners(ids, self.size) for ids in (*each, torch.arange(self.size, device=each[0].device))]
 
     def fitting(self, t: Tensor) -> list[tuple[Tensor, int]]:
         """Whose the rows of a tensor of this shape may be, and their dim."""
@@ -183,10 +184,11 @@ class Use:
         call.seen.add(OTHERS)
         ids = self._decoded(plain, marks, off, call)
         if self.found is not None:  # by another of the op's outputs
-            both = (ids >= 0) & (self.found.ids >= 0)
-            if not torch.equal(ids[both], self.found.ids[both]):
+            before = self.found.on(ids.device).ids
+            both = (ids >= 0) & (before >= 0)
+            if not torch.equal(ids[both], before[both]):
                 raise self._mixed(call, "has rows")
-            ids = torch.maximum(ids, self.found.ids)
+            ids = torch.maximum(ids, before)
         self.found = call.learn(ids)
 
     def _decoded(self, plain: Tensor, marks: Sequence[Tensor], off: Tensor, call: "RaggedCall") -> Tensor:
@@ -218,7 +220,7 @@ class Use:
         if not bool(broken.any()):
             return ids
         for owners in call.told(len(ids)):
-            told = owners.ids.to(ids.device)
+            told = owners.on(ids.device).ids
             if torch.equal(told[ids >= 0], ids[ids >= 0]):
                 return torch.where(broken, told, ids)
         raise RuntimeError(
@@ -297,13 +299,13 @@ class RaggedCall:
         return [owners for owners in (*self.batch.owned, *self.learned) if len(owners.ids) == rows]
 
     def _trusted(self, use: Use) -> Owners:
-        first, *others = [*self.told(use.rows), None]
-        if first is None or any(o is not None and not torch.equal(first.ids, o.ids) for o in others):
+        found = self.told(use.rows)
+        if not (found and all(torch.equal(found[0].ids, o.on(found[0].ids.device).ids) for o in found[1:])):
             raise RuntimeError(
                 f"`{use.name}` is given {use.rows} rows: expected {self._expected()}, and not two kinds of as"
                 " many. Tell of them by a further ps.sample_ids, or leave verify=False away."
             )
-        return first
+        return found[0]
 
     def learn(self, ids: Tensor) -> Owners:
         """Whose rows are, as a use has shown: others' may be, too."""

@@ -151,7 +151,7 @@ class Expansion:
         """The gradients of (weight, rows) of a use of the weight, for autograd to pass on."""
         plain = factor
         if self.use is not None and need_rows:
-            factor = factor.regrouped(self.use.owners())
+            factor = factor.regrouped(self.use.owners().on(factor.like().device))
         if torch.is_grad_enabled():
             total = plain.total() if need_weight else None
             return self.finish_differentiable(total, factor.rows() if need_rows else None)
@@ -223,7 +223,7 @@ class _Join(Op):
         (grad,), shape = grads, ctx.rows_shape
         need_weight, need_rows, *_ = needed_grads(ctx, ctx.expansion)
         if (use := ctx.expansion.use) is not None:
-            rows = use.owners().summed(grad) if need_rows else None
+            rows = use.owners().on(grad.device).summed(grad) if need_rows else None
         else:
             if len(grad) != shape[0]:  # k rows a sample
                 grad = grad.reshape(shape[0], -1, *shape[1:]).sum(1)

@@ -26,6 +26,15 @@ class Owners:
 
     def __init__(self, ids: Tensor, size: int) -> None:
         self.ids, self.size = ids, size
+        self.elsewhere: Owners | None = None
+
+    def on(self, device: torch.device) -> "Owners":
+        """The same, there."""
+        if self.ids.device == device:
+            return self
+        if self.elsewhere is None or self.elsewhere.ids.device != device:
+            self.elsewhere = Owners(self.ids.to(device), self.size)
+        return self.elsewhere
 
     @functools.cached_property
     def places(self) -> tuple[Tensor | None, Tensor, int]:

@@ -172,7 +172,7 @@ class _Any(Op):
         g_weights: list[Any] = [None] * count
         g_rows: list[Any] = [None] * count
         if any(need[: 2 * count]):
-            owners = ctx.expansions[0].use.owners()
+            owners = ctx.expansions[0].use.owners().on(gy.device)
             ids = owners.ids.view(gy.shape)
             totals = back(weights, gy)
             rows = [t.new_zeros(owners.size, *t.shape) for t in weights]
