@@ -75,8 +75,8 @@ class RaggedBatch:
 def sample_ids(
     ids: Tensor,
     size: int | None = None,
-    *,
     dim: int = 0,
+    *,
     outputs: str | None = None,
     verify: bool = True,
 ) -> Iterator[None]:
