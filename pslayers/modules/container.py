@@ -96,6 +96,26 @@ class PSContainer(Converted):
             ) from error
 
 
+def _checkpoint_of(module: Any) -> Any:
+    """What transformers runs a block by: its checkpoint, but for a reentrant one. By that, what a block gives
+    to the next ones is computed without gradients first, where samples have no rows of their own.
+    """
+    try:
+        found = vars(module)["_gradient_checkpointing_func"]
+    except KeyError as error:
+        raise AttributeError(*error.args) from None
+    again = getattr(found, "keywords", {}).get("use_reentrant") is False
+    return found if again else _straight
+
+
+def _set_checkpoint(module: Any, value: Any) -> None:
+    vars(module)["_gradient_checkpointing_func"] = value
+
+
+def _straight(run: Any, *args: Any) -> Any:
+    return run(*args)
+
+
 def _rebuild(original: type[nn.Module], make: Any, args: tuple[Any, ...]) -> Any:
     return make(container_class(original), *args)
 
@@ -131,5 +151,6 @@ def container_class(original: Any) -> type[PSContainer]:
     for base in original.__mro__:  # transformers wraps the forward of the class that it is called by
         if "gradient_checkpointing" in vars(base) and "__init_subclass__" in vars(base):
             vars(base)["__init_subclass__"].__func__(cls)
+            cls._gradient_checkpointing_func = property(_checkpoint_of, _set_checkpoint)  # type: ignore[attr-defined]
     _CONTAINERS[original] = cls
     return cls

