@@ -375,6 +375,7 @@ class _Block(Keeping):
         super().__init__(sums)
         self.model, self.grads, self.weigh, self.passes = model, grads, weigh, passes
         self.every = settings_of(model)
+        self.sharded = any(is_sharded(type(m)) for m in model.modules())
         _check_alone(self.every)
         self.ranks = OneProcess()
         if weigh is not None:
@@ -416,7 +417,7 @@ class _Block(Keeping):
                 ' use_reentrant=False, or ps.clipping(..., passes="auto"), which keeps their factors.'
             )
         # FSDP2 gathers the parameters of a part once in a backward pass, which then computes it again
-        gathered = recorder.repeats > 0 and any(is_sharded(type(m)) for m in self.model.modules())
+        gathered = recorder.repeats > 0 and self.sharded
         if gathered and self.passes == 2:
             raise RuntimeError(
                 f"`{recorder.name}` is sharded and in a checkpoint, through which FSDP2 takes no second pass:"

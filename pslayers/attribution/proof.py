@@ -315,6 +315,22 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 AT_ONCE = 1 << 20  # values
 
 
+def letters_for(size: int, half: bool) -> tuple[int, int]:
+    """How many factors there are, and with how many of them, each in a pass of its own, so many samples are
+    told apart.
+    """
+    count, passes = LETTERS_OF_HALF if half else LETTERS, 0
+    while count**passes < size:
+        passes += 1
+    return count, passes
+
+
+def factors_of(samples: Tensor, count: int, place: int) -> Tensor:
+    """The samples' factors in a pass: a power of two and a sign, by that digit of their numbers."""
+    letters = samples // count**place % count
+    return 2.0 ** (letters // 2) * (1 - letters % 2 * 2)
+
+
 def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
     """By factors: whether a sample's rows get that sample's factor times their gradient, to the last bit,
     when each sample's outputs get one of their own. False says nothing (direct derivation).
@@ -327,12 +343,9 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
         return False
     marks: dict[int, Tensor] = {}  # of each edge, a number for each row that its bits tell
     half = any(t.dtype == torch.float16 for t, *_ in outputs)
-    agree, count, numbers = True, LETTERS_OF_HALF if half else LETTERS, torch.arange(layers.size)
-    letters = [torch.zeros_like(numbers)]  # of each pass; the first is without factors
-    while count ** (len(letters) - 1) < layers.size:
-        letters.append(numbers // count ** (len(letters) - 1) % count)
-    for each in letters:
-        factors = 2.0 ** (each // 2) * (1 - each % 2 * 2)
+    agree, (count, passes), numbers = True, letters_for(layers.size, half), torch.arange(layers.size)
+    # the first pass is without factors
+    for factors in (torch.ones(layers.size), *(factors_of(numbers, count, place) for place in range(passes))):
 
         def look(edge: int, grad: Tensor, owners: Tensor, factors: Tensor = factors) -> None:
             nonlocal agree

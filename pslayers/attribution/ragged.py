@@ -28,7 +28,7 @@ from ..core.context import changed, local
 from ..core.expansion import Expansion
 from ..core.factors import Owners
 from ..core.trees import map_tensors, tensors_in, tensors_of
-from .proof import LETTERS, LETTERS_OF_HALF, gradients_of, last_edges, quiet_pass
+from .proof import factors_of, gradients_of, last_edges, letters_for, quiet_pass
 
 
 class RaggedBatch:
@@ -175,7 +175,7 @@ class Use:
         off = plain[:, 2] * min(1000 * eps, 0.03) + 32 * eps * call.largest  # by rounding, at most
         for owners in [self.found] if self.found is not None else call.told(len(plain)):
             pairs = list(zip(marks, call.factors(owners, plain), strict=True))
-            if all(torch.equal(marked, plain * factors.to(plain)) for marked, factors in pairs) or all(
+            if all(torch.equal(marked, plain * factors) for marked, factors in pairs) or all(
                 bool(_agree(plain, marked, factors, off).all()) for marked, factors in pairs
             ):
                 self.found = owners
@@ -289,7 +289,7 @@ class RaggedCall:
         self.edges: list[GradientEdge] = []  # of what ops return
         self.uses: list[Use] = []
         self.pass_id, self.beside = -1, False
-        self.count, self.letters = LETTERS, 0  # how many factors there are, and passes beside
+        self.count = self.letters = 0  # how many factors there are, and passes beside
         self.learned: list[Owners] = []  # of other rows than those that were told
         self.marked: dict[int, list[Tensor]] = {}  # of owners, the factors of their rows in each pass
         self.largest = 0.0  # norm of a row of a gradient in this pass
@@ -317,12 +317,8 @@ class RaggedCall:
     def factors(self, owners: Owners, like: Tensor) -> list[Tensor]:
         """(R, 1), by which the gradients of these rows are multiplied in each pass beside."""
         if id(owners) not in self.marked:
-            self.marked[id(owners)] = [self._factors(owners.ids, n) for n in range(self.letters)]
+            self.marked[id(owners)] = [factors_of(owners.ids, self.count, n) for n in range(self.letters)]
         return [t.to(like.device, like.dtype).unsqueeze(1) for t in self.marked[id(owners)]]
-
-    def _factors(self, ids: Tensor, letter: int) -> Tensor:
-        digits = (ids // self.count**letter) % self.count
-        return (2.0 ** (digits // 2)) * (1 - digits % 2 * 2)
 
     def watch(
         self, expansions: Sequence[Expansion], outputs: Sequence[Tensor], dim: int, name: str = "the model"
@@ -410,10 +406,8 @@ class RaggedCall:
     def mark(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """The passes beside: each sample's outputs' gradients times a power of two of its own."""
         half = any(g is not None and g.dtype == torch.float16 for g in grads)
-        self.count, size = LETTERS_OF_HALF if half else LETTERS, self.batch.size
-        self.letters = 1
-        while self.count**self.letters < size:
-            self.letters += 1
+        self.count, passes = letters_for(self.batch.size, half)
+        self.letters = max(passes, 1)
         owned = []
         for t, grad in zip(outputs, grads, strict=True):
             if grad is None or not bool(grad.any()):
@@ -438,7 +432,7 @@ class RaggedCall:
                 marked = []
                 for t, grad, ids, dim in owned:
                     shape = [len(ids) if d == dim else 1 for d in range(t.ndim)]
-                    marked.append(grad * self._factors(ids, letter).to(grad).view(shape))
+                    marked.append(grad * factors_of(ids, self.count, letter).to(grad).view(shape))
                 with quiet_pass(), torch.enable_grad():
                     gradients_of([t for t, *_ in owned], marked, last)
         finally:

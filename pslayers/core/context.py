@@ -352,6 +352,11 @@ def current_batch() -> Batch | None:
     return local.batch
 
 
+def in_ragged() -> bool:
+    """Whether rows belong to given samples: then an op's are as many as it is given."""
+    return local.batch is not None and local.batch.ragged is not None
+
+
 def picked_by(t: Any) -> Any:
     """Whose the rows of a tensor are (`provenance.RowProvenance`), if they were picked; None where that is
     not followed.

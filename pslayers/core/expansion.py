@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from .context import UNSCALED, Scale, local, transforming
+from .context import UNSCALED, Scale, in_ragged, local, transforming
 from .factors import Factor
 from .sinks import UNRECORDED
 
@@ -254,8 +254,7 @@ def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
         return None
     tag: Expansion | None = getattr(weight, "_ps_expansion", None)
     if tag is not None:
-        ragged = local.batch is not None and local.batch.ragged is not None
-        return tag.again(tag.weight, tag.rows) if ragged else tag
+        return tag.again(tag.weight, tag.rows) if in_ragged() else tag
     if len(weight) and (weight.stride(0) == 0 or len(weight) == 1):
         return Expansion(weight.detach()[0], weight if weight.requires_grad else None)
     return None

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.context import in_ragged
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
-from .common import bias_factor, check_rows, in_ragged, owned
+from .common import bias_factor, check_rows, owned
 from .linear import linear
 from .linear_factor import Outer
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..core.context import local
+from ..core.context import in_ragged
 from ..core.expansion import Expansion
 from ..core.factors import Dense
 
@@ -21,11 +21,6 @@ def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
             f" {tuple(weight.shape)}: expected {size} rows in dim 0, one for each sample's weight, or a"
             " multiple of it (k rows a sample, batch-major)."
         )
-
-
-def in_ragged() -> bool:
-    """Whether rows belong to given samples: then an op's are as many as it is given."""
-    return local.batch is not None and local.batch.ragged is not None
 
 
 def by_position(op: Callable[[Tensor], Tensor], x: Tensor, event_dims: int) -> Tensor:

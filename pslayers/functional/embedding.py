@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.context import in_ragged
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
 from ..core.factors import CHUNK_BYTES, Factor, Owners, beside, squares
-from .common import by_position, check_rows, in_ragged, of_dtype, owned, weighed
+from .common import by_position, check_rows, of_dtype, owned, weighed
 from .linear_factor import Outer
 
 

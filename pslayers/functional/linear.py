@@ -6,9 +6,10 @@ import torch
 from einops import einsum
 from torch import Tensor
 
+from ..core.context import in_ragged
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
 from ..core.products import affine
-from .common import bias_factor, by_position, by_sample, check_rows, in_ragged, of_dtype, owned
+from .common import bias_factor, by_position, by_sample, check_rows, of_dtype, owned
 from .linear_factor import Outer
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import torch_api
+from ..core.context import in_ragged
 from .affine import Separate, Weight, affine, in_float32
-from .common import by_position, in_ragged
+from .common import by_position
 
 
 def layer_norm(

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.context import in_ragged
 from ..core.expansion import Expansion, as_expansion, per_sample
 from .cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell
-from .common import in_ragged
 from .linear import linear
 from .rnn_layer import Layer, Plan, composite
 from .sequences import Packed, Steps

@@ -11,10 +11,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import functional as PF
 from .. import torch_api
-from ..core.context import clear, current_batch, local
+from ..core.context import clear, current_batch, in_ragged, local
 from ..core.expansion import Expansion
 from ..functional.attention import of_rows
-from ..functional.common import in_ragged
 from ..modules.base import Call, PSLayer
 from ..modules.converted import State
 from .linear import PSLinear

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED
-from ..core.context import current_batch
+from ..core.context import current_batch, in_ragged
 from ..core.expansion import Expansion
 from ..functional import rnn as PF
-from ..functional.common import in_ragged
 from ..modules.base import PSLayer
 
 __all__ = ["PSGRU", "PSLSTM", "PSRNN"]

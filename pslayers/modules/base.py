@@ -27,6 +27,7 @@ from ..core.context import (
     by_samples,
     clear,
     in_place_of,
+    in_ragged,
     local,
     places_of,
     transforming,
@@ -35,7 +36,6 @@ from ..core.converted_module import ConvertedLayer
 from ..core.expansion import Expansion, rescale_grad
 from ..core.recorder import recorder_of
 from ..core.trees import map_tensors, tensors_in
-from ..functional.common import in_ragged
 from ..parameters.per_sample import NoRuleError, PerSample, Standing, followed
 from ..parameters.row_ops import as_rows
 from .converted import Converted, State

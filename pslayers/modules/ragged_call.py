@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from .. import general
 from ..attribution.proof import past_expansions, quiet_hooks
 from ..attribution.ragged import RaggedCall
@@ -12,6 +10,7 @@ from ..attribution.snapshot import Snapshot
 from ..core import sharding
 from ..core.context import Batch, local, transforming
 from .batch_of_one import run_alone
+from .first_call import random_state, set_random_state
 
 
 def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -26,7 +25,7 @@ def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
             f"`{state.path}` ({type(model).__name__}) is called inside a transform of torch.func, which"
             " ps.sample_ids does not go into: call it outside, and take rows from .grad_sample."
         )
-    if any(map(sharding.is_shard, model.parameters())) or sharding.apart(model):
+    if sharding.apart(model):
         raise ValueError(
             f"`{state.path}` ({type(model).__name__}) is sharded (fully_shard): its parameters are not there"
             " when ps.sample_ids goes through its graph: use DistributedDataParallel, which works with it."
@@ -44,11 +43,11 @@ def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
     model._ps_make_room(size)
     if model._ps_layer or model.training in state.ragged_proved:
         return _output(model, run, args, kwargs)
-    random, before = torch.get_rng_state(), Snapshot(model, (args, kwargs))
+    random, before = random_state(), Snapshot(model, (args, kwargs))
     params = list(model.parameters())
     output = _output(model, run, args, kwargs, proving=True)
     if past_expansions(output, params) and not state.ragged_whole:
-        torch.set_rng_state(random)
+        set_random_state(random)
         before.restore()
         state.ragged_whole = True
         output = _output(model, run, args, kwargs, proving=True)

@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .. import functional as PF
 from .. import torch_api
 from ..core import op_kinds
-from ..core.context import local
-from ..functional.common import in_ragged
+from ..core.context import in_ragged, local
 from .per_sample import OPS, PerSample, behind, expansion_of, followed, is_vector, names_of, of_the_input
 
 Op = Callable[..., Tensor]
@@ -279,25 +278,25 @@ def _grouped_mm(func: Any) -> Callable[..., Any]:
         offs = args[0] if args else offs
         if (
             not isinstance(mat_b, PerSample)
-            or mat_a.ndim != 2
-            or mat_b.ndim != 3
-            or (picks := followed()) is None
+            or isinstance(mat_a, PerSample)
+            or (mat_a.ndim, mat_b.ndim) != (2, 3)
         ):
             return NotImplemented
-        owners = picks.owners(mat_a)
-        if (
-            owners is None
-            or owners.sample_ids is None
-            or offs is None
-            or bias is not None
-            or out_dtype is not None
-        ):
+        if offs is None or bias is not None or out_dtype is not None:
+            return NotImplemented
+
+        def product(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+            return func(x, w, offs=offsets)  # type: ignore[no-any-return]
+
+        if in_ragged():
+            rows = torch.arange(len(mat_a), device=mat_a.device)
+            return PF.grouped_mm(mat_a, expansion_of(mat_b), offs, rows, product)
+        owners = None if (picks := followed()) is None else picks.owners(mat_a)
+        if owners is None or owners.sample_ids is None:
             return NotImplemented
         if local.stand_ins is not None and not mat_b.same:
             local.stand_ins.slow |= mat_b.names
-        return PF.grouped_mm(
-            mat_a, mat_b.each, offs, owners.sample_ids, lambda x, w, offsets: func(x, w, offs=offsets)
-        )
+        return PF.grouped_mm(mat_a, mat_b.each, offs, owners.sample_ids, product)
 
     return rule
 
@@ -339,8 +338,8 @@ RULES: dict[Any, Callable[..., Any]] = {
     F.embedding: _embedding,
     F.prelu: _prelu,
     F.scaled_dot_product_attention: _attention,
+    **{f: _grouped_mm(f) for f in op_kinds.functions(["grouped_mm", "_grouped_mm"])},
 }
 OPS.update(RULES)
-OPS.update({f: _grouped_mm(f) for f in op_kinds.functions(["grouped_mm", "_grouped_mm"])})
 if hasattr(F, "linear_cross_entropy"):
     OPS[F.linear_cross_entropy] = _linear_cross_entropy

@@ -24,11 +24,10 @@ from torch import Tensor
 
 from .. import torch_api
 from ..core import op_kinds
-from ..core.context import UNSCALED, NoRuleError, Place, in_place_of, local, places_of
+from ..core.context import UNSCALED, NoRuleError, Place, in_place_of, in_ragged, local, places_of
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import Expansion
 from ..core.trees import map_tensors, tensors_of
-from ..functional.common import in_ragged
 from ..functional.each import for_each
 
 Rule = Callable[..., Any]
@@ -282,7 +281,7 @@ def _extent(t: Tensor) -> int:
     return sum((n - 1) * stride for n, stride in zip(t.shape[1:], t.stride()[1:], strict=True))
 
 
-def _plain(func: Any, *args: Any, **kwargs: Any) -> Any:
+def plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
     """What `func` gives for the shape S alone."""
     with torch_api.without_subclasses():
         return func(*args, **kwargs)
@@ -298,7 +297,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     same, name = all(t.same for t in own), getattr(func, "__name__", str(func))
     # no gradient, so there is nothing of each sample's own
     if same and (name in op_kinds.TO_NUMBERS or not torch.is_grad_enabled()):
-        return _plain(func, *map_tensors(_values, args), **map_tensors(_values, kwargs))
+        return plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
     if followed() is None and len(own) < len(given):  # which of the others are the batch's?
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
     if kwargs.get("out") is not None:
@@ -308,16 +307,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     size, names = len(own[0].each), names_of(own)
     rows = _Rows(size, name)
     batch = [(t, held) for t in given if not isinstance(t, PerSample) and (held := rows.take(t)) is not None]
-    # in the place of these, which must not be kept
-    marks = {id(t): torch.empty(()) for t in (*own, *(t for t, _ in batch))}
-    marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
-    order = list(map(id, marks.values()))
-
-    def one(*tensors: Tensor) -> Any:
-        parts = dict(zip(order, tensors, strict=True))
-        args, kwargs = map_tensors(lambda t: parts.get(id(t), t), marked)
-        return func(*args, **kwargs)
-
+    one = function_of([*own, *(t for t, _ in batch)], func, args, kwargs)
     try:
         with torch_api.without_torch_function(), torch_api.quiet_vmap():
             each, together = [t.each for t in own], [rows for _, rows in batch]
@@ -339,7 +329,23 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return map_tensors(rows.back, found)
 
 
-def _values(t: Tensor) -> Tensor:
+def function_of(
+    given: Sequence[Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any]:
+    """A call as a function of some of its tensors, which it does not keep."""
+    marks = {id(t): torch.empty(()) for t in given}
+    marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
+    order = list(map(id, marks.values()))
+
+    def run(*tensors: Tensor) -> Any:
+        parts = dict(zip(order, tensors, strict=True))
+        args, kwargs = map_tensors(lambda t: parts.get(id(t), t), marked)
+        return func(*args, **kwargs)
+
+    return run
+
+
+def values_of(t: Tensor) -> Tensor:
     """The values of what stands for a parameter, an ordinary tensor."""
     return t.each.detach()[0] if isinstance(t, PerSample) else t
 
@@ -417,7 +423,7 @@ class _Rows:
 
 # -------------------------------------------------------------------------------------------------- the rules
 def _reshaped(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(t, PerSample) or (like := _plain(func, t, *args, **kwargs)).dtype != t.dtype:
+    if not isinstance(t, PerSample) or (like := plainly(func, t, *args, **kwargs)).dtype != t.dtype:
         return NotImplemented  # view(dtype)
     return t.like(t.each.reshape(len(t.each), *like.shape))
 
@@ -443,7 +449,7 @@ def _indexed(func: Any, t: Any, index: Any) -> Any:
         isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim and index.dtype == torch.long)
     ):
         return t.part(int(index))
-    like, each = _plain(func, t, index), t.each[(slice(None), *parts)]
+    like, each = plainly(func, t, index), t.each[(slice(None), *parts)]
     return t.like(each) if each.shape[1:] == like.shape else NotImplemented
 
 
@@ -581,7 +587,7 @@ def _attention(
 
 
 _KINDS: dict[Rule, Iterable[str]] = {
-    _plain: op_kinds.READ,
+    plainly: op_kinds.READ,
     _reshaped: [*op_kinds.RESHAPED, "unsqueeze"],
     _transposed: ["transpose", "t"],
     _permuted: ["permute"],
@@ -595,7 +601,7 @@ _KINDS: dict[Rule, Iterable[str]] = {
     _attention: ["scaled_dot_product_attention"],
 }
 _RULES: dict[Any, Rule] = {f: rule for rule, names in _KINDS.items() for f in op_kinds.functions(names)}
-_RULES |= {getattr(Tensor, name).__get__: _plain for name in op_kinds.PROPERTIES}
+_RULES |= {getattr(Tensor, name).__get__: plainly for name in op_kinds.PROPERTIES}
 _RULES |= dict.fromkeys((Tensor.mT.__get__, Tensor.T.__get__), _turned)  # type: ignore[attr-defined]
 _RULES[Tensor.requires_grad.__get__] = lambda func, t: t.each.requires_grad  # type: ignore[attr-defined]
 _RULES[Tensor.data.__get__] = lambda func, t: t.like(t.each.detach())  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from ..core.expansion import Op, needed_grads
 from ..core.trees import map_tensors, tensors_of
 from ..functional.each import for_each
 from .op_dispatch import RULES
-from .per_sample import RAGGED, PerSample, expansion_of, names_of
+from .per_sample import RAGGED, PerSample, expansion_of, function_of, names_of, plainly, values_of
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callable[..., Any]) -> Any:
@@ -30,8 +30,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     others = [t for t in given if not isinstance(t, PerSample)]
     name = getattr(func, "__name__", str(func))
     if not torch.is_grad_enabled():
-        with torch_api.without_subclasses():
-            return func(*map_tensors(_value, args), **map_tensors(_value, kwargs))
+        return plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
     if not own or all(map(_shared, others)):
         with by_samples():
             return _of_parameters(func, args, kwargs, own) if others else rule()
@@ -57,10 +56,6 @@ def as_rows(t: Tensor) -> Tensor:
     return _any(Tensor.clone, (t,), {}, [t], []) if isinstance(t, PerSample) else t
 
 
-def _value(t: Tensor) -> Tensor:
-    return t.each.detach()[0] if isinstance(t, PerSample) else t
-
-
 def _shared(t: Tensor) -> bool:
     """Whether a tensor is a number, or one of the model's own: a buffer, or a frozen parameter."""
     held = local.batch.ragged.held  # type: ignore[union-attr]
@@ -75,15 +70,7 @@ def _past_its_layer(t: Tensor) -> Tensor:
 def _of_parameters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Sequence[PerSample]) -> Any:
     """Of parameters, and what all samples share: for each sample, or once where these are the same."""
     own = list({id(t): t for t in own}.values())
-    marks = {id(t): torch.empty(()) for t in own}
-    marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
-    order = list(map(id, marks.values()))
-
-    def one(*tensors: Tensor) -> Any:
-        parts = dict(zip(order, tensors, strict=True))
-        args, kwargs = map_tensors(lambda t: parts.get(id(t), t), marked)
-        return func(*args, **kwargs)
-
+    one = function_of(own, func, args, kwargs)
     with torch_api.without_torch_function():
         found = for_each(one, [t.each for t in own], [])
     return map_tensors(lambda each: PerSample.of(each, True, names_of(own)), found)
@@ -117,21 +104,6 @@ def _looked_up(t: Any, *rest: Any, **kwargs: Any) -> Any:
     table: Any = t.reshape(len(t), -1)
     found = PF.embedding(torch.where(ids < 0, ids + len(t), ids), expansion_of(table))
     return found.reshape(*ids.shape, *t.shape[1:])
-
-
-def _grouped_mm(func: Any) -> Callable[..., Any]:
-    def rule(mat_a: Tensor, mat_b: Any, *args: Any, offs: Any = None, **options: Any) -> Any:
-        offs = args[0] if args else offs
-        shapes = getattr(mat_a, "ndim", 0), getattr(mat_b, "ndim", 0)
-        if not isinstance(mat_b, PerSample) or offs is None or any(v is not None for v in options.values()):
-            return NotImplemented
-        if isinstance(mat_a, PerSample) or shapes != (2, 3):
-            return NotImplemented
-        rows = torch.arange(len(mat_a), device=mat_a.device)
-        weight = expansion_of(mat_b)
-        return PF.grouped_mm(mat_a, weight, offs, rows, lambda x, w, offsets: func(x, w, offs=offsets))
-
-    return rule
 
 
 # ---------------------------------------------------------------------------------------- any other function
@@ -195,15 +167,10 @@ def _any(
     others: Sequence[Tensor],
 ) -> Tensor:
     own, others = list({id(t): t for t in own}.values()), list({id(t): t for t in others}.values())
-    marks = {id(t): torch.empty(()) for t in (*own, *others)}
-    marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
-    order = list(map(id, marks.values()))
-    shape: list[torch.Size] = []
+    run, shape = function_of([*own, *others], func, args, kwargs), list[torch.Size]()
 
     def fn(*tensors: Tensor) -> Any:
-        parts = dict(zip(order, tensors, strict=True))
-        args, kwargs = map_tensors(lambda t: parts.get(id(t), t), marked)
-        result = func(*args, **kwargs)
+        result = run(*tensors)
         shape[:] = [result.shape] if isinstance(result, Tensor) else []
         return result
 
@@ -222,6 +189,5 @@ _FAST: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(op_kinds.functions(["__getitem__", "index_select"]), _looked_up),
 }
 _FAST.pop(F.scaled_dot_product_attention, None)
-_FAST.update({f: _grouped_mm(f) for f in op_kinds.functions(["grouped_mm", "_grouped_mm"])})
 _POINTWISE = set(op_kinds.functions([*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST]))
 RAGGED.append(call)
