@@ -170,12 +170,6 @@ class Converted(_Mixin):
         state, settings = self._ps_state(), self._ps_state().settings
         if settings.sink is not None:
             settings.sink.at_call()
-        # an ordinary tensor, by far the most, is no jagged one
-        jagged = local.ragged is None and (len(args) != 1 or kwargs or type(args[0]) is not Tensor)
-        if recorded and not local.again and (jagged or local.ragged is not None):
-            with of_jagged((args, kwargs)) if jagged else nullcontext():
-                if local.ragged is not None:
-                    return call_ragged(self, run, args, kwargs)
         ddp = torch_api.active_ddp()
         settings.in_ddp = ddp is not None and ddp.require_backward_grad_sync
         if settings.in_ddp and recorded and not settings.grad:
@@ -184,6 +178,12 @@ class Converted(_Mixin):
                 " ps.recording(model, grad=False) leaves out: call it inside of its no_sync(), or call the"
                 " model that it wraps."
             )
+        # an ordinary tensor, by far the most, is no jagged one
+        jagged = local.ragged is None and (len(args) != 1 or kwargs or type(args[0]) is not Tensor)
+        if recorded and not local.again and (jagged or local.ragged is not None):
+            with of_jagged((args, kwargs)) if jagged else nullcontext():
+                if local.ragged is not None:
+                    return call_ragged(self, run, args, kwargs)
         recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
         trackable = not self._ps_layer and not recomputed
         sizes = [] if self._ps_layer else self._ps_sizes(args, kwargs)
