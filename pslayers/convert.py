@@ -4,6 +4,7 @@ of it.
 
 import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import Any, TypeVar
@@ -14,9 +15,10 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from . import torch_api
+from .attribution.ragged import of_jagged
 from .attribution.snapshot import trial
 from .core import sharding
-from .core.context import Settings, clear
+from .core.context import Settings, clear, local
 from .core.recorder import forget
 from .core.trees import callable_module, map_tensors, own_parameters
 from .modules import converted
@@ -25,6 +27,7 @@ from .modules.container import PSContainer, container_class
 from .modules.converted import Converted, State
 from .modules.first_call import ModelCall
 from .modules.inventory import Inventory
+from .modules.ragged_call import try_ragged
 from .reports import Row, original_class
 
 M = TypeVar("M", bound=nn.Module)
@@ -67,7 +70,8 @@ def convert_model(
             gradients, "freeze" sets requires_grad to False.
         example: an example batch (a tensor, a tuple of positional or a dict of keyword arguments): the model
             runs on it a few times, to track which rows of each layer's input belong to which sample.
-            Otherwise that is done at the first call whose shapes leave it open.
+            Otherwise that is done at the first call whose shapes leave it open. Inside of `sample_ids` it is
+            one of given rows, and verified: RuntimeError where its samples interact.
 
     Returns:
         `model` itself.
@@ -169,16 +173,20 @@ converted.adopt = _adopt
 
 
 def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    size = model._ps_batch_size(args, kwargs)
-    if size is None or size < 2 or not isinstance(model, PSContainer):  # one sample tells nothing
+    if not isinstance(model, PSContainer):
         return
     # a forward may write to its inputs, and to parameters (max_norm)
     args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))
     before = [(p, p.detach().clone(), p._version) for p in model.parameters()]
-    with trial(model):
+    jagged = of_jagged((args, kwargs)) if local.ragged is None else nullcontext()
+    with trial(model), jagged:
         try:
-            kind = model._ps_kind(model._ps_sizes(args, kwargs), size)
-            ModelCall(model, PSContainer._ps_run, args, kwargs, size, kind).learn()
+            if local.ragged is not None:
+                try_ragged(model, PSContainer._ps_run, args, kwargs)
+            # one sample tells nothing
+            elif (size := model._ps_batch_size(args, kwargs)) is not None and size > 1:
+                kind = model._ps_kind(model._ps_sizes(args, kwargs), size)
+                ModelCall(model, PSContainer._ps_run, args, kwargs, size, kind).learn()
         except ValueError as error:
             raise ConversionError(
                 f"{type(model).__name__} cannot be converted, and has not been changed: {error}"

@@ -366,15 +366,15 @@ class RaggedCall:
         return map_tensors(seen, call)
 
     def _check_lengths(self, call: Any) -> None:
-        """ValueError where nothing that the model is called with is as long as the ids."""
+        """ValueError where nothing that the model is called with is as long as any ids."""
         given = [t for t in tensors_of(call) if not t.is_nested]
         plain = all(v is None or isinstance(v, _PLAIN) for v in (*call[0], *call[1].values()))
-        for ids, _ in self.batch.known:
-            if given and plain and not any(len(ids) in t.shape for t in given):
-                raise ValueError(
-                    f"ps.sample_ids was told of {len(ids)} rows, and the model is called with tensors of"
-                    f" shapes {', '.join(str(tuple(t.shape)) for t in given)}: expected one with as many."
-                )
+        if given and plain and not any(len(ids) in t.shape for t in given for ids, _ in self.batch.known):
+            told = " and ".join(str(len(ids)) for ids, _ in self.batch.known)
+            raise ValueError(
+                f"ps.sample_ids was told of {told} rows, and the model is called with tensors of shapes"
+                f" {', '.join(str(tuple(t.shape)) for t in given)}: expected one with as many."
+            )
 
     def leave(self, output: Any) -> Any:
         """The output, through which gradients come in.
@@ -402,6 +402,14 @@ class RaggedCall:
             return torch.nested.nested_tensor_from_jagged(rows, t.offsets()) if t.is_nested else rows
 
         return map_tensors(out, output)
+
+    def try_out(self, output: Any) -> None:
+        """Look at the rows of a backward pass without a loss, from the outputs on, without weight gradients."""
+        tensors = [t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad]
+        tensors = [t.values() if t.is_nested else t for t in tensors]
+        if last := last_edges(self.edges):
+            with quiet_pass():
+                gradients_of(tensors, [torch.randn_like(t) for t in tensors], last)
 
     def mark(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """The passes beside: each sample's outputs' gradients times a power of two of its own."""
@@ -463,7 +471,7 @@ class _Exit(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.inner = outputs
-        return tuple([t.view_as(t) for t in outputs])
+        return tuple([t.detach() for t in outputs])  # no views: these could not be written to
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

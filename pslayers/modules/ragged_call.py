@@ -5,7 +5,7 @@ from typing import Any
 
 from .. import general
 from ..attribution.proof import past_expansions, quiet_hooks
-from ..attribution.ragged import RaggedCall
+from ..attribution.ragged import TOLD, RaggedCall
 from ..attribution.snapshot import Snapshot
 from ..core import sharding
 from ..core.context import Batch, local, transforming
@@ -14,7 +14,21 @@ from .first_call import random_state, set_random_state
 
 
 def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The output of a recorded call.
+    """The output of a recorded call."""
+    return _call(model, run, args, kwargs)[0]
+
+
+def try_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Verify an example, as the first batch is: RuntimeError where its samples interact."""
+    output, call = _call(model, run, args, kwargs)
+    if call is not None:
+        call.try_out(output)
+
+
+def _call(
+    model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, RaggedCall | None]:
+    """The output of a recorded call, and what looks at its backward passes (None: there are no samples).
 
     Where a parameter is used past its layer, as a first run shows, the whole model is run with parameters of
     each row's own from then on.
@@ -25,10 +39,15 @@ def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
             f"`{state.path}` ({type(model).__name__}) is called inside a transform of torch.func, which"
             " ps.sample_ids does not go into: call it outside, and take rows from .grad_sample."
         )
-    if sharding.apart(model):
+    trusted = not local.ragged.verify and state.ragged_seen[model.training] == {TOLD}
+    apart = sharding.apart(model)
+    if apart and not trusted:
         raise ValueError(
-            f"`{state.path}` ({type(model).__name__}) is sharded (fully_shard): its parameters are not there"
-            " when ps.sample_ids goes through its graph: use DistributedDataParallel, which works with it."
+            f"`{state.path}` ({type(model).__name__}) has parts that are sharded by themselves, whose"
+            " parameters are not there when a batch is verified. Verify an example before it is sharded, in"
+            " the mode (training or not) that it is used in: `with ps.sample_ids(ids, size):"
+            " ps.convert_model(model, example=x)`, and call it under ps.sample_ids(..., verify=False). All"
+            " its layers must be given rows that ps.sample_ids was told of."
         )
     inventory = model._ps_inventory()
     if inventory.strangers and not state.settings.partial:
@@ -38,22 +57,22 @@ def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwar
             f"`{state.path}` ({type(model).__name__}) was given weights of each sample's own, which"
             " ps.sample_ids does not know: call it on one sample's rows at a time."
         )
-    if not size:
-        return run_alone(model, inventory, args, kwargs, 0, True)
+    if not size and not apart:
+        return run_alone(model, inventory, args, kwargs, 0, True), None
     model._ps_make_room(size)
     if model._ps_layer or model.training in state.ragged_proved:
         return _output(model, run, args, kwargs)
     random, before = random_state(), Snapshot(model, (args, kwargs))
     params = list(model.parameters())
-    output = _output(model, run, args, kwargs, proving=True)
+    output, call = _output(model, run, args, kwargs, proving=True)
     if past_expansions(output, params) and not state.ragged_whole:
         set_random_state(random)
         before.restore()
         state.ragged_whole = True
-        output = _output(model, run, args, kwargs, proving=True)
+        output, call = _output(model, run, args, kwargs, proving=True)
         state.ragged_whole = not past_expansions(output, params)
     state.ragged_proved.add(model.training)
-    return output
+    return output, call
 
 
 def _output(
@@ -62,14 +81,14 @@ def _output(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     proving: bool = False,
-) -> Any:
-    """That of one run; `proving`: samples must not interact before the first weight either."""
+) -> tuple[Any, RaggedCall]:
+    """That of one run, and what looks at it; `proving`: samples must not interact before the first weight either."""
     state = model._ps_state()
     call = RaggedCall(local.ragged, model, state.ragged_seen[model.training])
     if proving and not call.trusted:
         args, kwargs = call.enter((args, kwargs))
     local.batch = batch = Batch(call.batch.size, state.settings)
-    batch.root, batch.ragged = model, call
+    batch.root, batch.ragged = model, call if call.batch.size else None  # no rows are no sample's
     state.settings.note_forward(batch)
     try:
         with quiet_hooks(model, proving or state.ragged_hooks) as mode:
@@ -80,4 +99,4 @@ def _output(
     finally:
         local.batch = None
     state.ragged_hooks = mode is not None and mode.met
-    return output if call.trusted else call.leave(output)
+    return output if call.trusted else call.leave(output), call

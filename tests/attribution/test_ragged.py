@@ -361,6 +361,35 @@ def test_models_of_transformers_without_padding(name: str) -> None:
             torch.testing.assert_close(rows, expected[key], **tolerance)
 
 
+def test_a_model_with_cumulated_lengths() -> None:
+    """Patches of several images in one sequence, of which an attention is told where each begins
+    (`cu_seqlens`), and four of which become one.
+    """
+    qwen = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    config = qwen.Qwen2VLVisionConfig(depth=2, embed_dim=16, hidden_size=12, num_heads=2, patch_size=2)
+    config._attn_implementation = "sdpa"
+    model = qwen.Qwen2VisionTransformerPretrainedModel(config).double()
+    grid = torch.tensor([[1, 4, 4], [1, 2, 6], [1, 4, 2]])  # of each image: frames, rows, columns
+    owner = torch.arange(3).repeat_interleave(grid.prod(1))
+    patches, plain = double(len(owner), 3 * 2 * 2 * config.temporal_patch_size), copy.deepcopy(model)
+
+    def merged(model: nn.Module, *inputs: Tensor) -> Tensor:
+        out = model(*inputs)
+        return getattr(out, "pooler_output", out).square().sum(1)
+
+    def one(i: int) -> Tensor:
+        return merged(plain, patches[owner == i], grid[i : i + 1]).sum()
+
+    expected = true_rows(one, plain, 3, zeros=True)
+    ps.convert_model(model, loss_reduction="sum")
+    for verify in (True, False):
+        model.zero_grad()
+        told = ps.sample_ids(owner, 3, verify=verify), ps.sample_ids(owner[::4], verify=verify)
+        with told[0], told[1]:
+            merged(model, patches, grid).sum().backward()
+        assert_rows(model, expected)
+
+
 @pytest.mark.parametrize("size", [1, 2, 64, 65, 4097])
 def test_as_many_samples_as_one_likes(size: int) -> None:
     ids = torch.randint(0, size, (2 * size + 1,))
@@ -707,6 +736,20 @@ def test_samples_that_interact(before: bool) -> None:
     with pytest.raises(RuntimeError, match=r"depend: samples interact"):
         losses(out).sum().backward()
     assert model.one.weight.grad_sample is None
+    with ps.sample_ids(IDS, SIZE), pytest.raises(RuntimeError, match=r"depend: samples interact"):
+        ps.convert_model(plain := Centred(before).double(), example=x)
+    assert type(plain) is Centred
+
+
+def test_what_is_returned_may_be_written_to() -> None:
+    model, x, _ = mlp()
+
+    def call(model: nn.Module) -> Tensor:
+        out = model(x)
+        out += 1
+        return losses(out)
+
+    assert_ragged(model, call, by_loss(model, call))
 
 
 def test_ids_of_other_rows() -> None:

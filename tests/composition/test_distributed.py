@@ -251,12 +251,63 @@ def clipped(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, int],
     return scenario
 
 
+def ragged(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, int], None]:
+    """Each rank has three samples, of rows of its own number, verified before they are told apart by number."""
+
+    def scenario(rank: int, world: int) -> None:
+        model, sizes = zoo.mlp().double(), [4 + 2 * r for r in range(world)]
+        x, mine, ids = vectors(sum(sizes)), own(rank, sizes), torch.arange(sizes[rank]) * 2 % 3
+        each = loop(model, square, (x,))
+        ours = copy.deepcopy(model)
+        with ps.sample_ids(ids, 3):
+            ps.convert_model(ours, loss_reduction="sum", example=x[mine])
+        net = wrap(ours, world)
+        rows = {name: g.new_zeros(3, *g.shape[1:]).index_add(0, ids, g[mine]) for name, g in each.items()}
+        for _ in range(2):
+            net.zero_grad()
+            with ps.sample_ids(ids, 3, verify=False):
+                out = net(x[mine])
+            squares(out).sum().backward()
+            for name, p in ours.named_parameters():
+                torch.testing.assert_close(p.grad_sample, rows[name])
+            assert_grads(ours, {name: g.sum(0) / world for name, g in each.items()})
+            net.zero_grad()
+            with ps.sample_ids(ids, 3, verify=False), ps.clipping(net, 0.5) as clip:
+                squares(net(x[mine])).sum().backward()
+            torch.testing.assert_close(clip.norms, flat(rows).norm(dim=1))
+        net.zero_grad()
+        ids = ids if rank else ids[:0]  # as Poisson sampling may draw it
+        with ps.sample_ids(ids, 3 if rank else 0, verify=False):
+            out = net(x[mine][: len(ids)])
+        (squares(out).sum() if len(out) else out.sum()).backward()
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad_sample, rows[name] if rank else rows[name][:0])
+        ids = torch.arange(sizes[rank]) * 2 % 3
+        if net is ours:
+            with pytest.raises(ValueError, match="an example before it is sharded"), ps.sample_ids(ids, 3):
+                net(x[mine])
+            return
+        net.zero_grad()
+        with ps.sample_ids(ids, 3):
+            squares(net(x[mine])).sum().backward()
+        assert_grads(ours, {name: g.sum(0) / world for name, g in each.items()})
+        with pytest.raises(RuntimeError, match=r"inside of its no_sync\(\)"), ps.recording(net, grad=False):
+            with ps.sample_ids(ids, 3):
+                net(x[mine])
+
+    return scenario
+
+
 def replicated(model: nn.Module, world: int) -> nn.Module:
     return DistributedDataParallel(model)
 
 
 def sharded_by_blocks(model: nn.Module, world: int) -> nn.Module:
     return shard(model, world, zoo.Block)
+
+
+def sharded_by_layers(model: nn.Module, world: int) -> nn.Module:
+    return shard(model, world, nn.Linear)
 
 
 def clipped_micro_batches(rank: int, world: int) -> None:
@@ -556,12 +607,14 @@ SCENARIOS: dict[str, Callable[[int, int], None]] = {
     "ddp-clipped": clipped(replicated),
     "ddp-clipped-micro-batches": clipped_micro_batches,
     "ddp-clipped-branches": clipped_branches(replicated),
+    "ddp-ragged": ragged(replicated),
     "ddp-refused": refused_in_ddp,
     "rows-alone": rows_alone,
     "ddp-refused-compiled": refused_compiled,
     "fsdp-clipped": clipped(sharded_by_blocks),
     "fsdp-clipped-branches": clipped_branches(sharded_by_blocks),
     "fsdp-clipped-checkpoints": clipped_in_checkpoints,
+    "fsdp-ragged": ragged(sharded_by_layers),
     "fsdp-root": sharded(None),
     "fsdp-blocks": sharded(zoo.Block),
     "fsdp-root-converted-after": sharded(None, "after"),
