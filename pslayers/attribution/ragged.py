@@ -404,7 +404,7 @@ class RaggedCall:
         return map_tensors(out, output)
 
     def try_out(self, output: Any) -> None:
-        """Look at the rows of a backward pass without a loss, from the outputs on, without weight gradients."""
+        """Look at the rows of a backward pass from the outputs on, without weight gradients."""
         tensors = [t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad]
         tensors = [t.values() if t.is_nested else t for t in tensors]
         if last := last_edges(self.edges):

@@ -82,7 +82,9 @@ def _output(
     kwargs: dict[str, Any],
     proving: bool = False,
 ) -> tuple[Any, RaggedCall]:
-    """That of one run, and what looks at it; `proving`: samples must not interact before the first weight either."""
+    """That of one run, and what looks at it; `proving`: samples must not interact before the first weight
+    either.
+    """
     state = model._ps_state()
     call = RaggedCall(local.ragged, model, state.ragged_seen[model.training])
     if proving and not call.trusted:
