@@ -308,27 +308,32 @@ def _apart(layers: GradientProbe, outputs: Outputs, back: Back) -> bool | None:
     return agree
 
 
-LETTERS = 64  # factors: 1, 2, .. 2^31, and the same below zero
-LETTERS_OF_HALF = 16  # up to 2^7: a float16 has room for no more
+HIGHEST = 31  # factors: 1, 2, .. 2^31, and the same below zero
+HIGHEST_OF_HALF = 7  # a float16 has room for no more
 NOTHING = {torch.float16: 2.0**-12}  # below which a number, times a factor, may have lost bits
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 AT_ONCE = 1 << 20  # values
 
 
-def letters_for(size: int, half: bool) -> tuple[int, int]:
-    """How many factors there are, and with how many of them, each in a pass of its own, so many samples are
-    told apart.
+def letters_for(size: int, half: bool) -> tuple[Tensor, int]:
+    """Factors, and with how many of them, each in a pass of its own, so many samples are told apart.
+
+    Powers of two as far apart as there is room for: the wider, the more of another sample's part is seen in a
+    row; of two signs where there are more of them than powers.
     """
-    count, passes = LETTERS_OF_HALF if half else LETTERS, 0
-    while count**passes < size:
+    highest, passes = HIGHEST_OF_HALF if half else HIGHEST, 0
+    while (2 * highest + 2) ** passes < size:
         passes += 1
-    return count, passes
+    count = next(n for n in range(1, 2 * highest + 3) if n**passes >= size)
+    letters = torch.arange(count)
+    if count > highest + 1:
+        return 2.0 ** (letters // 2) * (1 - letters % 2 * 2), passes
+    return 2.0 ** (letters * (highest // max(count - 1, 1))), passes
 
 
-def factors_of(samples: Tensor, count: int, place: int) -> Tensor:
-    """The samples' factors in a pass: a power of two and a sign, by that digit of their numbers."""
-    letters = samples // count**place % count
-    return 2.0 ** (letters // 2) * (1 - letters % 2 * 2)
+def factors_of(samples: Tensor, letters: Tensor, place: int) -> Tensor:
+    """The samples' factors in a pass: by that digit of their numbers."""
+    return letters.to(samples.device)[samples // len(letters) ** place % len(letters)]
 
 
 def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
@@ -343,9 +348,9 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
         return False
     marks: dict[int, Tensor] = {}  # of each edge, a number for each row that its bits tell
     half = any(t.dtype == torch.float16 for t, *_ in outputs)
-    agree, (count, passes), numbers = True, letters_for(layers.size, half), torch.arange(layers.size)
+    agree, (letters, passes), numbers = True, letters_for(layers.size, half), torch.arange(layers.size)
     # the first pass is without factors
-    for factors in (torch.ones(layers.size), *(factors_of(numbers, count, place) for place in range(passes))):
+    for factors in (torch.ones(layers.size), *(factors_of(numbers, letters, n) for n in range(passes))):
 
         def look(edge: int, grad: Tensor, owners: Tensor, factors: Tensor = factors) -> None:
             nonlocal agree

@@ -16,6 +16,7 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -34,9 +35,14 @@ from .proof import factors_of, gradients_of, last_edges, letters_for, quiet_pass
 class RaggedBatch:
     """What `sample_ids` was told: the samples of rows, by how many rows there are."""
 
-    def __init__(self, size: int, verify: bool = True, outputs: str | None = None) -> None:
-        self.size, self.verify, self.outputs = size, verify, outputs
+    def __init__(self, size: int, verify: bool) -> None:
+        self.size, self.verify = size, verify
+        self.outputs: Tensor | str | None = None  # what is returned has the rows of these ids, or "samples"
         self.known: list[tuple[Tensor, int]] = []  # ids, and the dim that they are for
+
+    def trusts(self, seen: dict[str, bool]) -> bool:
+        """Whether rows are taken for those that were told of, as they were in every use that was verified."""
+        return not self.verify and bool(seen) and all(seen.values())
 
     @functools.cached_property
     def owned(self) -> list[Owners]:
@@ -56,17 +62,19 @@ class RaggedBatch:
             ValueError: its shape fits several that were given.
         """
         found = self.fitting(t)
-        if self.outputs is not None and found and t.ndim and len(t) == self.size:
-            found = found[-1:] if self.outputs == "samples" else found[:-1] or found
+        found = [one for one in found if one[0] is self.outputs] or found
+        if self.outputs == "samples" and found and len(t) == self.size:
+            found = found[-1:]
         if not found:
             return None
-        first, *others = found
+        first, *others = found if self.size > 1 else found[:1]  # of one sample are all
         for other in others:
             if first[1] != other[1] or not torch.equal(first[0].to(t.device), other[0].to(t.device)):
                 raise ValueError(
                     f"the model returns a tensor of shape {tuple(t.shape)}, whose rows may be those of the"
-                    f" {self.size} samples, or those of which ps.sample_ids was told: say which,"
-                    ' ps.sample_ids(..., outputs="samples") or "rows".'
+                    f" {self.size} samples, or those of which a ps.sample_ids was told, or another: say"
+                    ' which, ps.sample_ids(..., outputs="samples"), or outputs="rows" to the one with these'
+                    " rows."
                 )
         return first
 
@@ -87,7 +95,8 @@ def sample_ids(
     the tensors that the model takes and returns with so many: ``dim=1`` for tokens (1, rows, ...). Tensors of
     `size` rows, as of a pooled output, hold a row of each sample. Blocks nest: one for the nodes, say, and
     one for the edges; the inner ones may leave `size` away. In any order; a sample may have no rows. Where
-    there are as many rows as samples, ``outputs="samples"`` or ``"rows"`` says which the model returns.
+    there are as many rows as samples, or as edges, ``outputs="samples"`` or ``"rows"``, of this block, says
+    which the model returns.
 
     Every batch is verified, which takes another backward pass, without weight gradients. With
     ``verify=False`` that is the first one alone, in each mode of the model, if all its layers were given rows
@@ -109,6 +118,8 @@ def sample_ids(
     """
     around: RaggedBatch | None = local.ragged
     size = around.size if size is None and around is not None else size
+    if isinstance(size, Integral) and not isinstance(size, bool):  # numpy's, too
+        size = int(size)
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise ValueError(
             "`size` must be an integer of at least 0, the number of samples (inside of another block it may"
@@ -131,10 +142,9 @@ def sample_ids(
         )
     if dim not in (0, 1):
         raise ValueError(f"`dim` must be 0 or 1; got {dim!r}.")
-    batch = RaggedBatch(size, bool(verify) and (around is None or around.verify), outputs)
-    if around is not None and outputs is None:
-        batch.outputs = around.outputs
-    batch.known = [*(around.known if around is not None else ()), (ids.detach().long(), dim)]
+    batch, ids = RaggedBatch(size, bool(verify) and (around is None or around.verify)), ids.detach().long()
+    batch.outputs = ids if outputs == "rows" else outputs or (around.outputs if around is not None else None)
+    batch.known = [*(around.known if around is not None else ()), (ids, dim)]
     with changed(ragged=batch):
         yield
 
@@ -160,6 +170,7 @@ class Use:
             )
         with torch.no_grad(), torch_api.without_torch_function():
             found = _signature(grad.movedim(self.dim, 0) if grad.ndim > self.dim else grad)
+            call.note(found)
             if call.beside:
                 self.marks.setdefault(place, []).append(found)
             else:
@@ -169,71 +180,78 @@ class Use:
         """Whose the rows are, from the signature of the gradient and those of the marked ones."""
         if not marks and not bool(plain.any()):
             return
-        if len(marks) != call.letters:
+        if len(marks) != call.passes:
             raise self._mixed(call, "gets a gradient that is not the model's outputs'")
-        call.largest = max(call.largest, float(plain[:, 2].nan_to_num(0, 0, 0).max()))
-        off = plain[:, 2] * min(1000 * eps, 0.03) + 32 * eps * call.largest  # by rounding, at most
-        for owners in [self.found] if self.found is not None else call.told(len(plain)):
-            pairs = list(zip(marks, call.factors(owners, plain), strict=True))
-            if all(torch.equal(marked, plain * factors) for marked, factors in pairs) or all(
-                bool(_agree(plain, marked, factors, off).all()) for marked, factors in pairs
-            ):
-                self.found = owners
-                call.seen.add(TOLD if any(owners is told for told in call.batch.owned) else OTHERS)
-                return
-        call.seen.add(OTHERS)
-        ids = self._decoded(plain, marks, off, call)
+        likely = [self.found] if self.found is not None else call.told(len(plain))
+        for owners in likely:
+            factors = call.factors(owners, plain)
+            if all(torch.equal(marked, plain * f) for marked, f in zip(marks, factors, strict=True)):
+                return self._are(owners, call)
+        ids, broken = self._decoded(plain, marks, eps, call)
+        for owners in likely:  # those without a number of their own may be anyone's
+            told = owners.on(ids.device).ids
+            if torch.equal(told[ids >= 0], ids[ids >= 0]):
+                return self._are(owners, call)
+        if bool(broken.any()):
+            raise RuntimeError(
+                f"`{self.name}` gets gradients that are inf or NaN, for rows of which then cannot be told"
+                " whose they are: under ps.sample_ids a gradient must be finite where rows are others than"
+                " those given."
+            )
         if self.found is not None:  # by another of the op's outputs
             before = self.found.on(ids.device).ids
             both = (ids >= 0) & (before >= 0)
             if not torch.equal(ids[both], before[both]):
                 raise self._mixed(call, "has rows")
             ids = torch.maximum(ids, before)
-        self.found = call.learn(ids)
+        return self._are(call.learn(ids), call)
 
-    def _decoded(self, plain: Tensor, marks: Sequence[Tensor], off: Tensor, call: "RaggedCall") -> Tensor:
-        """(R,): the samples that the factors tell, -1 where there is no gradient."""
-        ids, factor = torch.zeros(len(plain), dtype=torch.long, device=plain.device), 1
-        nothing = plain[:, 2] == 0
-        right = ~nothing
-        for marked in marks:
-            exponent = (marked[:, 2] / plain[:, 2]).log2().round()
+    def _are(self, owners: Owners, call: "RaggedCall") -> None:
+        self.found = owners
+        told = any(owners is one for one in call.batch.owned) and call.batch.size > 1
+        call.seen[self.name] = call.seen.get(self.name, True) and told
+
+    def _decoded(
+        self, plain: Tensor, marks: Sequence[Tensor], eps: float, call: "RaggedCall"
+    ) -> tuple[Tensor, Tensor]:
+        """(R,): the samples that the factors tell, -1 where there is none; whether a gradient is no number."""
+        ids, base = torch.zeros(len(plain), dtype=torch.long, device=plain.device), 1
+        norms, letters = plain[:, 2], call.letters.to(plain)
+        off = norms * min(1000 * eps, 0.03)  # where sums are formed in another order each time
+        nothing, right = norms == 0, norms != 0
+        # what is left of sums of several samples' that cancel
+        lost = min(32 * eps, 1e-3)
+        rounding = norms <= lost * call.largest[-1]
+        for marked, largest in zip(marks, call.largest, strict=False):
             clearer = plain[:, :2].abs().argmax(1, keepdim=True)  # of the two sums
-            below = (marked.gather(1, clearer) * plain.gather(1, clearer)).squeeze(1) < 0
-            letter = exponent.nan_to_num(-1, -1, -1).long() * 2 + below
-            right &= (letter >= 0) & (letter < call.count)
-            right &= _agree(plain, marked, exponent.exp2().mul(1 - 2 * below.to(plain)).unsqueeze(1), off)
+            ratio = (marked[:, 2] / norms).copysign(
+                (marked.gather(1, clearer) * plain.gather(1, clearer)).squeeze(1)
+            )
+            letter = (ratio.unsqueeze(1) / letters - 1).abs().nan_to_num(torch.inf).argmin(1)
+            factor = letters[letter].unsqueeze(1)
+            apart = (marked - plain * factor.abs())[:, 2].abs()
+            apart = torch.maximum(apart, (marked - plain * factor)[:, :2].abs().amax(1))
+            right &= apart <= factor.abs().squeeze(1) * off
             nothing &= marked[:, 2] == 0
-            ids += letter * factor
-            factor *= call.count
+            rounding &= marked[:, 2] <= lost * largest
+            ids += letter * base
+            base *= len(letters)
         right &= ids < call.batch.size
-        rounding = plain[:, 2] <= off  # nothing else is in it
         broken = ~(torch.stack([plain, *marks]).isfinite().all(2).all(0))
         wrong = ~(right | nothing | rounding | broken)
         if bool(wrong.any()):
             raise self._mixed(call, f"has {int(wrong.sum())} of {len(plain)} rows")
         ids[~right] = -1
-        return self._filled(ids, broken, call)
-
-    def _filled(self, ids: Tensor, broken: Tensor, call: "RaggedCall") -> Tensor:
-        """Rows whose gradient is no number are those of which was told, if all others agree with it."""
-        if not bool(broken.any()):
-            return ids
-        for owners in call.told(len(ids)):
-            told = owners.on(ids.device).ids
-            if torch.equal(told[ids >= 0], ids[ids >= 0]):
-                return torch.where(broken, told, ids)
-        raise RuntimeError(
-            f"`{self.name}` gets gradients that are inf or NaN, for rows of which then cannot be told whose"
-            " they are: under ps.sample_ids a gradient must be finite where rows are others than those given."
-        )
+        return ids, broken
 
     def _mixed(self, call: "RaggedCall", what: str) -> RuntimeError:
+        few = self.rows == 1 and call.batch.size > 1
         return RuntimeError(
             f"`{self.name}` {what} on which the losses of more than one of the {call.batch.size} samples"
             " depend: samples interact (by a mean or a norm over all rows, an edge between two graphs,"
             " attention without a mask), several share a row of what it is given, the ids given to"
             " ps.sample_ids are not those of the outputs' rows, or this is a second derivative."
+            + (" Give rows to layers in dim 0, or in dim 1 of what has a first dim of 1." if few else "")
         )
 
     def owners(self) -> Owners:
@@ -246,12 +264,6 @@ class Use:
 
 
 WIDE = 1 << 14  # values of a row that have directions of their own
-
-
-def _agree(plain: Tensor, marked: Tensor, factors: Tensor, off: Tensor) -> Tensor:
-    """(R,): whether rows are marked by these factors (R, 1), but for rounding: torch may sum in any order."""
-    apart = (marked[:, :2] - plain[:, :2] * factors).abs().amax(1)
-    return apart <= factors.abs().squeeze(1) * off
 
 
 def _signature(grad: Tensor) -> Tensor:
@@ -274,31 +286,39 @@ def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 _PLAIN = (Tensor, int, float, bool, str, list, tuple, dict)  # what may hold tensors that are seen
-# what passes have seen of a model: uses with rows of which was told, and others
-TOLD, OTHERS = "told", "others"
 
 
 class RaggedCall:
     """One outermost call of a model on a ragged batch."""
 
-    def __init__(self, batch: RaggedBatch, model: nn.Module, seen: set[str]) -> None:
+    def __init__(self, batch: RaggedBatch, model: nn.Module, seen: dict[str, bool]) -> None:
         self.batch, self.seen = batch, seen
-        # rows are taken for those that were told of, as in every use when it was verified
-        self.trusted = not batch.verify and seen == {TOLD}
-        self.held = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self.trusted = batch.trusts(seen)
+        self.buffers = list(model.buffers())
+        self.held = {id(t) for t in (*model.parameters(), *self.buffers)}
         self.edges: list[GradientEdge] = []  # of what ops return
         self.uses: list[Use] = []
         self.pass_id, self.beside = -1, False
-        self.count = self.letters = 0  # how many factors there are, and passes beside
+        self.letters, self.passes = torch.ones(1), 0  # factors, and how many passes beside
         self.learned: list[Owners] = []  # of other rows than those that were told
         self.marked: dict[int, list[Tensor]] = {}  # of owners, the factors of their rows in each pass
-        self.largest = 0.0  # norm of a row of a gradient in this pass
+        self.largest = [0.0]  # norm of a row of a gradient, in each pass
 
     def told(self, rows: int) -> list[Owners]:
         """Whose so many rows may be."""
         return [owners for owners in (*self.batch.owned, *self.learned) if len(owners.ids) == rows]
 
+    def note(self, signature: Tensor) -> None:
+        """Of a gradient that a pass meets."""
+        if len(signature):
+            self.largest[-1] = max(self.largest[-1], float(signature[:, 2].nan_to_num(0, 0, 0).max()))
+
     def _trusted(self, use: Use) -> Owners:
+        if not self.seen.get(use.name):
+            raise RuntimeError(
+                f"`{use.name}` was not reached by the losses of the batch that was verified: call the model once"
+                " more without verify=False."
+            )
         found = self.told(use.rows)
         if not (found and all(torch.equal(found[0].ids, o.on(found[0].ids.device).ids) for o in found[1:])):
             raise RuntimeError(
@@ -317,7 +337,7 @@ class RaggedCall:
     def factors(self, owners: Owners, like: Tensor) -> list[Tensor]:
         """(R, 1), by which the gradients of these rows are multiplied in each pass beside."""
         if id(owners) not in self.marked:
-            self.marked[id(owners)] = [factors_of(owners.ids, self.count, n) for n in range(self.letters)]
+            self.marked[id(owners)] = [factors_of(owners.ids, self.letters, n) for n in range(self.passes)]
         return [t.to(like.device, like.dtype).unsqueeze(1) for t in self.marked[id(owners)]]
 
     def watch(
@@ -414,8 +434,8 @@ class RaggedCall:
     def mark(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """The passes beside: each sample's outputs' gradients times a power of two of its own."""
         half = any(g is not None and g.dtype == torch.float16 for g in grads)
-        self.count, passes = letters_for(self.batch.size, half)
-        self.letters = max(passes, 1)
+        self.letters, passes = letters_for(self.batch.size, half)
+        self.passes = max(passes, 1)
         owned = []
         for t, grad in zip(outputs, grads, strict=True):
             if grad is None or not bool(grad.any()):
@@ -428,7 +448,7 @@ class RaggedCall:
                     " model, or tell of these rows by a further ps.sample_ids around the call."
                 )
             owned.append((t, grad.detach(), *found))
-        self.learned, self.marked, self.largest = [], {}, 0.0
+        self.learned, self.marked, self.largest = [], {}, [0.0]
         for use in self.uses:
             use.marks, use.found = {}, None
         last = last_edges(self.edges)
@@ -436,13 +456,14 @@ class RaggedCall:
             return
         self.beside = True
         try:
-            for letter in range(self.letters):
+            for letter in range(self.passes):
                 marked = []
                 for t, grad, ids, dim in owned:
                     shape = [len(ids) if d == dim else 1 for d in range(t.ndim)]
-                    marked.append(grad * factors_of(ids, self.count, letter).to(grad).view(shape))
+                    marked.append(grad * factors_of(ids, self.letters, letter).to(grad).view(shape))
                 with quiet_pass(), torch.enable_grad():
                     gradients_of([t for t, *_ in owned], marked, last)
+                self.largest.append(0.0)
         finally:
             self.beside = False
 

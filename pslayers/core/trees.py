@@ -94,7 +94,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, An
         if isinstance(value, list):
             copies[id(value)] = new = type(value)()
             new.extend([map_tensors(fn, v, copies) for v in value])
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict) or (isinstance(value, Mapping) and not opens(value)):
             mapped = {k: map_tensors(fn, v, copies) for k, v in value.items()}
             make: Any = type(value)
             copies[id(value)] = (

@@ -15,13 +15,14 @@ The proof: the outputs are those of the plain module; the rows add up to the pla
 gradient of each sample's outputs is multiplied by a number of its own, so is that sample's row.
 """
 
-from .calls import run, run_ragged, run_single
+from .calls import ParametersReturnedError, run, run_ragged, run_single
 from .choice import choose
 from .plan import Layouts, NoWayError, fits, parameters_of, places
 
 __all__ = [
     "Layouts",
     "NoWayError",
+    "ParametersReturnedError",
     "choose",
     "fits",
     "parameters_of",

@@ -25,7 +25,8 @@ from ..core.converted_module import ConvertedModule
 from ..core.expansion import of_one
 from ..core.recorder import recorder_of
 from ..core.trees import in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
-from ..parameters.per_sample import NoRuleError, Standing, standing_in
+from ..parameters.per_sample import NoRuleError, PerSample, Standing, standing_in
+from ..parameters.row_ops import as_rows
 from .plan import Call, Forward, Plan, copied, filled_order
 from .ways import run_by
 
@@ -127,6 +128,10 @@ def run_single(
         return forward(module, *args, **kwargs)
 
 
+class ParametersReturnedError(ValueError):
+    """A module in a ragged batch returns what is made of parameters alone, which its caller is to use."""
+
+
 def run_ragged(
     module: ConvertedModule,
     forward: Forward,
@@ -143,7 +148,14 @@ def run_ragged(
         return forward(module, *args, **kwargs)
     try:
         with standing_in(module, Standing((), whole, weights)):
-            return forward(module, *args, **kwargs)
+            output = forward(module, *args, **kwargs)
+            if not whole and any(isinstance(t, PerSample) for t in tensors_of(output)):
+                raise ParametersReturnedError(
+                    f"`{module._ps_state().path}` ({type(module).__name__}) returns what is made of parameters"
+                    " alone, as it did not in the first call under ps.sample_ids: convert the model anew, and"
+                    " call it first so."
+                )
+            return map_tensors(as_rows, output)
     except NoRuleError as error:
         raise ValueError(
             f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run under ps.sample_ids:"

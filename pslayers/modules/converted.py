@@ -56,7 +56,8 @@ class State:
         # under ps.sample_ids, the whole model is run so: a parameter is used past its layer
         self.ragged_whole = False
         self.ragged_hooks = False  # its forward puts hooks on tensors
-        self.ragged_seen: dict[bool, set[str]] = {True: set(), False: set()}  # of uses, in each mode
+        # in each mode, whether a use's rows were always those of which was told
+        self.ragged_seen: dict[bool, dict[str, bool]] = {True: {}, False: {}}
         self.ragged_proved: set[bool] = set()  # in which modes it was looked for that
         # callers of layers that take what all samples share, in these ways, are run whole
         self.shared: set[Layout] = set()

@@ -5,7 +5,7 @@ from typing import Any
 
 from .. import general
 from ..attribution.proof import past_expansions, quiet_hooks
-from ..attribution.ragged import TOLD, RaggedCall
+from ..attribution.ragged import RaggedCall
 from ..attribution.snapshot import Snapshot
 from ..core import sharding
 from ..core.context import Batch, local, transforming
@@ -30,7 +30,7 @@ def _call(
 ) -> tuple[Any, RaggedCall | None]:
     """The output of a recorded call, and what looks at its backward passes (None: there are no samples).
 
-    Where a parameter is used past its layer, as a first run shows, the whole model is run with parameters of
+    Where a parameter is used past its layer, or returned, as a first run shows, the whole model is run with parameters of
     each row's own from then on.
     """
     state, size = model._ps_state(), local.ragged.size
@@ -39,9 +39,8 @@ def _call(
             f"`{state.path}` ({type(model).__name__}) is called inside a transform of torch.func, which"
             " ps.sample_ids does not go into: call it outside, and take rows from .grad_sample."
         )
-    trusted = not local.ragged.verify and state.ragged_seen[model.training] == {TOLD}
     apart = sharding.apart(model)
-    if apart and not trusted:
+    if apart and not local.ragged.trusts(state.ragged_seen[model.training]):
         raise ValueError(
             f"`{state.path}` ({type(model).__name__}) has parts that are sharded by themselves, whose"
             " parameters are not there when a batch is verified. Verify an example before it is sharded, in"
@@ -64,8 +63,12 @@ def _call(
         return _output(model, run, args, kwargs)
     random, before = random_state(), Snapshot(model, (args, kwargs))
     params = list(model.parameters())
-    output, call = _output(model, run, args, kwargs, proving=True)
-    if past_expansions(output, params) and not state.ragged_whole:
+    try:
+        output, call = _output(model, run, args, kwargs, proving=True)
+        whole = past_expansions(output, params)
+    except general.ParametersReturnedError:
+        whole = True
+    if whole and not state.ragged_whole:
         set_random_state(random)
         before.restore()
         state.ragged_whole = True

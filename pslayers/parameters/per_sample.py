@@ -176,8 +176,11 @@ class PerSample(Tensor):
     @staticmethod
     def of(each: Tensor, same: bool = False, names: frozenset[str] = frozenset()) -> "PerSample":
         """What stands for `each` (B, *S), B not 0."""
-        one: PerSample = each.detach()[0].as_subclass(PerSample)
+        one = torch.Tensor._make_subclass(PerSample, each.detach()[0], each.requires_grad)
         one.each, one.same, one.names = each, same, names
+        if each.requires_grad:
+            with torch_api.without_torch_function():
+                one.register_hook(_Unfollowed(names))
         if local.stand_ins is not None:
             local.stand_ins.made.append(weakref.ref(one))
         return one
@@ -219,6 +222,22 @@ class PerSample(Tensor):
         if owners is not None and owners.picked:
             return each.index_select(0, owners.sample_ids)
         return each if rows == size else each.repeat_interleave(rows // size, 0)
+
+
+class _Unfollowed:
+    """The hook of what stands for a parameter: its gradient is to go another way."""
+
+    __torch_unserializable__ = True
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+
+    def __call__(self, grad: Tensor) -> None:
+        raise RuntimeError(
+            f"{' and '.join(f'`{name}`' for name in sorted(self.names)) or 'a parameter'} was used by a function"
+            " that does not ask what stands for it (another subclass of torch.Tensor's, as of a jagged nested"
+            " tensor): use it with an ordinary tensor, as with the values() of that."
+        )
 
 
 def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

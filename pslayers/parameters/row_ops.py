@@ -31,7 +31,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     name = getattr(func, "__name__", str(func))
     if not torch.is_grad_enabled():
         return plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
-    if not own or all(map(_shared, others)):
+    if not own or all(map(_shared, others)) or _of_constants(func, own, others):
         with by_samples():
             return _of_parameters(func, args, kwargs, own) if others else rule()
     args, kwargs = map_tensors(_past_its_layer, (args, kwargs))
@@ -39,13 +39,16 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     others = [t for t in given if not isinstance(t, PerSample)]
     if kwargs.get("out") is not None or (any(t is args[0] for t in own) and name[-1:] == "_" != name[-2:-1]):
         raise NoRuleError(f"`{name}` writes to a parameter, or to what all samples share")
+    if func in _ASSIGNMENTS and args[-1] is own[-1] and len(own) == 1:
+        shape = (args[0] if len(args) == 2 else args[0][args[1]]).shape
+        rows = _in_rows(own[0], shape)
+        return func(*args[:-1], as_rows(own[0]) if rows is None else rows)
     if (found := _FAST.get(func)) is not None and (result := found(*args, **kwargs)) is not NotImplemented:
         return result
     if func in _POINTWISE:
         shape = torch.broadcast_shapes(*(t.shape for t in given))
-        leading = [_leading(t, shape) for t in own]
-        if all(leading):
-            expanded = {id(t): _expanded(t, shape[:n], len(shape)) for t, n in zip(own, leading, strict=True)}
+        expanded = {id(t): _in_rows(t, shape) for t in own}
+        if all(rows is not None for rows in expanded.values()):
             args, kwargs = map_tensors(lambda t: expanded.get(id(t), t), (args, kwargs))
             return func(*args, **kwargs)
     return _any(func, args, kwargs, own, others)
@@ -57,9 +60,28 @@ def as_rows(t: Tensor) -> Tensor:
 
 
 def _shared(t: Tensor) -> bool:
-    """Whether a tensor is a number, or one of the model's own: a buffer, or a frozen parameter."""
-    held = local.batch.ragged.held  # type: ignore[union-attr]
-    return not t.requires_grad and (not t.ndim or bool({id(t), id(t._base)} & held))
+    """Whether a tensor is a number, or one of the model's own: a buffer or a frozen parameter, or a copy."""
+    ragged: Any = local.batch.ragged  # type: ignore[union-attr]
+    return not t.requires_grad and (
+        not t.ndim
+        or bool({id(t), id(t._base)} & ragged.held)
+        or any(t.shape == b.shape and t.dtype == b.dtype and torch.equal(t, b) for b in ragged.buffers)
+    )
+
+
+def _of_constants(func: Any, own: Sequence[PerSample], others: Sequence[Tensor]) -> bool:
+    """Whether what meets parameters is no batch's, as it seems: constants that leave them their shape (a mask,
+    a unit matrix), or that have none of the rows that were told of.
+
+    Each sample's rows are right either way: the other one takes less memory for a batch's, and is an error by
+    name for constants.
+    """
+    if func in _FAST or func in _WRITING or any(t.requires_grad for t in others):
+        return False
+    if func in _POINTWISE or func in _MASKED:
+        return torch.broadcast_shapes(*(t.shape for t in (*own, *others))) in {t.shape for t in own}
+    told = [(len(ids), dim) for ids, dim in local.batch.ragged.batch.known]  # type: ignore[union-attr]
+    return not any(t.ndim > dim and t.shape[dim] == n for t in others for n, dim in told)
 
 
 def _past_its_layer(t: Tensor) -> Tensor:
@@ -84,11 +106,17 @@ def _leading(t: Tensor, shape: Sequence[int]) -> int:
     return found - 1 if found == len(shape) > 1 and math.prod(shape[:-1]) > 1 else found
 
 
-def _expanded(t: PerSample, leading: Sequence[int], ndim: int) -> Tensor:
-    """The parameter, one for each row: (*leading, *S), with `ndim` dims."""
-    rows = expansion_of(t)
+def _in_rows(t: PerSample, shape: Sequence[int]) -> Tensor | None:
+    """The parameter, one for each row of a result of this shape; None where that has its rows in a later dim."""
+    leading = shape[: _leading(t, shape)]
+    if math.prod(leading) < 2:
+        return None
     core = t.shape[next((i for i, n in enumerate(t.shape) if n != 1), t.ndim) :] or (1,)
-    return rows.tensor(math.prod(leading)).view(*leading, *(core if len(leading) < ndim else ()))
+    return (
+        expansion_of(t)
+        .tensor(math.prod(leading))
+        .view(*leading, *(core if len(leading) < len(shape) else ()))
+    )
 
 
 # -------------------------------------------------------------------------------------------------- fast ops
@@ -188,6 +216,9 @@ _FAST: dict[Any, Callable[..., Any]] = {
     **RULES,
     **dict.fromkeys(op_kinds.functions(["__getitem__", "index_select"]), _looked_up),
 }
+_MASKED = set(op_kinds.functions(["masked_fill", "where"]))
+_ASSIGNMENTS = set(op_kinds.functions(["__setitem__", "copy_"]))
+_WRITING = _ASSIGNMENTS | set(op_kinds.functions(op_kinds.INTO_FIRST))
 _FAST.pop(F.scaled_dot_product_attention, None)
 _POINTWISE = set(op_kinds.functions([*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST]))
 RAGGED.append(call)
