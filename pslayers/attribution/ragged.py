@@ -178,20 +178,24 @@ class Use:
 
     def _tell(self, plain: Tensor, marks: Sequence[Tensor], eps: float, call: "RaggedCall") -> None:
         """Whose the rows are, from the signature of the gradient and those of the marked ones."""
-        if not marks and not bool(plain.any()):
-            return
+        if marks or bool(plain.any()):
+            self.found = self._owners(plain, marks, eps, call)
+            told = any(self.found is one for one in call.batch.owned) and call.batch.size > 1
+            call.seen[self.name] = call.seen.get(self.name, True) and told
+
+    def _owners(self, plain: Tensor, marks: Sequence[Tensor], eps: float, call: "RaggedCall") -> Owners:
         if len(marks) != call.passes:
             raise self._mixed(call, "gets a gradient that is not the model's outputs'")
         likely = [self.found] if self.found is not None else call.told(len(plain))
         for owners in likely:
             factors = call.factors(owners, plain)
             if all(torch.equal(marked, plain * f) for marked, f in zip(marks, factors, strict=True)):
-                return self._are(owners, call)
+                return owners
         ids, broken = self._decoded(plain, marks, eps, call)
         for owners in likely:  # those without a number of their own may be anyone's
             told = owners.on(ids.device).ids
             if torch.equal(told[ids >= 0], ids[ids >= 0]):
-                return self._are(owners, call)
+                return owners
         if bool(broken.any()):
             raise RuntimeError(
                 f"`{self.name}` gets gradients that are inf or NaN, for rows of which then cannot be told"
@@ -204,17 +208,12 @@ class Use:
             if not torch.equal(ids[both], before[both]):
                 raise self._mixed(call, "has rows")
             ids = torch.maximum(ids, before)
-        return self._are(call.learn(ids), call)
-
-    def _are(self, owners: Owners, call: "RaggedCall") -> None:
-        self.found = owners
-        told = any(owners is one for one in call.batch.owned) and call.batch.size > 1
-        call.seen[self.name] = call.seen.get(self.name, True) and told
+        return call.learn(ids)
 
     def _decoded(
         self, plain: Tensor, marks: Sequence[Tensor], eps: float, call: "RaggedCall"
     ) -> tuple[Tensor, Tensor]:
-        """(R,): the samples that the factors tell, -1 where there is none; whether a gradient is no number."""
+        """(R,): the samples that the factors tell, -1 where there is none; and whether a row is no number."""
         ids, base = torch.zeros(len(plain), dtype=torch.long, device=plain.device), 1
         norms, letters = plain[:, 2], call.letters.to(plain)
         off = norms * min(1000 * eps, 0.03)  # where sums are formed in another order each time
@@ -316,8 +315,8 @@ class RaggedCall:
     def _trusted(self, use: Use) -> Owners:
         if not self.seen.get(use.name):
             raise RuntimeError(
-                f"`{use.name}` was not reached by the losses of the batch that was verified: call the model once"
-                " more without verify=False."
+                f"`{use.name}` was not reached by the losses of the batch that was verified: call the model"
+                " once more without verify=False."
             )
         found = self.told(use.rows)
         if not (found and all(torch.equal(found[0].ids, o.on(found[0].ids.device).ids) for o in found[1:])):

@@ -261,7 +261,11 @@ def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
 
 
 def per_sample(weight: "Tensor | Expansion", ndim: int, size: int) -> Tensor:
-    """`weight` as a tensor of per-sample weights (B, *S), whatever it came as."""
+    """`weight` as a tensor of per-sample weights (B, *S), whatever it came as; in a ragged batch one of each
+    row's.
+    """
+    if in_ragged() and (rows := as_expansion(weight, ndim)) is not None:
+        return rows.tensor(size)
     if isinstance(weight, Expansion):
         return weight.tensor(size)
     return weight.expand(size, *weight.shape) if weight.ndim == ndim else weight

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
 from .. import torch_api
-from ..core.context import transforming
+from ..core.context import in_ragged, transforming
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
 from ..core.factors import Blocks
 from ..core.products import affine
@@ -40,12 +40,19 @@ def in_projection(
     elif query is key is value:
         q, k, v = linear(query, weight, bias).chunk(3, -1)
         return q, k, v
+    elif in_ragged():  # one use of a weight is of as many rows everywhere
+        q, k, v = (linear(x, weight, bias).chunk(3, -1)[i] for i, x in enumerate((query, key, value)))
+        return q, k, v
     elif key is value:
         q, kv = _parts((query, key), weight, (1, 2))
         k, v = kv.chunk(2, -1)
     else:
         q, k, v = _parts((query, key, value), weight, (1, 1, 1))
     if bias is None:
+        return q, k, v
+    if in_ragged():
+        each = (of_rows(bias, 1, t.shape[:-1].numel()).chunk(3, -1)[i] for i, t in enumerate((q, k, v)))
+        q, k, v = (t + b.view(t.shape) for t, b in zip((q, k, v), each, strict=True))
         return q, k, v
     b_q, b_k, b_v = of_rows(bias, 1, len(q)).unsqueeze(1).chunk(3, -1)  # (N, 1, E) each
     return q + b_q, k + b_k, v + b_v

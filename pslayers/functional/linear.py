@@ -47,10 +47,8 @@ def _add_bias(y: Tensor, bias: Any) -> Tensor:
 def _per_sample_linear(
     x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None, transposed: bool
 ) -> Tensor:
-    size, *_ = (
-        *(len(t) for t, nd in ((weight, 3), (bias, 2)) if isinstance(t, Tensor) and t.ndim == nd),
-        len(x),
-    )
+    given = [] if in_ragged() else [(weight, 3), (bias, 2)]
+    size, *_ = (*(len(t) for t, nd in given if isinstance(t, Tensor) and t.ndim == nd), len(x))
     w = per_sample(weight, 2, size)
     w = w.transpose(1, 2) if transposed else w
     check_rows("linear", x, w)

@@ -151,9 +151,9 @@ def run_ragged(
             output = forward(module, *args, **kwargs)
             if not whole and any(isinstance(t, PerSample) for t in tensors_of(output)):
                 raise ParametersReturnedError(
-                    f"`{module._ps_state().path}` ({type(module).__name__}) returns what is made of parameters"
-                    " alone, as it did not in the first call under ps.sample_ids: convert the model anew, and"
-                    " call it first so."
+                    f"`{module._ps_state().path}` ({type(module).__name__}) returns what is made of"
+                    " parameters alone, as it did not in the first call under ps.sample_ids: convert the"
+                    " model anew, and call it first so."
                 )
             return map_tensors(as_rows, output)
     except NoRuleError as error:

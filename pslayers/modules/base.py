@@ -284,8 +284,7 @@ class PSLayer(_Layer):
         """How to run a call whose weights or input are `PerSample`, tensors that stand for one of each
         sample; None for any other call.
         """
-        held: dict[str, Any] = self._parameters
-        own = {name: p.each for name, p in held.items() if isinstance(p, PerSample)}
+        own = {name: p.each for name, p in self._ps_used() if isinstance(p, PerSample)}
         x = next(iter(tensors_in((args, kwargs))), None)
         if not own and not isinstance(x, PerSample):
             return None
@@ -315,6 +314,13 @@ class PSLayer(_Layer):
                 return self._ps_of_shared(forward, args, kwargs, x, shared)
 
         return run
+
+    def _ps_used(self) -> list[tuple[str, Any]]:
+        """The parameters that a call computes with: its own, and those of layers that it holds, which it does
+        not call.
+        """
+        layers = [("", self), *((f"{n}.", m) for n, m in self._modules.items() if isinstance(m, PSLayer))]
+        return [(f"{path}{name}", p) for path, layer in layers for name, p in layer._parameters.items()]
 
     def _ps_of_shared(self, forward: Callable[..., Any], args: Any, kwargs: Any, x: Any, each: Tensor) -> Any:
         """A call for what all samples share, or what stands for each sample's own, `each` (B, *S): what

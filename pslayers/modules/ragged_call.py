@@ -30,8 +30,8 @@ def _call(
 ) -> tuple[Any, RaggedCall | None]:
     """The output of a recorded call, and what looks at its backward passes (None: there are no samples).
 
-    Where a parameter is used past its layer, or returned, as a first run shows, the whole model is run with parameters of
-    each row's own from then on.
+    Where a parameter is used past its layer, or returned, as a first run shows, the whole model is run with
+    parameters of each row's own from then on.
     """
     state, size = model._ps_state(), local.ragged.size
     if transforming():

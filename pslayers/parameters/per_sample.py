@@ -133,7 +133,9 @@ def standing_in(module: ConvertedModule, standing: Standing) -> Iterator[None]:
         if any(ref() is not None for ref in standing.made):
             _leave_values(module)
         if any(ref() is not None for ref in standing.made):
-            raise NoRuleError("a parameter of each sample's own was kept from one call to the next")
+            raise NoRuleError(
+                f"a parameter of each sample's own was kept from one call to the next, or {UNFOLLOWED}"
+            )
     finally:
         local.stand_ins = before
 
@@ -162,6 +164,12 @@ class Kept(Tensor):
             )
         with torch_api.without_subclasses():
             return func(*args, **(kwargs or {}))
+
+
+UNFOLLOWED = (
+    "was used by a function that does not ask what stands for it: a torch.autograd.Function of one's own, or"
+    " one of a jagged nested tensor (of which use the values())"
+)
 
 
 class PerSample(Tensor):
@@ -234,9 +242,7 @@ class _Unfollowed:
 
     def __call__(self, grad: Tensor) -> None:
         raise RuntimeError(
-            f"{' and '.join(f'`{name}`' for name in sorted(self.names)) or 'a parameter'} was used by a function"
-            " that does not ask what stands for it (another subclass of torch.Tensor's, as of a jagged nested"
-            " tensor): use it with an ordinary tensor, as with the values() of that."
+            f"{', '.join(f'`{name}`' for name in sorted(self.names)) or 'a parameter'} {UNFOLLOWED}"
         )
 
 

@@ -47,8 +47,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
         return result
     if func in _POINTWISE:
         shape = torch.broadcast_shapes(*(t.shape for t in given))
-        expanded = {id(t): _in_rows(t, shape) for t in own}
-        if all(rows is not None for rows in expanded.values()):
+        expanded = {id(t): rows for t in own if (rows := _in_rows(t, shape)) is not None}
+        if len(expanded) == len({id(t) for t in own}):
             args, kwargs = map_tensors(lambda t: expanded.get(id(t), t), (args, kwargs))
             return func(*args, **kwargs)
     return _any(func, args, kwargs, own, others)
@@ -70,8 +70,8 @@ def _shared(t: Tensor) -> bool:
 
 
 def _of_constants(func: Any, own: Sequence[PerSample], others: Sequence[Tensor]) -> bool:
-    """Whether what meets parameters is no batch's, as it seems: constants that leave them their shape (a mask,
-    a unit matrix), or that have none of the rows that were told of.
+    """Whether what meets parameters seems to be no batch's: constants that leave them their shape (a mask, a
+    unit matrix), or that have none of the rows that were told of.
 
     Each sample's rows are right either way: the other one takes less memory for a batch's, and is an error by
     name for constants.
@@ -107,16 +107,13 @@ def _leading(t: Tensor, shape: Sequence[int]) -> int:
 
 
 def _in_rows(t: PerSample, shape: Sequence[int]) -> Tensor | None:
-    """The parameter, one for each row of a result of this shape; None where that has its rows in a later dim."""
+    """The parameter, one for each row of a result of this shape; None where its rows are in a later dim."""
     leading = shape[: _leading(t, shape)]
     if math.prod(leading) < 2:
         return None
     core = t.shape[next((i for i, n in enumerate(t.shape) if n != 1), t.ndim) :] or (1,)
-    return (
-        expansion_of(t)
-        .tensor(math.prod(leading))
-        .view(*leading, *(core if len(leading) < len(shape) else ()))
-    )
+    rows = expansion_of(t).tensor(math.prod(leading))
+    return rows.view(*leading, *(core if len(leading) < len(shape) else ()))
 
 
 # -------------------------------------------------------------------------------------------------- fast ops
