@@ -37,7 +37,8 @@ class RaggedBatch:
 
     def __init__(self, size: int, verify: bool) -> None:
         self.size, self.verify = size, verify
-        self.outputs: Tensor | str | None = None  # what is returned has the rows of these ids, or "samples"
+        self.pooled = False  # whether what is returned has a row of each sample, where that fits
+        self.returned: list[Tensor] = []  # else the rows of one of these ids
         self.known: list[tuple[Tensor, int]] = []  # ids, and the dim that they are for
 
     def trusts(self, seen: dict[str, bool]) -> bool:
@@ -62,8 +63,8 @@ class RaggedBatch:
             ValueError: its shape fits several that were given.
         """
         found = self.fitting(t)
-        found = [one for one in found if one[0] is self.outputs] or found
-        if self.outputs == "samples" and found and len(t) == self.size:
+        found = [one for one in found if any(one[0] is ids for ids in self.returned)] or found
+        if self.pooled and found and len(t) == self.size:
             found = found[-1:]
         if not found:
             return None
@@ -143,8 +144,9 @@ def sample_ids(
     if dim not in (0, 1):
         raise ValueError(f"`dim` must be 0 or 1; got {dim!r}.")
     batch, ids = RaggedBatch(size, bool(verify) and (around is None or around.verify)), ids.detach().long()
-    batch.outputs = ids if outputs == "rows" else outputs or (around.outputs if around is not None else None)
     batch.known = [*(around.known if around is not None else ()), (ids, dim)]
+    batch.returned = [*(around.returned if around is not None else ()), *([ids] if outputs == "rows" else [])]
+    batch.pooled = outputs == "samples" or (outputs is None and around is not None and around.pooled)
     with changed(ragged=batch):
         yield
 
@@ -374,11 +376,11 @@ class RaggedCall:
         """
 
         def seen(t: Tensor) -> Tensor:
-            fits = [] if t.is_nested else self.batch.fitting(t)
-            if t.requires_grad or not (t.is_floating_point() and t.numel() and fits):
+            dims = set() if t.is_nested else {dim for _, dim in self.batch.fitting(t)}
+            if t.requires_grad or not (t.is_floating_point() and t.numel() and len(dims) == 1):
                 return t
             t = t.detach().clone().requires_grad_() * 1
-            self.watch([], [t], fits[0][1], "the model's input")
+            self.watch([], [t], dims.pop(), "the model's input")
             return t
 
         self._check_lengths(call)

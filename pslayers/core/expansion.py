@@ -245,7 +245,7 @@ def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
     """
     if isinstance(weight, Expansion):
         # each op's rows are its own
-        return weight if weight.use is None else weight.again(weight.weight, weight.rows)
+        return weight if weight.use is None else weight.rebind(weight.weight, weight.rows)
     if torch.compiler.is_compiling():  # plain ops alone, which the compiler can fuse
         return None
     if weight.ndim == ndim:

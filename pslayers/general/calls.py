@@ -149,7 +149,8 @@ def run_ragged(
     try:
         with standing_in(module, Standing((), whole, weights)):
             output = forward(module, *args, **kwargs)
-            if not whole and any(isinstance(t, PerSample) for t in tensors_of(output)):
+            inner = not whole and module is not local.batch.root  # type: ignore[union-attr]
+            if inner and any(isinstance(t, PerSample) for t in tensors_of(output)):
                 raise ParametersReturnedError(
                     f"`{module._ps_state().path}` ({type(module).__name__}) returns what is made of"
                     " parameters alone, as it did not in the first call under ps.sample_ids: convert the"

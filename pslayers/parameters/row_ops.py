@@ -48,6 +48,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     if func in _POINTWISE:
         shape = torch.broadcast_shapes(*(t.shape for t in given))
         expanded = {id(t): rows for t in own if (rows := _in_rows(t, shape)) is not None}
+        if func in _WRITING:  # which `_any` cannot do
+            expanded = {id(t): expanded[id(t)] if id(t) in expanded else as_rows(t) for t in own}
         if len(expanded) == len({id(t) for t in own}):
             args, kwargs = map_tensors(lambda t: expanded.get(id(t), t), (args, kwargs))
             return func(*args, **kwargs)
@@ -78,10 +80,16 @@ def _of_constants(func: Any, own: Sequence[PerSample], others: Sequence[Tensor])
     """
     if func in _FAST or func in _WRITING or any(t.requires_grad for t in others):
         return False
+    told = [(len(ids), dim) for ids, dim in local.batch.ragged.batch.known]  # type: ignore[union-attr]
+
+    def has_rows(t: Tensor | None) -> bool:
+        return t is not None and any(t.ndim > dim and t.shape[dim] == n for n, dim in told)
+
+    if any(has_rows(t._base) for t in others):  # one of its rows
+        return False
     if func in _POINTWISE or func in _MASKED:
         return torch.broadcast_shapes(*(t.shape for t in (*own, *others))) in {t.shape for t in own}
-    told = [(len(ids), dim) for ids, dim in local.batch.ragged.batch.known]  # type: ignore[union-attr]
-    return not any(t.ndim > dim and t.shape[dim] == n for t in others for n, dim in told)
+    return not any(map(has_rows, others))
 
 
 def _past_its_layer(t: Tensor) -> Tensor:

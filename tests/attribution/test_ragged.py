@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -128,8 +129,48 @@ class Twice(nn.Module):
         return F.linear(h[: len(x)] + h[len(x) :], self.weight.t() * 0.5)
 
 
-def weight_norm() -> nn.Module:
-    return nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
+class Own(nn.Module):
+    """A parameter and a layer, and what is done with them."""
+
+    def __init__(self, do: Callable[["Own", Tensor], Tensor], net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.do, self.net = do, net or nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.register_buffer("mask", torch.rand(6, 6) > 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.do(self, x)
+
+
+class Returned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self) -> Tensor:
+        return self.weight.cos()
+
+
+def assigned(x: Tensor, weight: Tensor) -> Tensor:
+    y = x * 2
+    y[x[:, 0] > 0] = weight[0]
+    y[:, 1] = weight[1, 1]
+    return y
+
+
+def written(x: Tensor, weight: Tensor) -> Tensor:
+    """Also of one row, as a sample may have."""
+    x = x * 1
+    x *= weight[0]
+    return x.sin_()
+
+
+def attention() -> nn.Module:
+    return nn.MultiheadAttention(6, 2, batch_first=True)
+
+
+def weight_norm(width: int = 6) -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(width, 4))
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -156,6 +197,30 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "twice": (Twice, (6,)),
     "weight norm": (lambda: nn.Sequential(weight_norm(), nn.Tanh(), nn.Linear(4, 2)), (6,)),
     "bare layer": (lambda: nn.Linear(6, 3), (6,)),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)).eval(), (6,)),
+    "unit matrix": (lambda: Own(lambda m, x: m.net(x) @ (m.weight - torch.eye(6))), (6,)),
+    "made of a buffer": (lambda: Own(lambda m, x: x @ (m.weight * m.mask.double())), (6,)),
+    "constant mask": (lambda: Own(lambda m, x: x @ m.weight.masked_fill(torch.eye(6).bool(), 0)), (6,)),
+    "put into zeros": (
+        lambda: Own(lambda m, x: x @ x.new_zeros(6, 6).index_put((torch.arange(6),), m.weight)),
+        (6,),
+    ),
+    "assigned": (lambda: Own(lambda m, x: assigned(m.net(x), m.weight)), (6,)),
+    "assigned to the input": (lambda: Own(lambda m, x: assigned(x, m.weight)), (6,)),
+    "written": (lambda: Own(lambda m, x: written(m.net(x), m.weight)), (6,)),
+    "row by row": (lambda: Own(lambda m, x: torch.stack([row * m.weight[0] for row in x] or [x])), (6,)),
+    "returned": (lambda: Own(lambda m, x: x @ m.net() + m.net()[0], Returned()), (6,)),
+    "no rows": (lambda: Own(lambda m, x: (x @ m.weight).index_add(0, IDS[:0], m.net(x[:0]))), (6,)),
+    "attention past its layer": (
+        lambda: Own(lambda m, x: m.net(x, y := x.cos(), y)[0] @ m.net.out_proj.weight, attention()),
+        (2, 6),
+    ),
+    "transposed past its layer": (
+        lambda: nn.Sequential(
+            nn.ConvTranspose1d(3, 2, 2, dilation=2, output_padding=1), nn.Tanh(), nn.Flatten(), weight_norm(8)
+        ),
+        (3, 1),
+    ),
 }
 
 
@@ -440,6 +505,60 @@ def test_lower_precision(dtype: torch.dtype) -> None:
         assert off < 100 * torch.finfo(dtype).eps, name
 
 
+class Sorted(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        return self.inner(x[order])[order.argsort()]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(torch.float64, 1e15), (torch.float32, 1e7), (torch.bfloat16, 1e3)], ids=str
+)
+def test_small_gradients_beside_large_ones(dtype: torch.dtype, large: float) -> None:
+    """Rows are told apart by their bits, however small they are beside others in the batch."""
+    model, x, _ = mlp()
+    weights = torch.ones(SIZE, dtype=torch.float64).index_fill(0, torch.tensor([0]), large)
+    order, others = torch.arange(ROWS), (IDS != 0).nonzero().squeeze(1)
+    order[others] = others.roll(1)
+    expected = by_loss(Sorted(model), lambda m: losses(m(x, order)) * weights)
+    ours = ps.convert_model(Sorted(model.to(dtype)), loss_reduction="sum")
+    with ps.sample_ids(IDS, SIZE):
+        out = ours(x.to(dtype), order)
+    (losses(out.double()) * weights).sum().backward()
+    for name, p in ours.named_parameters():
+        off = (p.grad_sample - expected[name]).flatten(1).norm(dim=1)  # type: ignore[attr-defined]
+        assert (off <= 10 * torch.finfo(dtype).eps * expected[name].flatten(1).norm(dim=1)).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_samples_that_interact_a_little(dtype: torch.dtype) -> None:
+    class Leaking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.one(x)
+            return self.two(h.tanh() + 0.03 * h.mean(0))
+
+    model = ps.convert_model(Leaking().to(dtype), loss_reduction="sum")
+    with ps.sample_ids(IDS, SIZE):
+        out = model(torch.randn(ROWS, 6).to(dtype))
+    with pytest.raises(RuntimeError, match="samples interact"):
+        (losses(out.float()) * torch.tensor([100.0, 1, 1, 1, 1])).sum().backward()
+
+
+def test_interactions_whose_gradients_cancel() -> None:
+    model = ps.convert_model(Centred().double(), loss_reduction="sum")
+    with ps.sample_ids(IDS, SIZE):
+        out = model(double(ROWS, 6))
+    with pytest.raises(RuntimeError, match="samples interact"):
+        out.sum().backward()  # the same for all rows: centred, nothing
+
+
 def test_autocast() -> None:
     model, x, expected = mlp(torch.float32)
     ps.convert_model(model, loss_reduction="sum")
@@ -657,14 +776,6 @@ def test_compiled_models_run_as_they_are() -> None:
 
 
 def test_verified_once() -> None:
-    class Sorted(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor, order: Tensor) -> Tensor:
-            return self.inner(x[order])[order.argsort()]
-
     model, x, expected = mlp()
     inner = ps.convert_model(model, loss_reduction="sum")
     for verified in (True, False, False):
@@ -750,6 +861,92 @@ def test_what_is_returned_may_be_written_to() -> None:
         return losses(out)
 
     assert_ragged(model, call, by_loss(model, call))
+
+
+def test_a_batch_of_one_verifies_nothing() -> None:
+    model, x, _ = mlp()
+    ours = ps.convert_model(Sorted(model), loss_reduction="sum")
+    with ps.sample_ids(torch.zeros(ROWS, dtype=torch.long), 1, verify=False):
+        losses(ours(x, torch.randperm(ROWS))).sum().backward()
+    order = torch.randperm(ROWS)
+    expected = by_loss(ps.restore_model(copy.deepcopy(ours)), lambda m: losses(m(x, order)))
+    ours.zero_grad()
+    with ps.sample_ids(IDS, SIZE, verify=False):
+        losses(ours(x, order)).sum().backward()
+    assert_rows(ours, expected)
+
+
+def test_layers_that_were_not_verified() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.one(x), self.two(x)
+
+    model, x = ps.convert_model(Branches().double(), loss_reduction="sum"), double(ROWS, 6)
+    with ps.sample_ids(IDS, SIZE, verify=False):
+        losses(model(x)[0]).sum().backward()
+    with ps.sample_ids(IDS, SIZE, verify=False), pytest.raises(RuntimeError, match=r"`two.*not reached"):
+        model(x)
+    with ps.sample_ids(IDS, SIZE):
+        sum(map(losses, model(x))).sum().backward()
+    with ps.sample_ids(IDS, SIZE, verify=False):
+        losses(model(x)[1]).sum().backward()
+    assert model.two.weight.grad_sample is not None
+
+
+def test_parameters_of_heads_and_inputs_of_several_kinds() -> None:
+    """Tokens (1, rows, ...): a number for each head, keys that are no queries, and one sample alone."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heat, self.net = nn.Parameter(torch.rand(2, 1, 1)), attention()
+            self.queries, self.keys = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            q, k = (f(x).unflatten(-1, (2, 3)).transpose(1, 2) for f in (self.queries, self.keys))
+            scores = (q @ k.transpose(-1, -2) * self.heat).masked_fill(mask, -torch.inf).softmax(-1)
+            h = (scores @ k).transpose(1, 2).flatten(2)
+            return self.net(x, h, h, attn_mask=mask, need_weights=False)[0]
+
+    model, x, mask = Heads().double(), double(1, ROWS, 6), IDS[:, None] != IDS
+
+    def call(m: nn.Module) -> Tensor:
+        return losses(m(x, mask)[0])
+
+    assert_ragged(model, call, by_loss(model, call), told=((IDS, 1),))
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    with ps.sample_ids(torch.zeros(ROWS, dtype=torch.long), 1, dim=1):
+        ours(x, mask).square().sum().backward()
+    assert_rows(ours, true_rows(lambda _: model(x, mask).square().sum(), model, 1))
+
+
+def test_as_many_edges_as_nodes() -> None:
+    model, x, expected = mlp()
+    ps.convert_model(model, loss_reduction="sum")
+    others = IDS.roll(1)
+    with (
+        ps.sample_ids(IDS, SIZE),
+        ps.sample_ids(others),
+        pytest.raises(ValueError, match="whose rows may be"),
+    ):
+        model(x)
+    with ps.sample_ids(IDS, numpy.int64(SIZE), outputs="rows"), ps.sample_ids(others):
+        losses(model(x)).sum().backward()
+    assert_rows(model, expected)
+    twice = ps.sample_ids(others, SIZE, outputs="rows"), ps.sample_ids(IDS, outputs="rows")
+    with twice[0], twice[1], pytest.raises(ValueError, match="whose rows may be"):
+        model(x)
+
+
+def test_parameters_that_meet_jagged_tensors() -> None:
+    model = ps.convert_model(Own(lambda m, x: m.net(x * m.weight[0])))
+    x = torch.nested.nested_tensor([torch.randn(2, 6), torch.randn(3, 6)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"use the values\(\)"):
+        model(x)
 
 
 def test_ids_of_other_rows() -> None:

@@ -50,6 +50,7 @@ class Network(nn.Module):
         self.uses, self.pool, self.norm = uses, pool, norm
 
     def forward(self, data: Any) -> Tensor:
+        assert data.num_nodes == len(data.x)  # as a batch knows it
         more = () if self.uses is None else (data[self.uses],)
         h = self.one(data.x, data.edge_index, *more)
         if self.norm is not None:

@@ -14,17 +14,18 @@ from torch import nn
 
 import pslayers as ps
 
-from . import layers, leaks, models, steps
+from . import layers, leaks, models, ragged, steps
 from .draw import Config, Draw
 from .live import InvalidError, Live, WrongError, assert_near, is_random, plainly, without_checkpoints
 
-KINDS = ("layer", "model", "calls", "leak")
+KINDS = ("layer", "model", "calls", "leak", "ragged")
 VERDICTS = ("right", "refused", "unclear", "wrong", "invalid")
 SECONDS = 60  # for one configuration
 WAY_OUT = re.compile(
     r"\b(use|call|convert|give|pass|set|say|see|write|turn|compute|leave|freeze|run|pack|check|once)\b",
     re.IGNORECASE,
 )
+CAUSE = "samples interact ("  # and where to look for it
 
 
 @dataclass
@@ -62,8 +63,8 @@ def is_clear(error: BaseException, config: Config) -> bool:
     named = named or any(f"`{name}`" in text for name, _ in config.model.named_parameters())
     return (
         "/pslayers/" in frames[-1].filename
-        and named
-        and bool(WAY_OUT.search(text))
+        and (named or "ps.sample_ids" in text)
+        and (bool(WAY_OUT.search(text)) or CAUSE in text)
         and not isinstance(error, AssertionError)
     )
 
@@ -74,13 +75,20 @@ def run(seed: int, only: str | None = None) -> Result:
     draw = Draw(seed)
     torch.manual_seed(seed)
     result = Result(seed, kind, "right")
-    config = None
+    config, must_refuse = None, kind == "leak"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             if kind == "leak":
                 config, seen = leaks.build(draw)
                 leak(config, draw, seen)
+            elif kind == "ragged":
+                config, must_refuse = ragged.build(draw)
+                rows = ragged.RaggedLive(config, draw)
+                if must_refuse:
+                    ragged.leak(rows, draw)
+                else:
+                    steps.run(rows, draw, ragged.STEPS)
             else:
                 config = (layers if kind == "layer" else models).build(draw)
                 live = Live(config, draw, example=draw.maybe(0.15))
@@ -97,7 +105,7 @@ def run(seed: int, only: str | None = None) -> Result:
             result.verdict = "refused" if clear else "unclear"
             result.message = f"{type(error).__name__}: {error}"
             result.trace = "".join(traceback.format_exception(error)[-6:])
-    if kind == "leak" and result.verdict == "refused":
+    if must_refuse and result.verdict == "refused":
         result.verdict = "right"
     slow = any("sample by sample" in str(w.message) for w in caught)
     if slow and result.verdict == "wrong" and config is not None and is_random(config.model):

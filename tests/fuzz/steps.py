@@ -5,7 +5,7 @@ twin.
 import copy
 import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -283,7 +283,10 @@ def added(live: Live, draw: Draw) -> None:
 @step
 def hooked(live: Live, draw: Draw) -> None:
     """A forward hook that changes an output."""
-    name = draw.pick(*[k for k, m in live.plain.named_modules() if k and not k.startswith("head")])
+    names = [k for k, m in live.plain.named_modules() if k and not k.startswith("head")]
+    if not names:
+        return
+    name = draw.pick(*names)
     for net in live.both:
         net.get_submodule(name).register_forward_hook(doubled)
 
@@ -351,16 +354,16 @@ def graph(live: Live, draw: Draw) -> None:
         assert_near(f"the second derivative in `{name}`", a, b)
 
 
-def run(live: Live, draw: Draw) -> list[str]:
+def run(live: Live, draw: Draw, steps: Mapping[str, Step] = STEPS) -> list[str]:
     """3 to 8 random steps, and a usual one in the end; the names are in the config's notes as they are
     begun.
     """
-    names = [draw.pick(*STEPS) for _ in range(draw.randint(3, 8))]
+    names = [draw.pick(*steps) for _ in range(draw.randint(3, 8))]
     done: list[str] = []
     live.config.notes.append(f"steps: {done}")
     for i, name in enumerate([*names, "batch"], 1):
         draw.begin(i)
         done.append(name)
         live.config.notes[-1] = f"steps: {', '.join(done)}"
-        STEPS[name](live, draw)
+        steps[name](live, draw)
     return done

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
+from pslayers.attribution.ragged import RaggedCall, Use
+from pslayers.core.factors import Owners
 from pslayers.core.recorder import Recorder
 
 from .fuzzer import KINDS, run
@@ -15,7 +17,7 @@ from .fuzzer import KINDS, run
 
 @pytest.mark.fuzz
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("start", range(0, 240, 20))
+@pytest.mark.parametrize("start", range(0, 300, 20))
 def test_configurations(start: int) -> None:
     """Nothing is wrong, and no error is unclear."""
     results = [run(seed) for seed in range(start, start + 20)]
@@ -79,3 +81,26 @@ def test_leaks_that_are_let_pass_and_unclear_errors_are_found(monkeypatch: pytes
 
     monkeypatch.setattr(ps, "convert_model", fails)
     assert finds("unclear", "layer")
+
+
+@pytest.mark.parametrize("fault", ["two owners swapped", "not verified", "owners of an earlier batch"])
+def test_faults_of_ragged_batches_are_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owners = Use.owners
+
+    def swapped(use: Use) -> Owners:
+        right = owners(use)
+        return Owners(torch.cat([right.ids[1:2], right.ids[:1], right.ids[2:]]), right.size)
+
+    def trusting(use: Use, plain: Tensor, marks: Any, eps: float, call: RaggedCall) -> None:
+        use.found = next(iter(call.told(len(plain))), None)
+
+    def remembered(use: Use) -> Owners:
+        known.setdefault(use.rows, owners(use))
+        return known[use.rows] if known[use.rows].size == owners(use).size else owners(use)
+
+    known: dict[int, Owners] = {}
+    if fault == "not verified":
+        monkeypatch.setattr(Use, "_tell", trusting)
+    else:
+        monkeypatch.setattr(Use, "owners", swapped if fault == "two owners swapped" else remembered)
+    assert finds("wrong", "ragged")
