@@ -15,6 +15,7 @@ Shapes: B samples, R rows of what an op is given.
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from numbers import Integral
 from typing import Any
@@ -154,10 +155,11 @@ def sample_ids(
 class Use:
     """One use of weights by an op: R rows, and whose they are, which the backward pass tells."""
 
-    __slots__ = ("__weakref__", "call", "dim", "found", "marks", "name", "rows")
+    __slots__ = ("__weakref__", "call", "dim", "found", "marks", "name", "names", "rows")
 
-    def __init__(self, call: "RaggedCall", rows: int, dim: int, name: str) -> None:
+    def __init__(self, call: "RaggedCall", rows: int, dim: int, name: str, names: AbstractSet[str]) -> None:
         self.call, self.rows, self.dim, self.name = weakref.ref(call), rows, dim, name
+        self.names = names  # of the parameters
         self.marks: dict[int, list[Tensor]] = {}  # of each output, in each pass beside
         self.found: Owners | None = None
 
@@ -176,7 +178,12 @@ class Use:
             if call.beside:
                 self.marks.setdefault(place, []).append(found)
             else:
-                self._tell(found, self.marks.pop(place, []), torch.finfo(grad.dtype).eps, call)
+                try:
+                    self._tell(found, self.marks.pop(place, []), torch.finfo(grad.dtype).eps, call)
+                except InteractionError:
+                    if call.mixed is None:
+                        raise
+                    call.mixed |= self.names
 
     def _tell(self, plain: Tensor, marks: Sequence[Tensor], eps: float, call: "RaggedCall") -> None:
         """Whose the rows are, from the signature of the gradient and those of the marked ones."""
@@ -245,9 +252,9 @@ class Use:
         ids[~right] = -1
         return ids, broken
 
-    def _mixed(self, call: "RaggedCall", what: str) -> RuntimeError:
+    def _mixed(self, call: "RaggedCall", what: str) -> "InteractionError":
         few = self.rows == 1 and call.batch.size > 1
-        return RuntimeError(
+        return InteractionError(
             f"`{self.name}` {what} on which the losses of more than one of the {call.batch.size} samples"
             " depend: samples interact (by a mean or a norm over all rows, an edge between two graphs,"
             " attention without a mask), several share a row of what it is given, the ids given to"
@@ -262,6 +269,10 @@ class Use:
         call = self.call()
         assert call is not None
         return Owners(torch.full((self.rows,), -1), call.batch.size)
+
+
+class InteractionError(RuntimeError):
+    """A row on which more than one sample's losses depend."""
 
 
 WIDE = 1 << 14  # values of a row that have directions of their own
@@ -292,8 +303,14 @@ _PLAIN = (Tensor, int, float, bool, str, list, tuple, dict)  # what may hold ten
 class RaggedCall:
     """One outermost call of a model on a ragged batch."""
 
-    def __init__(self, batch: RaggedBatch, model: nn.Module, seen: dict[str, bool]) -> None:
-        self.batch, self.seen = batch, seen
+    def __init__(
+        self, batch: RaggedBatch, model: nn.Module, seen: dict[str, bool], shared: AbstractSet[str]
+    ) -> None:
+        self.batch, self.seen, self.shared = batch, seen, shared
+        # of parameters, what they met that has no gradient, and no rows that were told of
+        self.without_rows: dict[str, list[Tensor]] = {}
+        self.proving = False  # whether it is a first call
+        self.mixed: set[str] | None = None  # uses of more than one sample's rows, where these are looked for
         self.trusted = batch.trusts(seen)
         self.buffers = list(model.buffers())
         self.held = {id(t) for t in (*model.parameters(), *self.buffers)}
@@ -348,14 +365,16 @@ class RaggedCall:
         outputs = [t for t in outputs if t.requires_grad]
         if not outputs:
             return
-        name = next((e.recorder.name for e in expansions if e.recorder is not None), name)
+        given = ({e.recorder.name} if e.recorder is not None else e.names or set[str]() for e in expansions)
+        names = set[str]().union(*given)
+        name = "`, `".join(sorted(names)) or name
         rows = {t.shape[dim] if t.ndim > dim else 1 for t in outputs}
         if len(rows) > 1:
             raise ValueError(
                 f"`{name}` is used for inputs of {sorted(rows)} rows at once, which is not followed under"
                 " ps.sample_ids: use it once for each."
             )
-        use = Use(self, rows.pop(), dim, name)
+        use = Use(self, rows.pop(), dim, name, names)
         for e in expansions:
             e.use = use
         if self.trusted:
@@ -428,9 +447,57 @@ class RaggedCall:
         """Look at the rows of a backward pass from the outputs on, without weight gradients."""
         tensors = [t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad]
         tensors = [t.values() if t.is_nested else t for t in tensors]
-        if last := last_edges(self.edges):
+        tensors = [t for t in tensors if self.batch.owners(t) is not None]
+        if tensors and (last := last_edges(self.edges)):
+            generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay where they are
+            grads = [torch.randn(t.shape, generator=generator).to(t) for t in tensors]
             with quiet_pass():
-                gradients_of(tensors, [torch.randn_like(t) for t in tensors], last)
+                gradients_of(tensors, grads, last)
+
+    def meets_shared(self, names: AbstractSet[str], inputs: Sequence[Tensor]) -> bool:
+        """Whether these parameters meet what is no sample's, but the same for all.
+
+        What may be so is noted while that is to be found out.
+        """
+        if not (self.proving or self.shared) or any(t.requires_grad or self.has_rows(t) for t in inputs):
+            return False
+        if self.proving:
+            for name in names:
+                self.without_rows.setdefault(name, []).extend(inputs)
+        return bool(names & self.shared)
+
+    def has_rows(self, t: Tensor) -> bool:
+        """Whether a tensor has as many rows as were told of."""
+        return any(t.ndim > dim and t.shape[dim] == len(ids) for ids, dim in self.batch.known)
+
+    def mixed_without_rows(self, output: Any) -> set[str]:
+        """Parameters that met nothing with rows, and on whose use several samples' losses depend, as a
+        backward pass without a loss shows.
+        """
+        self.mixed = set()
+        try:
+            if self.without_rows and not self.trusted:
+                self.try_out(output)
+        except RuntimeError:  # which the loss's own pass will raise
+            pass
+        found, self.mixed = self.mixed & self.without_rows.keys(), None
+        return found
+
+    def of_other_rows(self, call: Any) -> Any:
+        """What the model is called with, with some of its rows in others' places."""
+
+        def changed(t: Tensor) -> Tensor:
+            for ids, dim in self.batch.known:
+                if not t.is_nested and t.ndim > dim and t.shape[dim] == len(ids):
+                    return t.index_select(dim, torch.arange(len(ids), device=t.device) // 2)
+            return t
+
+        return map_tensors(changed, call)
+
+    def met_the_same(self, other: "RaggedCall", name: str) -> bool:
+        """Whether a parameter met the same in another call."""
+        ours, others = self.without_rows[name], other.without_rows.get(name, [])
+        return len(ours) == len(others) and all(map(torch.equal, ours, others))
 
     def mark(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """The passes beside: each sample's outputs' gradients times a power of two of its own."""

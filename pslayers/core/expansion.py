@@ -108,7 +108,7 @@ class Expansion:
             Its gradient is the per-sample gradient, times ``scale.rows``.
     """
 
-    __slots__ = ("joined", "recorder", "rows", "scale", "use", "weight")
+    __slots__ = ("joined", "names", "recorder", "rows", "scale", "use", "weight")
 
     def __init__(
         self, weight: Tensor, rows: Tensor | None, scale: Scale = UNSCALED, recorder: "Recorder | None" = None
@@ -116,6 +116,9 @@ class Expansion:
         self.weight, self.rows, self.scale, self.recorder = weight, rows, scale, recorder
         self.joined = False  # an ordinary tensor stands for it, which several ops may take
         self.use: Any = None  # by the rows of a ragged batch (`ragged.Use`)
+        self.names: frozenset[str] | None = (
+            None  # of the parameters that it was made of, where it is no one's
+        )
 
     def rebind(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
         """The same expansion over the tensors that a backward with a graph has unpacked: a further use of the
@@ -128,7 +131,7 @@ class Expansion:
     def again(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
         """The same over these tensors."""
         other = Expansion(weight, rows, self.scale, self.recorder)
-        other.use, other.joined = self.use, self.joined
+        other.use, other.joined, other.names = self.use, self.joined, self.names
         return other
 
     def tensor(self, n: int) -> Tensor:

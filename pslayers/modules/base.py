@@ -35,8 +35,8 @@ from ..core.context import (
 from ..core.converted_module import ConvertedLayer
 from ..core.expansion import Expansion, rescale_grad
 from ..core.recorder import recorder_of
-from ..core.trees import map_tensors, tensors_in
-from ..parameters.per_sample import NoRuleError, PerSample, Standing, followed
+from ..core.trees import map_tensors, tensors_in, tensors_of
+from ..parameters.per_sample import NoRuleError, PerSample, Standing, followed, names_of
 from ..parameters.row_ops import as_rows
 from .converted import Converted, State
 
@@ -231,6 +231,9 @@ class PSLayer(_Layer):
         if batch.ragged is None:
             args, kwargs, rows, undo = self.arrange(args, kwargs, batch.size)
         else:
+            if batch.ragged.proving:
+                names = {f"{self._ps_state().prefix}{name}" for name in self._parameters}
+                batch.ragged.meets_shared(names, tensors_of((args, kwargs)))
             args, kwargs, rows, undo = self._ps_by_position(args, kwargs)
         call = Call(self, rows, batch.scale)
         if not self._ps_fused and batch.scale.total != 1:
@@ -296,7 +299,11 @@ class PSLayer(_Layer):
         shared: Tensor | None = None  # by all samples
         if isinstance(x, PerSample):
             shared = x.each
-        elif own and isinstance(x, Tensor) and not in_ragged():
+        elif own and in_ragged():
+            names = names_of(p for _, p in self._ps_used() if isinstance(p, PerSample))
+            if isinstance(x, Tensor) and local.batch.ragged.meets_shared(names, given):  # type: ignore[union-attr]
+                shared = x.expand(local.batch.size, *x.shape)  # type: ignore[union-attr]
+        elif own and isinstance(x, Tensor):
             owners = None if (picks := followed()) is None else picks.owners(x)
             if picks is None or (owners is not None and owners.sample_ids is None):
                 raise NoRuleError(

@@ -56,6 +56,7 @@ class State:
         # under ps.sample_ids, the whole model is run so: a parameter is used past its layer
         self.ragged_whole = False
         self.ragged_hooks = False  # its forward puts hooks on tensors
+        self.ragged_shared: set[str] = set()  # parameters that meet what all samples share
         # in each mode, whether a use's rows were always those of which was told
         self.ragged_seen: dict[bool, dict[str, bool]] = {True: {}, False: {}}
         self.ragged_proved: set[bool] = set()  # in which modes it was looked for that

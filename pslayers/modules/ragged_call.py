@@ -1,12 +1,13 @@
 """An outermost call of a model whose rows belong to given samples (`ps.sample_ids`)."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from .. import general
 from ..attribution.proof import past_expansions, quiet_hooks
 from ..attribution.ragged import RaggedCall
-from ..attribution.snapshot import Snapshot
+from ..attribution.snapshot import Snapshot, trial
 from ..core import sharding
 from ..core.context import Batch, local, transforming
 from .batch_of_one import run_alone
@@ -30,8 +31,8 @@ def _call(
 ) -> tuple[Any, RaggedCall | None]:
     """The output of a recorded call, and what looks at its backward passes (None: there are no samples).
 
-    Where a parameter is used past its layer, or returned, as a first run shows, the whole model is run with
-    parameters of each row's own from then on.
+    Where a parameter is used past its layer, or returned, or meets what all samples share, as a first run
+    shows, the whole model is run with parameters of each row's own from then on.
     """
     state, size = model._ps_state(), local.ragged.size
     if transforming():
@@ -63,20 +64,46 @@ def _call(
         return _output(model, run, args, kwargs)
     random, before = random_state(), Snapshot(model, (args, kwargs))
     params = list(model.parameters())
-    try:
-        output, call = _output(model, run, args, kwargs, proving=True)
-        whole = past_expansions(output, params)
-    except general.ParametersReturnedError:
-        whole = True
-    if whole and not state.ragged_whole:
+    asked: set[str] = set()  # what was found out of
+    while True:
+        past, mixed = True, set[str]()
+        with suppress(general.ParametersReturnedError):
+            output, call = _output(model, run, args, kwargs, proving=True)
+            past, mixed = past_expansions(output, params), call.mixed_without_rows(output) - asked
+        if state.ragged_whole and not mixed:
+            break
+        if mixed:
+            asked |= mixed
+            state.ragged_shared |= _shared(mixed, call, model, run, args, kwargs)
+        elif not past:
+            break
+        state.ragged_whole = state.ragged_whole or past or bool(state.ragged_shared)
         set_random_state(random)
         before.restore()
-        state.ragged_whole = True
-        output, call = _output(model, run, args, kwargs, proving=True)
-        state.ragged_whole = not past_expansions(output, params)
+    state.ragged_whole = state.ragged_whole and not past
     if len(local.ragged.known[0][0].unique()) > 1:  # one sample tells nothing
         state.ragged_proved.add(model.training)
     return output, call
+
+
+def _shared(
+    names: set[str],
+    call: RaggedCall,
+    model: Any,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> set[str]:
+    """Those parameters that meet what all samples share, as positions that are looked up in a table: it stays
+    the same in a batch of other rows.
+    """
+    args, kwargs = call.of_other_rows((args, kwargs))
+    with trial(model):
+        try:
+            _, again = _output(model, run, args, kwargs, proving=True)
+        except Exception:  # what is no batch of the model's tells nothing
+            return set()
+    return {name for name in names if call.met_the_same(again, name)}
 
 
 def _output(
@@ -90,7 +117,8 @@ def _output(
     either.
     """
     state = model._ps_state()
-    call = RaggedCall(local.ragged, model, state.ragged_seen[model.training])
+    call = RaggedCall(local.ragged, model, state.ragged_seen[model.training], state.ragged_shared)
+    call.proving = proving
     if proving and not call.trusted:
         args, kwargs = call.enter((args, kwargs))
     local.batch = batch = Batch(call.batch.size, state.settings)

@@ -259,7 +259,11 @@ def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def expansion_of(t: PerSample) -> Expansion:
     """What is behind one of which all samples' values are the same: for an op on a ragged batch's rows."""
     tag: Expansion | None = getattr(t.each, "_ps_expansion", None)
-    return Expansion(t.each.detach()[0], t.each, UNSCALED) if tag is None else tag.again(tag.weight, tag.rows)
+    if tag is not None:
+        return tag.again(tag.weight, tag.rows)
+    made = Expansion(t.each.detach()[0], t.each, UNSCALED)
+    made.names = t.names
+    return made
 
 
 def names_of(own: Iterable[PerSample]) -> frozenset[str]:

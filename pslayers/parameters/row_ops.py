@@ -17,7 +17,7 @@ from .. import torch_api
 from ..core import op_kinds
 from ..core.context import NoRuleError, by_samples, local
 from ..core.expansion import Op, needed_grads
-from ..core.trees import map_tensors, tensors_of
+from ..core.trees import map_tensors, memory_order, tensors_of
 from ..functional.each import for_each
 from .op_dispatch import RULES
 from .per_sample import RAGGED, PerSample, expansion_of, function_of, names_of, plainly, values_of
@@ -78,18 +78,18 @@ def _of_constants(func: Any, own: Sequence[PerSample], others: Sequence[Tensor])
     Each sample's rows are right either way: the other one takes less memory for a batch's, and is an error by
     name for constants.
     """
-    if func in _FAST or func in _WRITING or any(t.requires_grad for t in others):
+    ragged: Any = local.batch.ragged  # type: ignore[union-attr]
+    if func in _WRITING or any(t.requires_grad for t in others):
         return False
-    told = [(len(ids), dim) for ids, dim in local.batch.ragged.batch.known]  # type: ignore[union-attr]
-
-    def has_rows(t: Tensor | None) -> bool:
-        return t is not None and any(t.ndim > dim and t.shape[dim] == n for n, dim in told)
-
-    if any(has_rows(t._base) for t in others):  # one of its rows
+    if any(t._base is not None and ragged.has_rows(t._base) for t in others):  # one of its rows
+        return False
+    if ragged.meets_shared(names_of(own), others):
+        return True
+    if func in _FAST:
         return False
     if func in _POINTWISE or func in _MASKED:
         return torch.broadcast_shapes(*(t.shape for t in (*own, *others))) in {t.shape for t in own}
-    return not any(map(has_rows, others))
+    return not any(map(ragged.has_rows, others))
 
 
 def _past_its_layer(t: Tensor) -> Tensor:
@@ -155,13 +155,13 @@ class _Any(Op):
             ctx.result = fn(*ctx.inputs[0], *ctx.inputs[1])
         if not isinstance(ctx.result, Tensor):
             raise NoRuleError("a function gives several tensors, of parameters and of the batch")
-        return ctx.result.detach().reshape(-1)
+        return ctx.result.detach().permute(memory_order(ctx.result)).reshape(-1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise NoRuleError("a function without a rule is differentiated twice")
-        gy, count = grads[0].view(ctx.result.shape), len(ctx.expansions)
+        gy, count = _laid_out(grads[0], ctx.result), len(ctx.expansions)
         need = needed_grads(ctx, *ctx.expansions)[2 + count :]
         weights, others = ctx.inputs
 
@@ -178,7 +178,7 @@ class _Any(Op):
         g_rows: list[Any] = [None] * count
         if any(need[: 2 * count]):
             owners = ctx.expansions[0].use.owners().on(gy.device)
-            ids = owners.ids.view(gy.shape)
+            ids = _laid_out(owners.ids, ctx.result)
             totals = back(weights, gy)
             rows = [t.new_zeros(owners.size, *t.shape) for t in weights]
             for sample in owners.ids.unique().tolist():
@@ -192,6 +192,12 @@ class _Any(Op):
         return (*[None] * (2 + count), *g_weights, *g_rows, *g_others)
 
 
+def _laid_out(flat: Tensor, like: Tensor) -> Tensor:
+    """Values in the order of memory as a tensor that lies there as another: random numbers fill it alike."""
+    order = memory_order(like)
+    return flat.view([like.shape[d] for d in order]).permute([order.index(d) for d in range(like.ndim)])
+
+
 def _any(
     func: Any,
     args: tuple[Any, ...],
@@ -200,11 +206,11 @@ def _any(
     others: Sequence[Tensor],
 ) -> Tensor:
     own, others = list({id(t): t for t in own}.values()), list({id(t): t for t in others}.values())
-    run, shape = function_of([*own, *others], func, args, kwargs), list[torch.Size]()
+    run, results = function_of([*own, *others], func, args, kwargs), list[Tensor]()
 
     def fn(*tensors: Tensor) -> Any:
         result = run(*tensors)
-        shape[:] = [result.shape] if isinstance(result, Tensor) else []
+        results[:] = [result] if isinstance(result, Tensor) else []
         return result
 
     expansions = [expansion_of(t) for t in own]
@@ -214,7 +220,7 @@ def _any(
         found = _Any.apply(
             fn, len(own), *expansions, *[e.weight for e in expansions], *[e.rows for e in expansions], *others
         )
-    return found.view(shape[0])  # type: ignore[no-any-return]
+    return _laid_out(found, results.pop())
 
 
 _FAST: dict[Any, Callable[..., Any]] = {

@@ -210,6 +210,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "written": (lambda: Own(lambda m, x: written(m.net(x), m.weight)), (6,)),
     "row by row": (lambda: Own(lambda m, x: torch.stack([row * m.weight[0] for row in x] or [x])), (6,)),
     "returned": (lambda: Own(lambda m, x: x @ m.net() + m.net()[0], Returned()), (6,)),
+    "positions in a table": (
+        lambda: Own(lambda m, x: (x @ m.weight + m.net(torch.arange(x.shape[1]))).tanh(), nn.Embedding(5, 6)),
+        (3, 6),
+    ),
+    "relative positions": (
+        lambda: Own(lambda m, x: m.net(x) + m.weight[torch.arange(3) - torch.arange(3).view(3, 1)][0]),
+        (3, 6),
+    ),
+    "layer of a constant": (lambda: Own(lambda m, x: x @ m.net(torch.eye(6).to(x)).tanh() @ m.weight), (6,)),
+    "layers of a constant": (
+        lambda: Own(lambda m, x: x @ m.net(m.mask.double()), nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))),
+        (6,),
+    ),
     "no rows": (lambda: Own(lambda m, x: (x @ m.weight).index_add(0, IDS[:0], m.net(x[:0]))), (6,)),
     "attention past its layer": (
         lambda: Own(lambda m, x: m.net(x, y := x.cos(), y)[0] @ m.net.out_proj.weight, attention()),
@@ -549,6 +562,16 @@ def test_samples_that_interact_a_little(dtype: torch.dtype) -> None:
         out = model(torch.randn(ROWS, 6).to(dtype))
     with pytest.raises(RuntimeError, match="samples interact"):
         (losses(out.float()) * torch.tensor([100.0, 1, 1, 1, 1])).sum().backward()
+
+
+def test_what_is_made_of_all_rows_is_no_constant() -> None:
+    """Neither has a gradient, nor as many rows; but it is another one in a batch of other rows."""
+    for made in (lambda x: (x > 0).double().mean(0), lambda x: x.detach().sort(0).values[:2]):
+        model = ps.convert_model(Own(lambda m, x, made=made: x @ m.weight + m.net(made(x)).sum(0)).double())
+        with ps.sample_ids(IDS, SIZE):
+            out = model(double(ROWS, 6))
+        with pytest.raises(RuntimeError, match="samples interact"):
+            losses(out).sum().backward()
 
 
 def test_interactions_whose_gradients_cancel() -> None:

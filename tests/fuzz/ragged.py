@@ -311,7 +311,7 @@ def checked(live: Live, draw: Draw) -> None:
 
 NAMES = (
     "batch", "streamed", "factored", "one_call", "append", "add", "twice", "waiting", "no_grad", "unrecorded",
-    "mode", "zero_grad", "optimise", "freeze", "dropped", "copied", "loaded", "hooked", "in_a_thread",
+    "mode", "zero_grad", "freeze", "dropped", "copied", "loaded", "hooked", "in_a_thread",
     "to_chosen",
 )  # fmt: skip
 STEPS = {name: steps.STEPS[name] for name in NAMES} | {"clipped": clipped, "checked": checked}
