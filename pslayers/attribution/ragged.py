@@ -245,7 +245,12 @@ class Use:
             ids += letter * base
             base *= len(letters)
         right &= ids < call.batch.size
-        broken = ~(torch.stack([plain, *marks]).isfinite().all(2).all(0))
+        broken = ~plain[:, :2].isfinite().all(1)
+        if not bool((torch.stack(list(marks)).isfinite().all(2).all(0) | broken).all()):
+            raise RuntimeError(
+                f"`{self.name}` gets gradients that are too large to be told apart under ps.sample_ids, where"
+                f" they are multiplied by up to {float(letters.abs().max()):.0f}: scale the loss down."
+            )
         wrong = ~(right | nothing | rounding | broken)
         if bool(wrong.any()):
             raise self._mixed(call, f"has {int(wrong.sum())} of {len(plain)} rows")
@@ -316,7 +321,7 @@ class RaggedCall:
         self.held = {id(t) for t in (*model.parameters(), *self.buffers)}
         self.edges: list[GradientEdge] = []  # of what ops return
         self.uses: list[Use] = []
-        self.pass_id, self.beside = -1, False
+        self.pass_id, self.beside, self.half = -1, False, False  # half: gradients of float16 are met
         self.letters, self.passes = torch.ones(1), 0  # factors, and how many passes beside
         self.learned: list[Owners] = []  # of other rows than those that were told
         self.marked: dict[int, list[Tensor]] = {}  # of owners, the factors of their rows in each pass
@@ -380,6 +385,7 @@ class RaggedCall:
         if self.trusted:
             use.found = self._trusted(use)
             return
+        self.half = self.half or any(t.dtype == torch.float16 for t in outputs)
         made_again = torch_api.current_pass() != -1  # by a checkpoint: what counts is what was made first
         for place, t in enumerate(outputs):
             if not made_again:
@@ -502,7 +508,7 @@ class RaggedCall:
     def mark(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """The passes beside: each sample's outputs' gradients times a power of two of its own."""
         half = any(g is not None and g.dtype == torch.float16 for g in grads)
-        self.letters, passes = letters_for(self.batch.size, half)
+        self.letters, passes = letters_for(self.batch.size, half or self.half)
         self.passes = max(passes, 1)
         owned = []
         for t, grad in zip(outputs, grads, strict=True):

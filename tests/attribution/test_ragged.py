@@ -546,8 +546,17 @@ def test_small_gradients_beside_large_ones(dtype: torch.dtype, large: float) -> 
         assert (off <= 10 * torch.finfo(dtype).eps * expected[name].flatten(1).norm(dim=1)).all(), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_samples_that_interact_a_little(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "inside"),
+    [
+        *((dtype, None) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+        *((torch.float32, dtype) for dtype in (torch.bfloat16, torch.float16)),
+    ],
+    ids=str,
+)
+def test_samples_that_interact_a_little(dtype: torch.dtype, inside: torch.dtype | None) -> None:
+    """`inside`: of autocast."""
+
     class Leaking(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -555,10 +564,10 @@ def test_samples_that_interact_a_little(dtype: torch.dtype) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.one(x)
-            return self.two(h.tanh() + 0.03 * h.mean(0))
+            return self.two(h.tanh() + 0.03 * h.mean(0)).float()
 
     model = ps.convert_model(Leaking().to(dtype), loss_reduction="sum")
-    with ps.sample_ids(IDS, SIZE):
+    with torch.autocast("cpu", inside or torch.bfloat16, inside is not None), ps.sample_ids(IDS, SIZE):
         out = model(torch.randn(ROWS, 6).to(dtype))
     with pytest.raises(RuntimeError, match="samples interact"):
         (losses(out.float()) * torch.tensor([100.0, 1, 1, 1, 1])).sum().backward()
@@ -582,12 +591,20 @@ def test_interactions_whose_gradients_cancel() -> None:
         out.sum().backward()  # the same for all rows: centred, nothing
 
 
-def test_autocast() -> None:
-    model, x, expected = mlp(torch.float32)
-    ps.convert_model(model, loss_reduction="sum")
-    with torch.autocast("cpu", torch.bfloat16), ps.sample_ids(IDS, SIZE):
-        out = model(x)
-    losses(out.float()).sum().backward()
+class Widened(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(dtype: torch.dtype) -> None:
+    """The model returns float32, and gradients inside are narrow."""
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Widened()), double(ROWS, 6)
+    expected = alone(model.double(), x)
+    ours = ps.convert_model(Sorted(model.float()), loss_reduction="sum")
+    with torch.autocast("cpu", dtype), ps.sample_ids(IDS, SIZE):
+        out = ours(x.float(), torch.randperm(ROWS))
+    losses(out).sum().backward()
     for name, p in model.named_parameters():
         off = (p.grad_sample.double() - expected[name]).abs().max() / expected[name].abs().max()  # type: ignore[attr-defined]
         assert off < 0.1, name
@@ -740,6 +757,15 @@ def test_a_sample_that_is_not_finite_leaves_the_others() -> None:
     for name, p in model.named_parameters():
         assert p.grad_sample[0].isnan().any()
         torch.testing.assert_close(p.grad_sample[1:], expected[name][1:])
+
+
+def test_gradients_too_large_to_be_told_apart() -> None:
+    model, x, _ = mlp(torch.float32)
+    ours = ps.convert_model(Sorted(model), loss_reduction="sum")
+    with ps.sample_ids(IDS, SIZE):
+        out = ours(x, torch.randperm(ROWS))
+    with pytest.raises(RuntimeError, match="scale the loss down"):
+        (losses(out) * 1e20).sum().backward()
 
 
 def test_no_rows_and_no_samples() -> None:
