@@ -184,11 +184,11 @@ class PerSample(Tensor):
     @staticmethod
     def of(each: Tensor, same: bool = False, names: frozenset[str] = frozenset()) -> "PerSample":
         """What stands for `each` (B, *S), B not 0."""
-        one = torch.Tensor._make_subclass(PerSample, each.detach()[0], each.requires_grad)
+        one: PerSample = each.detach()[0].as_subclass(PerSample)
         one.each, one.same, one.names = each, same, names
         if each.requires_grad:
             with torch_api.without_torch_function():
-                one.register_hook(_Unfollowed(names))
+                one.requires_grad_().register_hook(_Unfollowed(names))
         if local.stand_ins is not None:
             local.stand_ins.made.append(weakref.ref(one))
         return one
