@@ -24,7 +24,16 @@ from torch import Tensor
 
 from .. import torch_api
 from ..core import op_kinds
-from ..core.context import UNSCALED, NoRuleError, Place, in_place_of, in_ragged, local, places_of
+from ..core.context import (
+    UNSCALED,
+    NoRuleError,
+    Place,
+    in_place_of,
+    in_ragged,
+    local,
+    places_of,
+    transforming,
+)
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import Expansion
 from ..core.trees import map_tensors, tensors_of
@@ -186,7 +195,7 @@ class PerSample(Tensor):
         """What stands for `each` (B, *S), B not 0."""
         one: PerSample = each.detach()[0].as_subclass(PerSample)
         one.each, one.same, one.names = each, same, names
-        if each.requires_grad:
+        if each.requires_grad and not transforming():
             with torch_api.without_torch_function():
                 one.requires_grad_().register_hook(_Unfollowed(names))
         if local.stand_ins is not None:
