@@ -8,7 +8,7 @@ import torch
 # the tensors of tests are small: more threads only wait for one another
 torch.set_num_threads(1)
 # seeds of devices that are not there would be kept for later, each with the stack of whoever has set it
-for devices in (torch.cuda, torch.xpu):
+for devices in (torch.cuda, torch.xpu, torch.mtia):
     if not devices.is_available():
         devices.manual_seed_all = lambda seed: None
 # what is imported by now is no leak, and need not be searched for one
