@@ -174,7 +174,7 @@ class Use:
             )
         with torch.no_grad(), torch_api.without_torch_function():
             found = _signature(grad.movedim(self.dim, 0) if grad.ndim > self.dim else grad)
-            call.note(found)
+            call.norms[-1].append(found[:, 2])
             if call.beside:
                 self.marks.setdefault(place, []).append(found)
             else:
@@ -198,7 +198,7 @@ class Use:
         likely = [self.found] if self.found is not None else call.told(len(plain))
         for owners in likely:
             factors = call.factors(owners, plain)
-            if all(torch.equal(marked, plain * f) for marked, f in zip(marks, factors, strict=True)):
+            if all(torch.equal(marked, _times(plain, f)) for marked, f in zip(marks, factors, strict=True)):
                 return owners
         ids, broken = self._decoded(plain, marks, eps, call)
         for owners in likely:  # those without a number of their own may be anyone's
@@ -229,19 +229,18 @@ class Use:
         nothing, right = norms == 0, norms != 0
         # what is left of sums of several samples' that cancel
         lost = min(32 * eps, 1e-3)
-        rounding = norms <= lost * call.largest[-1]
-        for marked, largest in zip(marks, call.largest, strict=False):
+        rounding = norms <= lost * call.largest(-1)
+        for number, marked in enumerate(marks):
             clearer = plain[:, :2].abs().argmax(1, keepdim=True)  # of the two sums
             ratio = (marked[:, 2] / norms).copysign(
                 (marked.gather(1, clearer) * plain.gather(1, clearer)).squeeze(1)
             )
             letter = (ratio.unsqueeze(1) / letters - 1).abs().nan_to_num(torch.inf).argmin(1)
             factor = letters[letter].unsqueeze(1)
-            apart = (marked - plain * factor.abs())[:, 2].abs()
-            apart = torch.maximum(apart, (marked - plain * factor)[:, :2].abs().amax(1))
+            apart = (marked - _times(plain, factor)).abs().amax(1)
             right &= apart <= factor.abs().squeeze(1) * off
             nothing &= marked[:, 2] == 0
-            rounding &= marked[:, 2] <= lost * largest
+            rounding &= marked[:, 2] <= lost * call.largest(number)
             ids += letter * base
             base *= len(letters)
         right &= ids < call.batch.size
@@ -295,6 +294,11 @@ def _signature(grad: Tensor) -> Tensor:
     return torch.cat([flat @ _directions(flat.shape[1], flat.dtype, flat.device), norms], 1)
 
 
+def _times(signature: Tensor, factors: Tensor) -> Tensor:
+    """(R, 3): the signature of rows times factors (R, 1)."""
+    return torch.cat([signature[:, :2] * factors, signature[:, 2:] * factors.abs()], 1)
+
+
 @functools.lru_cache(maxsize=64)
 def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
@@ -325,16 +329,16 @@ class RaggedCall:
         self.letters, self.passes = torch.ones(1), 0  # factors, and how many passes beside
         self.learned: list[Owners] = []  # of other rows than those that were told
         self.marked: dict[int, list[Tensor]] = {}  # of owners, the factors of their rows in each pass
-        self.largest = [0.0]  # norm of a row of a gradient, in each pass
+        self.norms: list[list[Tensor]] = [[]]  # of the rows of all gradients, in each pass
 
     def told(self, rows: int) -> list[Owners]:
         """Whose so many rows may be."""
         return [owners for owners in (*self.batch.owned, *self.learned) if len(owners.ids) == rows]
 
-    def note(self, signature: Tensor) -> None:
-        """Of a gradient that a pass meets."""
-        if len(signature):
-            self.largest[-1] = max(self.largest[-1], float(signature[:, 2].nan_to_num(0, 0, 0).max()))
+    def largest(self, number: int) -> float:
+        """Norm of a row of a gradient that a pass has met."""
+        norms = [float(t.nan_to_num(0, 0, 0).max()) for t in self.norms[number] if len(t)]
+        return max(norms, default=0.0)
 
     def _trusted(self, use: Use) -> Owners:
         if not self.seen.get(use.name):
@@ -522,7 +526,7 @@ class RaggedCall:
                     " model, or tell of these rows by a further ps.sample_ids around the call."
                 )
             owned.append((t, grad.detach(), *found))
-        self.learned, self.marked, self.largest = [], {}, [0.0]
+        self.learned, self.marked, self.norms = [], {}, [[]]
         for use in self.uses:
             use.marks, use.found = {}, None
         last = last_edges(self.edges)
@@ -537,7 +541,7 @@ class RaggedCall:
                     marked.append(grad * factors_of(ids, self.letters, letter).to(grad).view(shape))
                 with quiet_pass(), torch.enable_grad():
                     gradients_of([t for t, *_ in owned], marked, last)
-                self.largest.append(0.0)
+                self.norms.append([])
         finally:
             self.beside = False
 
