@@ -120,9 +120,7 @@ def sample_ids(
     """
     around: RaggedBatch | None = local.ragged
     size = around.size if size is None and around is not None else size
-    if isinstance(size, Integral) and not isinstance(size, bool):  # numpy's, too
-        size = int(size)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+    if not isinstance(size, Integral) or isinstance(size, bool) or size < 0:  # numpy's are integers, too
         raise ValueError(
             "`size` must be an integer of at least 0, the number of samples (inside of another block it may"
             f" be left away); got {size!r}."
@@ -144,7 +142,8 @@ def sample_ids(
         )
     if dim not in (0, 1):
         raise ValueError(f"`dim` must be 0 or 1; got {dim!r}.")
-    batch, ids = RaggedBatch(size, bool(verify) and (around is None or around.verify)), ids.detach().long()
+    ids = ids.detach().long()
+    batch = RaggedBatch(int(size), bool(verify) and (around is None or around.verify))
     batch.known = [*(around.known if around is not None else ()), (ids, dim)]
     batch.returned = [*(around.returned if around is not None else ()), *([ids] if outputs == "rows" else [])]
     batch.pooled = outputs == "samples" or (outputs is None and around is not None and around.pooled)
@@ -432,8 +431,7 @@ class RaggedCall:
         Raises:
             ValueError: it is not known of any whose its rows are.
         """
-        tensors = [t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad]
-        tensors = [t.values() if t.is_nested else t for t in tensors]
+        tensors = _rows_of(output)
         if not tensors:
             return output
         if all(self.batch.owners(t) is None for t in tensors):
@@ -455,9 +453,7 @@ class RaggedCall:
 
     def try_out(self, output: Any) -> None:
         """Look at the rows of a backward pass from the outputs on, without weight gradients."""
-        tensors = [t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad]
-        tensors = [t.values() if t.is_nested else t for t in tensors]
-        tensors = [t for t in tensors if self.batch.owners(t) is not None]
+        tensors = [t for t in _rows_of(output) if self.batch.owners(t) is not None]
         if tensors and (last := last_edges(self.edges)):
             generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay where they are
             grads = [torch.randn(t.shape, generator=generator).to(t) for t in tensors]
@@ -547,6 +543,12 @@ class RaggedCall:
 
     def _expected(self) -> str:
         return ", ".join(str(len(ids)) for ids, _ in self.batch.known) + f" or {self.batch.size}"
+
+
+def _rows_of(output: Any) -> list[Tensor]:
+    """The tensors of an output by which gradients come in; of nested ones all rows."""
+    found = [t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad]
+    return [t.values() if t.is_nested else t for t in found]
 
 
 class _Look:

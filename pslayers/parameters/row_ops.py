@@ -40,16 +40,14 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     if kwargs.get("out") is not None or (any(t is args[0] for t in own) and name[-1:] == "_" != name[-2:-1]):
         raise NoRuleError(f"`{name}` writes to a parameter, or to what all samples share")
     if func in _ASSIGNMENTS and args[-1] is own[-1] and len(own) == 1:
-        shape = (args[0] if len(args) == 2 else args[0][args[1]]).shape
-        rows = _in_rows(own[0], shape)
-        return func(*args[:-1], as_rows(own[0]) if rows is None else rows)
+        into = args[0] if len(args) == 2 else args[0][args[1]]
+        return func(*args[:-1], _to_be_written(own[0], into.shape))
     if (found := _FAST.get(func)) is not None and (result := found(*args, **kwargs)) is not NotImplemented:
         return result
     if func in _POINTWISE:
         shape = torch.broadcast_shapes(*(t.shape for t in given))
-        expanded = {id(t): rows for t in own if (rows := _in_rows(t, shape)) is not None}
-        if func in _WRITING:  # which `_any` cannot do
-            expanded = {id(t): expanded[id(t)] if id(t) in expanded else as_rows(t) for t in own}
+        expand = _to_be_written if func in _WRITING else _in_rows  # `_any` cannot write
+        expanded = {id(t): rows for t in own if (rows := expand(t, shape)) is not None}
         if len(expanded) == len({id(t) for t in own}):
             args, kwargs = map_tensors(lambda t: expanded.get(id(t), t), (args, kwargs))
             return func(*args, **kwargs)
@@ -122,6 +120,12 @@ def _in_rows(t: PerSample, shape: Sequence[int]) -> Tensor | None:
     core = t.shape[next((i for i, n in enumerate(t.shape) if n != 1), t.ndim) :] or (1,)
     rows = expansion_of(t).tensor(math.prod(leading))
     return rows.view(*leading, *(core if len(leading) < len(shape) else ()))
+
+
+def _to_be_written(t: PerSample, shape: Sequence[int]) -> Tensor:
+    """The parameter as an ordinary tensor that is written into one of this shape."""
+    rows = _in_rows(t, shape)
+    return as_rows(t) if rows is None else rows
 
 
 # -------------------------------------------------------------------------------------------------- fast ops
