@@ -135,9 +135,9 @@ class GatheredRows(TorchFunctionMode):
                 RowProvenance(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False),
             )
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_first: bool) -> None:
         """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is
-        as long.
+        as long. Where the batch is in dim 1, what rows are picked is not followed, but noted.
         """
         for place, t in enumerate(tensors_in((args, kwargs))):
             if isinstance(t, PackedSequence) and len(t.batch_sizes):
@@ -153,8 +153,9 @@ class GatheredRows(TorchFunctionMode):
                 )
             if not isinstance(t, Tensor) or not t.ndim:
                 continue
-            if (place == 0 and len(t) % self.size == 0) or (
-                t.ndim > 1 and t.shape[0] == self.size != t.shape[1]
+            if batch_first and (
+                (place == 0 and len(t) % self.size == 0)
+                or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1])
             ):
                 self.tag_batch(t)
             elif place == 0 or self.size in t.shape:
@@ -344,12 +345,12 @@ def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]
 @contextmanager
 def gathering(size: int, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
     """A `GatheredRows` mode around an outermost call."""
-    if not settings.batch_first or size < 2 or transforming():
+    if size < 2 or transforming():
         yield
         return
     before, local.gathered_rows = local.gathered_rows, GatheredRows(size)
     try:
-        local.gathered_rows.enter(args, kwargs)
+        local.gathered_rows.enter(args, kwargs, settings.batch_first)
         with local.gathered_rows:
             yield
     finally:

@@ -32,6 +32,9 @@ from ..core.factors import Owners
 from ..core.trees import map_tensors, tensors_in, tensors_of
 from .proof import factors_of, gradients_of, last_edges, letters_for, quiet_pass
 
+# by the names of weights that were verified, the kinds of rows of their uses; none where one had others
+Seen = dict[str, frozenset[int]]
+
 
 class RaggedBatch:
     """What `sample_ids` was told: the samples of rows, by how many rows there are."""
@@ -42,7 +45,7 @@ class RaggedBatch:
         self.returned: list[Tensor] = []  # else the rows of one of these ids
         self.known: list[tuple[Tensor, int]] = []  # ids, and the dim that they are for
 
-    def trusts(self, seen: dict[str, bool]) -> bool:
+    def trusts(self, seen: "Seen") -> bool:
         """Whether rows are taken for those that were told of, as they were in every use that was verified."""
         return not self.verify and bool(seen) and all(seen.values())
 
@@ -51,6 +54,18 @@ class RaggedBatch:
         """Of all rows that were told of, and of a row for each sample."""
         each = [ids for ids, _ in self.known]
         return [Owners(ids, self.size) for ids in (*each, torch.arange(self.size, device=each[0].device))]
+
+    @property
+    def kinds(self) -> list[int]:
+        """What those are called in any batch: a row for each sample is -1, whatever else is told of."""
+        return [*range(len(self.known)), -1]
+
+    def same(self, found: Owners) -> frozenset[int]:
+        """The kinds of rows that are these samples', where they are any that were told of."""
+        if not any(found is one for one in self.owned):
+            return frozenset()
+        pairs = zip(self.kinds, self.owned, strict=True)
+        return frozenset(k for k, one in pairs if torch.equal(one.ids, found.on(one.ids.device).ids))
 
     def fitting(self, t: Tensor) -> list[tuple[Tensor, int]]:
         """Whose the rows of a tensor of this shape may be, and their dim."""
@@ -154,10 +169,13 @@ def sample_ids(
 class Use:
     """One use of weights by an op: R rows, and whose they are, which the backward pass tells."""
 
-    __slots__ = ("__weakref__", "call", "dim", "found", "marks", "name", "names", "rows")
+    __slots__ = ("__weakref__", "call", "dim", "elementwise", "found", "marks", "name", "names", "rows")
 
-    def __init__(self, call: "RaggedCall", rows: int, dim: int, name: str, names: AbstractSet[str]) -> None:
-        self.call, self.rows, self.dim, self.name = weakref.ref(call), rows, dim, name
+    def __init__(
+        self, call: "RaggedCall", rows: int, dim: int | None, name: str, names: AbstractSet[str]
+    ) -> None:
+        self.call, self.rows, self.name = weakref.ref(call), rows, name
+        self.dim, self.elementwise = dim or 0, dim is None  # elementwise: each value is a row
         self.names = names  # of the parameters
         self.marks: dict[int, list[Tensor]] = {}  # of each output, in each pass beside
         self.found: Owners | None = None
@@ -188,8 +206,7 @@ class Use:
         """Whose the rows are, from the signature of the gradient and those of the marked ones."""
         if marks or bool(plain.any()):
             self.found = self._owners(plain, marks, eps, call)
-            told = any(self.found is one for one in call.batch.owned) and call.batch.size > 1
-            call.seen[self.name] = call.seen.get(self.name, True) and told
+            call.note(self)
 
     def _owners(self, plain: Tensor, marks: Sequence[Tensor], eps: float, call: "RaggedCall") -> Owners:
         if len(marks) != call.passes:
@@ -311,9 +328,7 @@ _PLAIN = (Tensor, int, float, bool, str, list, tuple, dict)  # what may hold ten
 class RaggedCall:
     """One outermost call of a model on a ragged batch."""
 
-    def __init__(
-        self, batch: RaggedBatch, model: nn.Module, seen: dict[str, bool], shared: AbstractSet[str]
-    ) -> None:
+    def __init__(self, batch: RaggedBatch, model: nn.Module, seen: Seen, shared: AbstractSet[str]) -> None:
         self.batch, self.seen, self.shared = batch, seen, shared
         # of parameters, what they met that has no gradient, and no rows that were told of
         self.without_rows: dict[str, list[Tensor]] = {}
@@ -340,18 +355,29 @@ class RaggedCall:
         return max(norms, default=0.0)
 
     def _trusted(self, use: Use) -> Owners:
-        if not self.seen.get(use.name):
+        kinds = self.seen.get(use.name)
+        if not kinds or use.elementwise:
             raise RuntimeError(
-                f"`{use.name}` was not reached by the losses of the batch that was verified: call the model"
-                " once more without verify=False."
+                f"`{use.name}` was not reached by the losses of the batch that was verified, or not in this"
+                " way: call the model once more without verify=False."
             )
-        found = self.told(use.rows)
+        likely = [one for kind, one in zip(self.batch.kinds, self.batch.owned, strict=True) if kind in kinds]
+        found = [one for one in likely if len(one.ids) == use.rows]
         if not (found and all(torch.equal(found[0].ids, o.on(found[0].ids.device).ids) for o in found[1:])):
+            expected = " or ".join(str(len(one.ids)) for one in likely)
             raise RuntimeError(
-                f"`{use.name}` is given {use.rows} rows: expected {self._expected()}, and not two kinds of as"
-                " many. Tell of them by a further ps.sample_ids, or leave verify=False away."
+                f"`{use.name}` is given {use.rows} rows: expected {expected}, as in the batch that was"
+                " verified, and not two kinds of as many. Tell of them by a further ps.sample_ids, or leave"
+                " verify=False away."
             )
         return found[0]
+
+    def note(self, use: Use) -> None:
+        """Whose the rows of a use were, for batches that are not verified."""
+        told = self.batch.size > 1 and not use.elementwise
+        kinds = self.batch.same(use.found) if told and use.found is not None else frozenset[int]()
+        before = self.seen.get(use.name, kinds)
+        self.seen[use.name] = before | kinds if before and kinds else frozenset()
 
     def learn(self, ids: Tensor) -> Owners:
         """Whose rows are, as a use has shown: others' may be, too."""
@@ -367,16 +393,22 @@ class RaggedCall:
         return [t.to(like.device, like.dtype).unsqueeze(1) for t in self.marked[id(owners)]]
 
     def watch(
-        self, expansions: Sequence[Expansion], outputs: Sequence[Tensor], dim: int, name: str = "the model"
+        self,
+        expansions: Sequence[Expansion],
+        outputs: Sequence[Tensor],
+        dim: int | None,
+        name: str = "the model",
     ) -> None:
-        """Look at the gradients of what an op gives with these weights, its rows in `dim`."""
+        """Look at the gradients of what an op gives with these weights, its rows in `dim` (None: each value
+        is one).
+        """
         outputs = [t for t in outputs if t.requires_grad]
         if not outputs:
             return
         given = ({e.recorder.name} if e.recorder is not None else e.names or set[str]() for e in expansions)
         names = set[str]().union(*given)
         name = "`, `".join(sorted(names)) or name
-        rows = {t.shape[dim] if t.ndim > dim else 1 for t in outputs}
+        rows = {t.shape[dim or 0] if t.ndim > (dim or 0) else 1 for t in outputs}
         if len(rows) > 1:
             raise ValueError(
                 f"`{name}` is used for inputs of {sorted(rows)} rows at once, which is not followed under"

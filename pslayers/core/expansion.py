@@ -52,7 +52,7 @@ class Op(torch.autograd.Function):
     too, and goes through several gradients at once (`is_grads_batched=True`).
     """
 
-    rows_dim: ClassVar[int] = 0  # in which the results hold the rows
+    rows_dim: ClassVar[int | None] = 0  # in which the results hold the rows; None: each value is one
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

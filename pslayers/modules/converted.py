@@ -58,7 +58,7 @@ class State:
         self.ragged_hooks = False  # its forward puts hooks on tensors
         self.ragged_shared: set[str] = set()  # parameters that meet what all samples share
         # in each mode, whether a use's rows were always those of which was told
-        self.ragged_seen: dict[bool, dict[str, bool]] = {True: {}, False: {}}
+        self.ragged_seen: dict[bool, dict[str, frozenset[int]]] = {True: {}, False: {}}
         self.ragged_proved: set[bool] = set()  # in which modes it was looked for that
         # callers of layers that take what all samples share, in these ways, are run whole
         self.shared: set[Layout] = set()

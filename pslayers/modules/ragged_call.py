@@ -1,7 +1,6 @@
 """An outermost call of a model whose rows belong to given samples (`ps.sample_ids`)."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from .. import general
@@ -66,10 +65,19 @@ def _call(
     params = list(model.parameters())
     asked: set[str] = set()  # what was found out of
     while True:
+        set_random_state(random)
+        before.restore()
         past, mixed = True, set[str]()
-        with suppress(general.ParametersReturnedError):
+        try:
             output, call = _output(model, run, args, kwargs, proving=True)
             past, mixed = past_expansions(output, params), call.mixed_without_rows(output) - asked
+        except general.ParametersReturnedError:
+            pass
+        except Exception:
+            if not state.ragged_shared & asked:
+                raise
+            state.ragged_shared -= asked  # a layer that cannot be called so: the loss's pass tells of it
+            continue
         if state.ragged_whole and not mixed:
             break
         if mixed:
@@ -78,8 +86,6 @@ def _call(
         elif not past:
             break
         state.ragged_whole = state.ragged_whole or past or bool(state.ragged_shared)
-        set_random_state(random)
-        before.restore()
     state.ragged_whole = state.ragged_whole and not past
     if len(local.ragged.known[0][0].unique()) > 1:  # one sample tells nothing
         state.ragged_proved.add(model.training)

@@ -109,13 +109,22 @@ def _leading(t: Tensor, shape: Sequence[int]) -> int:
     that only one row has.
     """
     found = len(shape) - t.ndim + next((i for i, n in enumerate(t.shape) if n != 1), t.ndim)
-    return found - 1 if found == len(shape) > 1 and math.prod(shape[:-1]) > 1 else found
+    several = found == len(shape) > 1 and (math.prod(shape[:-1]) > 1 or _single_row(shape[:-1]))
+    return found - 1 if several else found
+
+
+def _single_row(shape: Sequence[int]) -> bool:
+    """Whether a batch that is trusted has a single row, in one of these dims."""
+    ragged: Any = local.batch.ragged  # type: ignore[union-attr]
+    return ragged.trusted and any(
+        dim < len(shape) and shape[dim] == len(ids) == 1 for ids, dim in ragged.batch.known
+    )
 
 
 def _in_rows(t: PerSample, shape: Sequence[int]) -> Tensor | None:
     """The parameter, one for each row of a result of this shape; None where its rows are in a later dim."""
     leading = shape[: _leading(t, shape)]
-    if math.prod(leading) < 2:
+    if math.prod(leading) < 2 and not _single_row(leading):
         return None
     core = t.shape[next((i for i, n in enumerate(t.shape) if n != 1), t.ndim) :] or (1,)
     rows = expansion_of(t).tensor(math.prod(leading))
@@ -146,6 +155,8 @@ def _looked_up(t: Any, *rest: Any, **kwargs: Any) -> Any:
 # ---------------------------------------------------------------------------------------- any other function
 class _Any(Op):
     """A function of which nothing is known: its gradient is taken once for each sample."""
+
+    rows_dim = None
 
     @staticmethod
     def forward(ctx: Any, fn: Callable[..., Any], count: int, *given: Any) -> Tensor:

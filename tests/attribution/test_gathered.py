@@ -219,6 +219,53 @@ def test_rows_are_right_whatever_was_picked_first(name: str, first: str, seed: i
         _assert_right(model, ours, torch.randn(n, t, 4, dtype=torch.float64), mask)
 
 
+class Turned(nn.Module):
+    """A model that is given (T, B, ...) in the place of (B, T, ...), or the other way round."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.model(x.transpose(0, 1), mask.T)
+
+
+BY_SAMPLE = ("samples", "pooled")  # what they pick is told by dim 0
+PUT_BACK = (
+    *BY_SAMPLE, "written-back", "scattered-back", "numbers-in-one", "masked-select", "experts",
+    "experts-behind-one",
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize(("name", "first", "turned"), pairs(itertools.product(PICKS, FIRST, (True, False))))
+def test_rows_that_are_picked_of_a_batch_in_dim_1(name: str, first: str, turned: bool) -> None:
+    torch.manual_seed(0)
+    model = Picking(PICKS[name]).double()
+    if turned or name in BY_SAMPLE:
+        ours, plain, own = copy.deepcopy(Turned(model)), model, "model"
+    else:
+        ours, plain, own = copy.deepcopy(model), Turned(model), ""
+    ours = ps.convert_model(ours, batch_first=False, loss_reduction="sum")
+    time, share = FIRST[first]
+    for n, t, part in ((2, time, share), (2, 4, 0.3), (2, 2, 0.5), (3, 2, 0.5), (2, 3, 0.2)):
+        x, mask = torch.randn(n, t, 4, dtype=torch.float64), torch.rand(n, t) < part
+        ours.zero_grad()
+        try:
+            output = ours(x.transpose(0, 1), mask.T)
+        except ValueError:  # rows that are returned as picked are no batch in dim 1
+            assert name not in PUT_BACK
+            return
+        torch.testing.assert_close(output, plain(x, mask))
+        (output**2).sum().backward()
+        for name_, rows in _rows(plain, x, mask).items():
+            found = (
+                ours.get_submodule(own).get_parameter(name_.removeprefix("" if own else "model.")).grad_sample
+            )
+            found = torch.zeros_like(rows) if found is None else found
+            torch.testing.assert_close(found, rows, rtol=1e-8, atol=1e-10, msg=lambda m, n=name_: f"{n}: {m}")
+
+
 FAST = [name for name in PICKS if name not in ("flipped", "by-the-module-itself")]
 
 

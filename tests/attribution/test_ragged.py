@@ -837,7 +837,7 @@ def test_verified_once() -> None:
         losses(inner(x)).sum().backward()
     total = torch.cat([rows.flatten(1) for rows in expected.values()], 1)
     torch.testing.assert_close(clip.norms, total.norm(dim=1))
-    with ps.sample_ids(IDS[:6], SIZE, verify=False), pytest.raises(RuntimeError, match="expected 6 or 5"):
+    with ps.sample_ids(IDS[:6], SIZE, verify=False), pytest.raises(RuntimeError, match="expected 6, as in"):
         inner(x)
     # rows that are others than those of which was told are told by every pass
     model, x, expected = mlp()
@@ -923,6 +923,63 @@ def test_a_batch_of_one_verifies_nothing() -> None:
     with ps.sample_ids(IDS, SIZE, verify=False):
         losses(ours(x, order)).sum().backward()
     assert_rows(ours, expected)
+
+
+def test_rows_of_another_kind_than_those_verified() -> None:
+    """One number meets a batch of a single row, whose values are as many as there are samples."""
+
+    class Scaled(nn.Module):
+        def __init__(self, shape: tuple[int, ...]) -> None:
+            super().__init__()
+            self.scale, self.net = nn.Parameter(torch.rand(shape) + 0.5), nn.Linear(SIZE, SIZE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x) * self.scale
+
+    for shape in ((), (1,), (1, 1), (SIZE,)):
+        ours = ps.convert_model(Scaled(shape).double(), loss_reduction="sum")
+        for ids in (IDS, torch.tensor([2]), IDS[:4]):
+            x = double(len(ids), SIZE)
+            expected = by_loss(
+                ps.restore_model(copy.deepcopy(ours)), lambda m, x=x, ids=ids: losses(m(x), ids)
+            )
+            ours.zero_grad()
+            with ps.sample_ids(ids, SIZE, outputs="rows", verify=False):
+                losses(ours(x), ids).sum().backward()
+            assert_rows(ours, expected)
+
+
+def test_a_number_of_rows_that_is_that_of_another_kind() -> None:
+    class Edges(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nodes, self.edges = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, a: Tensor, b: Tensor, swapped: bool) -> Tensor:
+            one, two = (x, x[a]) if swapped else (x[a], x)
+            out = self.nodes(two)
+            return out.index_add(0, a if swapped else b, self.edges(one)[: len(a)])
+
+    torch.manual_seed(0)
+    model, x = Edges().double(), double(ROWS, 6)
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for count in (7, ROWS, SIZE):
+        a = torch.randint(ROWS, (count,))
+        b = torch.stack([(IDS[i] == IDS).nonzero()[-1, 0] for i in a])
+        expected = by_loss(model, lambda m, a=a, b=b: losses(m(x, a, b, False)))
+        ours.zero_grad()
+        with ps.sample_ids(IDS, SIZE, outputs="rows", verify=False), ps.sample_ids(IDS[a]):
+            losses(ours(x, a, b, False)).sum().backward()
+        assert_rows(ours, expected)
+    a = torch.arange(3)
+    with (
+        ps.sample_ids(IDS, SIZE, outputs="rows", verify=False),
+        ps.sample_ids(IDS[a]),
+        pytest.raises(
+            RuntimeError, match=r"`nodes.bias`, `nodes.weight` is given 3 rows: expected 12, as in"
+        ),
+    ):
+        ours(x, a, a, True)
 
 
 def test_layers_that_were_not_verified() -> None:
