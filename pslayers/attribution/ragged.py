@@ -60,12 +60,16 @@ class RaggedBatch:
         """What those are called in any batch: a row for each sample is -1, whatever else is told of."""
         return [*range(len(self.known)), -1]
 
-    def same(self, found: Owners) -> frozenset[int]:
-        """The kinds of rows that are these samples', where they are any that were told of."""
+    def like(self, found: Owners, clear: Tensor) -> frozenset[int]:
+        """The kinds of rows that may be these samples', where they are any that were told of: `clear` (R,)
+        are those of which that was seen.
+        """
         if not any(found is one for one in self.owned):
             return frozenset()
-        pairs = zip(self.kinds, self.owned, strict=True)
-        return frozenset(k for k, one in pairs if torch.equal(one.ids, found.on(one.ids.device).ids))
+        every = [one.on(clear.device).ids for one in self.owned]
+        ids = found.on(clear.device).ids
+        alike = [len(one) == len(ids) and torch.equal(one[clear], ids[clear]) for one in every]
+        return frozenset(kind for kind, same in zip(self.kinds, alike, strict=True) if same)
 
     def fitting(self, t: Tensor) -> list[tuple[Tensor, int]]:
         """Whose the rows of a tensor of this shape may be, and their dim."""
@@ -206,7 +210,7 @@ class Use:
         """Whose the rows are, from the signature of the gradient and those of the marked ones."""
         if marks or bool(plain.any()):
             self.found = self._owners(plain, marks, eps, call)
-            call.note(self)
+            call.note(self, plain[:, 2] > _lost(eps) * call.largest(-1))
 
     def _owners(self, plain: Tensor, marks: Sequence[Tensor], eps: float, call: "RaggedCall") -> Owners:
         if len(marks) != call.passes:
@@ -243,8 +247,7 @@ class Use:
         norms, letters = plain[:, 2], call.letters.to(plain)
         off = norms * min(1000 * eps, 0.03)  # where sums are formed in another order each time
         nothing, right = norms == 0, norms != 0
-        # what is left of sums of several samples' that cancel
-        lost = min(32 * eps, 1e-3)
+        lost = _lost(eps)
         rounding = norms <= lost * call.largest(-1)
         for number, marked in enumerate(marks):
             clearer = plain[:, :2].abs().argmax(1, keepdim=True)  # of the two sums
@@ -310,6 +313,11 @@ def _signature(grad: Tensor) -> Tensor:
     return torch.cat([flat @ _directions(flat.shape[1], flat.dtype, flat.device), norms], 1)
 
 
+def _lost(eps: float) -> float:
+    """Of the largest row, what is left of sums of several samples' that cancel."""
+    return min(32 * eps, 1e-3)
+
+
 def _times(signature: Tensor, factors: Tensor) -> Tensor:
     """(R, 3): the signature of rows times factors (R, 1)."""
     return torch.cat([signature[:, :2] * factors, signature[:, 2:] * factors.abs()], 1)
@@ -372,10 +380,10 @@ class RaggedCall:
             )
         return found[0]
 
-    def note(self, use: Use) -> None:
-        """Whose the rows of a use were, for batches that are not verified."""
+    def note(self, use: Use, clear: Tensor) -> None:
+        """Whose the rows of a use were, for batches that are not verified, as those that are `clear` show."""
         told = self.batch.size > 1 and not use.elementwise
-        kinds = self.batch.same(use.found) if told and use.found is not None else frozenset[int]()
+        kinds = self.batch.like(use.found, clear) if told and use.found is not None else frozenset[int]()
         before = self.seen.get(use.name, kinds)
         self.seen[use.name] = before | kinds if before and kinds else frozenset()
 

@@ -982,6 +982,27 @@ def test_a_number_of_rows_that_is_that_of_another_kind() -> None:
         ours(x, a, a, True)
 
 
+def test_rows_without_gradients_verify_nothing() -> None:
+    """Sequences, one for each sample, of which the last has no rows: its row may be anyone's."""
+
+    class Sequences(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.LSTM(2, 2, batch_first=True)
+
+        def forward(self, x: Tensor, ids: Tensor, size: int) -> Tensor:
+            place = (ids[:, None] == ids).tril().sum(1) - 1
+            return self.net(x.new_zeros(size, len(ids), 2).index_put((ids, place), x))[0][ids, place]
+
+    ours = ps.convert_model(Sequences().double(), loss_reduction="sum")
+    for ids, size in ((torch.tensor([0, 1, 1]), 3), (torch.tensor([1, 2, 2, 3]), 4)):
+        x = double(len(ids), 2)
+        with ps.sample_ids(ids, size, outputs="rows", verify=False), ExitStack() as stack:
+            if size == 4:
+                stack.enter_context(pytest.raises(RuntimeError, match="not two kinds of as many"))
+            losses(ours(x, ids, size), ids, size).sum().backward()
+
+
 def test_layers_that_were_not_verified() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
