@@ -288,7 +288,7 @@ class Patches(Factor):
     """
 
     # above this many positions a sample, summing the rows is cheaper than a second convolution over the batch
-    worth_summing = 32
+    worth_summing = 12
     unread = ("weight",)
 
     def __init__(self, x: Tensor, gy: Tensor, weight: Tensor, shape: torch.Size, geometry: Geometry) -> None:
