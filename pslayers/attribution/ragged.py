@@ -32,7 +32,7 @@ from ..core.factors import Owners
 from ..core.trees import map_tensors, tensors_in, tensors_of
 from .proof import factors_of, gradients_of, last_edges, letters_for, quiet_pass
 
-# by the names of weights that were verified, the kinds of rows of their uses; none where one had others
+# by the names of parameters that were verified, the kinds of rows of their uses; none where one had others
 Seen = dict[str, frozenset[int]]
 
 
@@ -363,7 +363,8 @@ class RaggedCall:
         return max(norms, default=0.0)
 
     def _trusted(self, use: Use) -> Owners:
-        kinds = self.seen.get(use.name)
+        known = [self.seen.get(name, frozenset()) for name in use.names]
+        kinds = frozenset.intersection(*known)
         if not kinds or use.elementwise:
             raise RuntimeError(
                 f"`{use.name}` was not reached by the losses of the batch that was verified, or not in this"
@@ -384,8 +385,9 @@ class RaggedCall:
         """Whose the rows of a use were, for batches that are not verified, as those that are `clear` show."""
         told = self.batch.size > 1 and not use.elementwise
         kinds = self.batch.like(use.found, clear) if told and use.found is not None else frozenset[int]()
-        before = self.seen.get(use.name, kinds)
-        self.seen[use.name] = before | kinds if before and kinds else frozenset()
+        for name in use.names or {use.name}:
+            before = self.seen.get(name, kinds)
+            self.seen[name] = before | kinds if before and kinds else frozenset()
 
     def learn(self, ids: Tensor) -> Owners:
         """Whose rows are, as a use has shown: others' may be, too."""
@@ -426,7 +428,7 @@ class RaggedCall:
         for e in expansions:
             e.use = use
         if self.trusted:
-            use.found = self._trusted(use)
+            use.found = self._trusted(use) if names else None  # of frozen weights nobody asks for rows
             return
         self.half = self.half or any(t.dtype == torch.float16 for t in outputs)
         made_again = torch_api.current_pass() != -1  # by a checkpoint: what counts is what was made first
@@ -475,11 +477,14 @@ class RaggedCall:
         if not tensors:
             return output
         if all(self.batch.owners(t) is None for t in tensors):
+            turned = any(
+                t.ndim > 1 and t.shape[1 - dim] == len(i) for t in tensors for i, dim in self.batch.known
+            )
             raise ValueError(
                 f"the model returns {', '.join(str(tuple(t.shape)) for t in tensors)}, of whose rows"
-                f" ps.sample_ids was not told whose they are: expected {self._expected()} rows. Is `size` the"
-                " number of samples? Tell of other rows by a further ps.sample_ids around the call; take the"
-                " loss outside of the model."
+                f" ps.sample_ids was not told whose they are: expected {self._expected()} rows."
+                f" {'Is `dim` that of the rows?' if turned else 'Is `size` the number of samples?'} Tell of"
+                " other rows by a further ps.sample_ids around the call; take the loss outside of the model."
             )
         outside = iter(_Exit.apply(self, *tensors))
 

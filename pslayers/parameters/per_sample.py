@@ -58,6 +58,7 @@ class Standing:
         follows: whose the rows of other tensors are is followed.
         choices: for each tensor with as many rows as the batch, in order, whether the run that proved this
             took it for the batch's; None during that run.
+        prefix: of the names by which errors call them.
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class Standing:
         weights: dict[str, Tensor],
         follows: bool = False,
         choices: Sequence[bool] | None = None,
+        prefix: str = "",
     ) -> None:
         self.inputs, self.includes_children, self.weights = inputs, includes_children, weights
         self.follows, self.choices = follows, choices
-        self.path = ""  # of the module
+        self.prefix, self.path = prefix, ""  # of the module
         self.made: list[weakref.ref[PerSample]] = []
         self.chosen: list[bool] = []
         self.level = torch_api.level()  # of transforms of torch.func around the forward
@@ -82,7 +84,8 @@ class Standing:
 
         def again() -> Standing:
             standing = Standing(
-                self.inputs, self.includes_children, self.weights, self.follows, self.choices or self.chosen
+                *(self.inputs, self.includes_children, self.weights, self.follows),
+                *(self.choices or self.chosen, self.prefix),
             )
             standing.chosen, standing.path = self.chosen[:chosen], self.path
             return standing
@@ -92,7 +95,7 @@ class Standing:
     def stand_ins(self) -> dict[str, "PerSample"]:
         """One for each of the weights."""
         return {
-            name: PerSample.of(w, len(w) < 2 or w.stride(0) == 0, frozenset((name,)))
+            name: PerSample.of(w, len(w) < 2 or w.stride(0) == 0, frozenset((self.prefix + name,)))
             for name, w in self.weights.items()
         }
 

@@ -109,7 +109,7 @@ def _leading(t: Tensor, shape: Sequence[int]) -> int:
     that only one row has.
     """
     found = len(shape) - t.ndim + next((i for i, n in enumerate(t.shape) if n != 1), t.ndim)
-    several = found == len(shape) > 1 and (math.prod(shape[:-1]) > 1 or _single_row(shape[:-1]))
+    several = found == len(shape) > 1 and (math.prod(shape[:-1]) != 1 or _single_row(shape[:-1]))
     return found - 1 if several else found
 
 
@@ -124,7 +124,7 @@ def _single_row(shape: Sequence[int]) -> bool:
 def _in_rows(t: PerSample, shape: Sequence[int]) -> Tensor | None:
     """The parameter, one for each row of a result of this shape; None where its rows are in a later dim."""
     leading = shape[: _leading(t, shape)]
-    if math.prod(leading) < 2 and not _single_row(leading):
+    if math.prod(leading) == 1 and not _single_row(leading):
         return None
     core = t.shape[next((i for i, n in enumerate(t.shape) if n != 1), t.ndim) :] or (1,)
     rows = expansion_of(t).tensor(math.prod(leading))

@@ -982,6 +982,40 @@ def test_a_number_of_rows_that_is_that_of_another_kind() -> None:
         ours(x, a, a, True)
 
 
+def test_what_is_frozen_later_is_not_verified() -> None:
+    model, x = nn.TransformerEncoderLayer(6, 1, 3, 0.0, batch_first=True).double(), double(ROWS, 6)
+    ours, apart = ps.convert_model(copy.deepcopy(model), loss_reduction="sum"), IDS[:, None] != IDS
+    expected = by_loss(model, lambda m: losses(m(x[None], apart)[0]))
+    for frozen in ([], [ours.self_attn.in_proj_bias, ours.linear2.weight]):
+        ours.zero_grad()
+        for p in frozen:
+            p.requires_grad_(False)
+            expected = {name: r for name, r in expected.items() if ours.get_parameter(name) is not p}
+        with ps.sample_ids(IDS, SIZE, dim=1, verify=False):
+            losses(ours(x[None], apart)[0]).sum().backward()
+        assert_rows(ours, expected)
+
+
+def test_a_later_batch_without_edges() -> None:
+    class Edges(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.rand(6))
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            return x.index_add(0, edges[1], x[edges[0]] * self.w.tanh() + self.w[0])
+
+    model, x = Edges().double(), double(ROWS, 6)
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for edges in (torch.tensor([[0, 2, 4], [2, 7, 1]]), torch.zeros(2, 0, dtype=torch.long)):
+        ours.zero_grad()
+        with ps.sample_ids(IDS, SIZE, outputs="rows", verify=False), ps.sample_ids(IDS[edges[0]]):
+            losses(ours(x, edges)).sum().backward()
+        found = ours.w.grad_sample
+        expected = by_loss(model, lambda m, edges=edges: losses(m(x, edges)))["w"]
+        torch.testing.assert_close(torch.zeros_like(expected) if found is None else found, expected)
+
+
 def test_rows_without_gradients_verify_nothing() -> None:
     """Sequences, one for each sample, of which the last has no rows: its row may be anyone's."""
 
