@@ -121,7 +121,7 @@ def sample_ids(
 
     Every batch is verified, which takes another backward pass, without weight gradients. With
     ``verify=False`` that is the first one alone, in each mode of the model, if all its layers were given rows
-    that it was told of; then a layer's rows are taken for those, by their number.
+    that it was told of; then a layer's rows are taken for those of the same block as there.
 
     Example:
         >>> import torch, pslayers as ps
