@@ -312,6 +312,8 @@ HIGHEST = 31  # factors: 1, 2, .. 2^31, and the same below zero
 HIGHEST_OF_HALF = 7  # a float16 has room for no more
 NOTHING = {torch.float16: 2.0**-12}  # below which a number, times a factor, may have lost bits
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
+# bits below the exponent
+FRACTION = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23, torch.float64: 52}
 AT_ONCE = 1 << 20  # values
 
 
@@ -372,16 +374,18 @@ def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
     flat = grad.reshape(len(grad), -1)
     flat = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
     least, as_integers = NOTHING.get(flat.dtype, 1e-30), INTEGERS[flat.element_size()]
-    odd = torch.randint(1 << 62, flat.shape[1:], generator=torch.Generator().manual_seed(0)) * 2 + 1
+    wide = torch.int64 if flat.dtype == torch.float64 else torch.int32
+    generator = torch.Generator().manual_seed(0)
+    odd = torch.randint(1 << 30, flat.shape[1:], generator=generator, dtype=wide) * 2 + 1
     odd, found = odd.to(flat.device), []
     step = max(AT_ONCE // flat.shape[1], 1)
     for rows, scale in zip(flat.split(step), inverse.split(step), strict=True):
         # no zeros of two signs, and nothing that lost bits below the smallest normal number
         values = torch.nn.functional.hardshrink(rows * scale.unsqueeze(1), least)
-        bits = values.view(as_integers).long()
+        bits = values.view(as_integers).to(wide)
         # sign and exponent into the low bits: times an odd number, the highest bit is itself, and two cancel
-        bits ^= (bits >> 52) ^ (bits >> 23)
-        found.append(bits.mul_(odd).sum(1))
+        bits ^= bits >> FRACTION[flat.dtype]
+        found.append(bits.mul_(odd).sum(1, dtype=wide))
     return torch.cat(found)
 
 

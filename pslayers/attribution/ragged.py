@@ -374,10 +374,10 @@ class RaggedCall:
         found = [one for one in likely if len(one.ids) == use.rows]
         if not (found and all(torch.equal(found[0].ids, o.on(found[0].ids.device).ids) for o in found[1:])):
             expected = " or ".join(str(len(one.ids)) for one in likely)
+            problem = "and they may be two kinds of rows" if found else f"expected {expected}"
             raise RuntimeError(
-                f"`{use.name}` is given {use.rows} rows: expected {expected}, as in the batch that was"
-                " verified, and not two kinds of as many. Tell of them by a further ps.sample_ids, or leave"
-                " verify=False away."
+                f"`{use.name}` is given {use.rows} rows: {problem}, as the batch that was verified shows."
+                " Tell of them by a further ps.sample_ids, or leave verify=False away."
             )
         return found[0]
 

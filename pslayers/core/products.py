@@ -19,6 +19,7 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch_api.onednn_linear is
 WORTH_IT = 1 << 20  # multiplications, from which oneDNN's dearer call may have paid
 NARROW = 16  # columns, below which it never does
 EACH = 8  # of a batch of products that are measured
+MEASURED = 1 << 27  # multiplications of a product that is measured: of more rows, a part
 
 
 def has_onednn(x: Tensor) -> bool:
@@ -44,6 +45,11 @@ def _by_onednn(
     return tuning.fastest(key, {"torch": by_torch, "onednn": by_onednn}, "torch") == "onednn"
 
 
+def _part(each: int) -> int:
+    """How many rows of a product are measured, `each` of so many multiplications."""
+    return max(MEASURED // each, NARROW)
+
+
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y: Tensor = torch_api.onednn_linear(_dense(x), _dense(weight), bias, "none", [], "")
     return y
@@ -63,7 +69,11 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     width, inner = weight.shape
     if width >= NARROW and x.numel() * width >= WORTH_IT and has_onednn(x) and weight.dtype == x.dtype:
         sizes = x.numel() // inner, width, inner, weight.is_contiguous()
-        ways = (lambda: F.linear(x, weight, bias)), (lambda: _onednn(x, weight, bias))
+
+        def some() -> Tensor:
+            return x.reshape(-1, inner)[: _part(inner * width)]
+
+        ways = (lambda: F.linear(some(), weight, bias)), (lambda: _onednn(some(), weight, bias))
         if _by_onednn("affine", sizes, *ways):
             return _onednn(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -112,7 +122,8 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
         left, right = left.flatten(0, -2), right.flatten(0, -2)
     wide = left.shape[1], right.shape[1]
     if min(wide) >= NARROW and left.numel() * wide[1] >= WORTH_IT and has_onednn(left):
-        ways = (lambda: left.t() @ right), (lambda: _onednn(left.t(), right.t(), None))
+        n = _part(wide[0] * wide[1])
+        ways = (lambda: left[:n].t() @ right[:n]), (lambda: _onednn(left[:n].t(), right[:n].t(), None))
         if _by_onednn("outer", (len(left), *wide), *ways):
             return _onednn(left.t(), right.t(), None)
     return left.t() @ right

@@ -17,7 +17,7 @@ from .. import torch_api
 Key = tuple[Any, ...]
 # ways that are so many times as slow as the fastest after a round are not in the next one: in the first ones,
 # the machine may have been busy with something else
-ROUNDS = 3.0, 1.5, 1.3, 1.0
+ROUNDS = 3.0, 1.4, 1.0
 LONG = 0.02  # seconds, of which one round tells enough
 
 
