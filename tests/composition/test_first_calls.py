@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pslayers as ps
 from pslayers.attribution import proof
@@ -268,6 +269,44 @@ def test_an_example_leaves_what_it_was_shown() -> None:
     for name, t in ours.state_dict().items():
         torch.testing.assert_close(t, before[name], msg=name)
     right(ours, model, torch.randint(6, (3, 4)))
+
+
+class Allocations(TorchDispatchMode):
+    """The memory of tensors of one shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.found = shape, dict[int, Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if isinstance(result, Tensor) and result.shape == self.shape and result.is_contiguous():
+            self.found[result.data_ptr()] = result  # so that it is not used again
+        return result
+
+
+@pytest.mark.parametrize("n", [4, 16])  # with a few of 16 it is found out whose rows are whose
+@pytest.mark.parametrize("name", ["sequences", "time first"])
+def test_a_first_step_makes_rows_once(name: str, n: int) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x).mean(1) if name == "sequences" else self.net(x.transpose(0, 1)).mean(0)
+
+    torch.manual_seed(0)
+    model, ours = both(nn.Sequential(Pooled(), nn.Linear(7, 3)))
+    for _ in range(2):
+        x = batch(n, 5, 6)
+        expected = loop(model, square, (x,))
+        output = ours(x)
+        with Allocations((n, 7, 6)) as made:
+            squares(output).mean().backward()
+        assert len(made.found) == 1
+        assert_rows(ours, expected)
+        ours.zero_grad()
 
 
 def test_a_first_call_that_is_given_up_leaves_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
