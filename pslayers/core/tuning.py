@@ -49,7 +49,7 @@ class Tuning:
             ways: functions that compute, and may write to what will be written anyway.
             rule: what is taken where nothing is measured.
         """
-        if not self.enabled or torch.are_deterministic_algorithms_enabled():
+        if len(ways) == 1 or not self.enabled or torch.are_deterministic_algorithms_enabled():
             return rule
         key = *key, torch.get_num_threads()
         chosen = self.chosen.get(key)

@@ -229,6 +229,7 @@ PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_PATCH, PRODUCT_RUN, PRODUCT_CALL = 0.0
 
 SOME = 8  # samples whose rows are formed by each method to see which is the fastest
 WORTH_TRYING = 4.0  # times as slow as the fastest, by the model
+MOST = 8  # chunks that a sample's patches may take, for a product with them to be tried: fused is faster then
 NARROW = 4  # channels in, for which a convolution by the output gradient may be the fastest
 
 
@@ -246,6 +247,10 @@ def fastest(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> str:
     fitted = out.device.type == "cpu" and out.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     sizes = x.shape, gy.shape, out.shape, geometry, has_onednn(out)
     promising = _promising(*sizes) if fitted else ["im2col", "fused", "turned"]
+    patches = out[0, 0].numel() * geometry.groups * positions * out.element_size()
+    copied = out.shape[3:].numel() > 1 or any(s > 1 for s in geometry.stride)
+    if copied and patches > MOST * CHUNK_BYTES.get(out.device.type, CHUNK_BYTES_ELSEWHERE):
+        promising = [way for way in promising if way in ("fused", "turned")] or promising
 
     def of_some(method: str) -> None:
         ROWS[method](x[: some * k], gy[: some * k], 1.0, out[:some], geometry)
