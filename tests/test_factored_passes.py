@@ -50,11 +50,13 @@ def test_patterns(name: str) -> None:
     ours = ps.convert_model(copy.deepcopy(model), on_unsupported="general")
     bound = flat(truth).square().sum(1).sqrt().median().item()
     _, sums = clipped(truth, bound)
-    with ps.clipping(ours, bound, passes=2) as clip:
-        clip.backward(losses(ours(**inputs), 3).mean())
-    for key, p in ours.named_parameters():
-        if p.requires_grad:
-            near(torch.zeros_like(p) if p.grad is None else p.grad, sums[key] / 3)
+    for _ in range(2):  # what a first call finds out is known to the next one
+        ours.zero_grad()
+        with ps.clipping(ours, bound, passes=2) as clip:
+            clip.backward(losses(ours(**inputs), 3).mean())
+        for key, p in ours.named_parameters():
+            if p.requires_grad:
+                near(torch.zeros_like(p) if p.grad is None else p.grad, sums[key] / 3)
 
 
 @pytest.mark.parametrize("twice", [False, True])

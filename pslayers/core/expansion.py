@@ -139,6 +139,8 @@ class Expansion:
         if self.rows is None:
             return self.weight.expand(n, *self.weight.shape)
         self.joined = True
+        if self.recorder is not None:
+            self.recorder.joined = True
         joined: Tensor = _Join.apply(self.weight, self.rows, n, self)
         joined._ps_expansion = self  # type: ignore[attr-defined]
         return joined

@@ -33,6 +33,7 @@ class Recorder:
         self.form: tuple[Any, ...] | None = None  # of the leaf
         self.node: Any = None  # of the graph, that takes what the leaf receives
         self.pass_id = self.outer_pass = self.notes_pass = -1
+        self.joined = False  # one of those stands for an ordinary tensor, which several ops may take
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
         self.repeats = 0  # of these, that were made while a backward pass ran, by checkpoints
         self.counted = -1  # the last pass after which they were counted anew, of those without sums
@@ -89,7 +90,7 @@ class Recorder:
     def use(self) -> None:
         """Count an expansion of the parameter."""
         if self.checked:
-            self.uses, self.repeats, self.checked = 0, 0, False
+            self.uses, self.repeats, self.checked, self.joined = 0, 0, False, False
         self.uses += 1
         # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own:
         # count the outer one
@@ -100,7 +101,7 @@ class Recorder:
     @property
     def used_once(self) -> bool:
         """Whether one use alone gives the parameter rows, not counting what checkpoints make again."""
-        return self.uses - self.repeats == 1
+        return self.uses - self.repeats == 1 and not self.joined
 
     @property
     def sink(self) -> Sink:
