@@ -45,7 +45,7 @@ class RaggedBatch:
         self.returned: list[Tensor] = []  # else the rows of one of these ids
         self.known: list[tuple[Tensor, int]] = []  # ids, and the dim that they are for
 
-    def trusts(self, seen: "Seen") -> bool:
+    def trusts(self, seen: Seen) -> bool:
         """Whether rows are taken for those that were told of, as they were in every use that was verified."""
         return not self.verify and bool(seen) and all(seen.values())
 
@@ -56,20 +56,11 @@ class RaggedBatch:
         return [Owners(ids, self.size) for ids in (*each, torch.arange(self.size, device=each[0].device))]
 
     @property
-    def kinds(self) -> list[int]:
-        """What those are called in any batch: a row for each sample is -1, whatever else is told of."""
-        return [*range(len(self.known)), -1]
-
-    def like(self, found: Owners, clear: Tensor) -> frozenset[int]:
-        """The kinds of rows that may be these samples', where they are any that were told of: `clear` (R,)
-        are those of which that was seen.
+    def kinds(self) -> list[tuple[int, Owners]]:
+        """Those by what they are called in any batch: a row for each sample is -1, whatever else is told
+        of.
         """
-        if not any(found is one for one in self.owned):
-            return frozenset()
-        every = [one.on(clear.device).ids for one in self.owned]
-        ids = found.on(clear.device).ids
-        alike = [len(one) == len(ids) and torch.equal(one[clear], ids[clear]) for one in every]
-        return frozenset(kind for kind, same in zip(self.kinds, alike, strict=True) if same)
+        return list(zip([*range(len(self.known)), -1], self.owned, strict=True))
 
     def fitting(self, t: Tensor) -> list[tuple[Tensor, int]]:
         """Whose the rows of a tensor of this shape may be, and their dim."""
@@ -210,7 +201,21 @@ class Use:
         """Whose the rows are, from the signature of the gradient and those of the marked ones."""
         if marks or bool(plain.any()):
             self.found = self._owners(plain, marks, eps, call)
-            call.note(self, plain[:, 2] > _lost(eps) * call.largest(-1))
+            call.note(self, self._kinds(plain[:, 2], eps, call))
+
+    def _kinds(self, norms: Tensor, eps: float, call: "RaggedCall") -> frozenset[int]:
+        """Of the rows that were told of, which these may be: none where they are others."""
+        owners = self.found
+        if call.batch.size == 1 or self.elementwise or not any(owners is one for one in call.batch.owned):
+            return frozenset()
+        fitting = [(kind, one) for kind, one in call.batch.kinds if len(one.ids) == self.rows]
+        if len(fitting) > 1:  # rows without a gradient may be anyone's
+            assert owners is not None
+            clear, ids = norms > _lost(eps) * call.largest(-1), owners.on(norms.device).ids
+            fitting = [
+                (kind, one) for kind, one in fitting if torch.equal(one.on(ids.device).ids[clear], ids[clear])
+            ]
+        return frozenset(kind for kind, _ in fitting)
 
     def _owners(self, plain: Tensor, marks: Sequence[Tensor], eps: float, call: "RaggedCall") -> Owners:
         if len(marks) != call.passes:
@@ -370,7 +375,7 @@ class RaggedCall:
                 f"`{use.name}` was not reached by the losses of the batch that was verified, or not in this"
                 " way: call the model once more without verify=False."
             )
-        likely = [one for kind, one in zip(self.batch.kinds, self.batch.owned, strict=True) if kind in kinds]
+        likely = [one for kind, one in self.batch.kinds if kind in kinds]
         found = [one for one in likely if len(one.ids) == use.rows]
         if not (found and all(torch.equal(found[0].ids, o.on(found[0].ids.device).ids) for o in found[1:])):
             expected = " or ".join(str(len(one.ids)) for one in likely)
@@ -381,10 +386,8 @@ class RaggedCall:
             )
         return found[0]
 
-    def note(self, use: Use, clear: Tensor) -> None:
-        """Whose the rows of a use were, for batches that are not verified, as those that are `clear` show."""
-        told = self.batch.size > 1 and not use.elementwise
-        kinds = self.batch.like(use.found, clear) if told and use.found is not None else frozenset[int]()
+    def note(self, use: Use, kinds: frozenset[int]) -> None:
+        """Which rows a use had, for batches that are not verified."""
         for name in use.names or {use.name}:
             before = self.seen.get(name, kinds)
             self.seen[name] = before | kinds if before and kinds else frozenset()

@@ -18,6 +18,8 @@ from .context import Scale, Settings
 from .expansion import Expansion
 from .sinks import DenseRows, SingleSample, Sink
 
+Counts = tuple[int, int, bool, bool]  # of uses: how many, made by checkpoints, met a pass, joined
+
 
 class Recorder:
     """Of one parameter, on which it lives: its rows leaf, its sinks, and what has been passed on to it.
@@ -33,9 +35,9 @@ class Recorder:
         self.form: tuple[Any, ...] | None = None  # of the leaf
         self.node: Any = None  # of the graph, that takes what the leaf receives
         self.pass_id = self.outer_pass = self.notes_pass = -1
-        self.joined = False  # one of those stands for an ordinary tensor, which several ops may take
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
         self.repeats = 0  # of these, that were made while a backward pass ran, by checkpoints
+        self.joined = False  # one of these stands for an ordinary tensor, which several ops may take
         self.counted = -1  # the last pass after which they were counted anew, of those without sums
         self.notes: list[tuple[int, int] | Tensor] = []
         self.compiled = False  # the notes come from compiled code
@@ -90,13 +92,22 @@ class Recorder:
     def use(self) -> None:
         """Count an expansion of the parameter."""
         if self.checked:
-            self.uses, self.repeats, self.checked, self.joined = 0, 0, False, False
+            self.recount()
         self.uses += 1
         # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own:
         # count the outer one
         self.outer_pass = torch_api.outer_pass()
         if self.outer_pass != -1:
             self.repeats += 1
+
+    @property
+    def counts(self) -> Counts:
+        """What is known of the uses."""
+        return self.uses, self.repeats, self.checked, self.joined
+
+    def recount(self, counts: Counts = (0, 0, False, False)) -> None:
+        """Begin at these: what came after them is of no backward pass that is to come."""
+        self.uses, self.repeats, self.checked, self.joined = counts
 
     @property
     def used_once(self) -> bool:

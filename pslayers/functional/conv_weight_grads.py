@@ -247,9 +247,8 @@ def fastest(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> str:
     fitted = out.device.type == "cpu" and out.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     sizes = x.shape, gy.shape, out.shape, geometry, has_onednn(out)
     promising = _promising(*sizes) if fitted else ["im2col", "fused", "turned"]
-    patches = out[0, 0].numel() * geometry.groups * positions * out.element_size()
-    copied = out.shape[3:].numel() > 1 or any(s > 1 for s in geometry.stride)
-    if copied and patches > MOST * CHUNK_BYTES.get(out.device.type, CHUNK_BYTES_ELSEWHERE):
+    copied = _copied(gy.shape, out.shape, geometry) * out.element_size()
+    if copied > MOST * CHUNK_BYTES.get(out.device.type, CHUNK_BYTES_ELSEWHERE):
         promising = [way for way in promising if way in ("fused", "turned")] or promising
 
     def of_some(method: str) -> None:
@@ -275,7 +274,7 @@ def _promising(
         (x.numel() + gy.numel()) / shape[0],
         groups * i * kernel * positions,
     )
-    copied = patches if kernel > 1 or any(s > 1 for s in geometry.stride) else 0
+    copied = _copied(gy, shape, geometry)
     wide = groups * math.prod(math.ceil(n / 32) * 32 for n in (o, i * kernel))
     if i < FEW:
         fused = values * (FEW_RESULT + FEW_MULTIPLY * positions) + patches * FEW_PATCH
@@ -304,6 +303,13 @@ def _promising(
     least = min(costs.values())
     found = sorted((m for m in costs if costs[m] <= WORTH_TRYING * least), key=costs.__getitem__)
     return [*found, "turned"] if i <= NARROW else found  # of which the model knows nothing
+
+
+def _copied(gy: torch.Size, shape: torch.Size, geometry: Geometry) -> int:
+    """How many values a sample's patches are, where they are no view of the input."""
+    if shape[3:].numel() == 1 and max(geometry.stride) == 1:
+        return 0
+    return geometry.groups * shape[2:].numel() * gy[0] * gy[2:].numel() // shape[0]
 
 
 def _blocked(channels: int) -> int:

@@ -15,12 +15,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import compiled, torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
-from ..attribution.ragged import of_jagged
+from ..attribution.ragged import Seen, of_jagged
 from ..attribution.tracking import Layout, batch_dim, run_tracked
 from ..core import sharding
 from ..core.context import Batch, Settings, clear, local, transforming
 from ..core.converted_module import ConvertedModule
-from ..core.recorder import recorder_of
+from ..core.recorder import Recorder, recorder_of
 from ..core.trees import own_parameters, tensors_in
 from .batch_of_one import run_alone, run_plain
 from .first_call import Kind, ModelCall
@@ -57,8 +57,7 @@ class State:
         self.ragged_whole = False
         self.ragged_hooks = False  # its forward puts hooks on tensors
         self.ragged_shared: set[str] = set()  # parameters that meet what all samples share
-        # in each mode, whether a use's rows were always those of which was told
-        self.ragged_seen: dict[bool, dict[str, frozenset[int]]] = {True: {}, False: {}}
+        self.ragged_seen: dict[bool, Seen] = {True: {}, False: {}}  # in each mode
         self.ragged_proved: set[bool] = set()  # in which modes it was looked for that
         # callers of layers that take what all samples share, in these ways, are run whole
         self.shared: set[Layout] = set()
@@ -334,12 +333,26 @@ class Converted(_Mixin):
                 recorder_of(param, inventory.prefix + path, state.settings, module()).rows_leaf(size)
         state.preallocated_size = size
 
+    def _ps_recorders(self) -> list[Recorder]:
+        """Of the parameters below, those that there are."""
+        slots = self._ps_inventory().slots
+        return [r for held, name, *_ in slots if (r := getattr(held[name], "_ps_recorder", None)) is not None]
+
+    def _ps_count_from_here(self) -> Callable[[], None]:
+        """What makes runs from here on no uses of the parameters: they were on trial."""
+        counts = {recorder: recorder.counts for recorder in self._ps_recorders()}
+
+        def forget() -> None:
+            for recorder in self._ps_recorders():
+                recorder.recount(*([counts[recorder]] if recorder in counts else []))
+
+        return forget
+
     def _ps_leave_room(self) -> None:
         """Let runs on trial have the memory for rows."""
-        for held, name, *_ in self._ps_inventory().slots:
-            if (recorder := getattr(held[name], "_ps_recorder", None)) is not None:
-                recorder.release()
-                recorder.dense.release()
+        for recorder in self._ps_recorders():
+            recorder.release()
+            recorder.dense.release()
         self._ps_state().preallocated_size = -1
 
     def _ps_apart(self) -> ValueError:

@@ -37,7 +37,6 @@ from ..core.trees import map_tensors, tensors_in
 from .how_modules_run import choose_how_modules_run
 
 if TYPE_CHECKING:
-    from ..core.recorder import Recorder
     from .converted import Converted
 
 UNDECIDED: Any = object()
@@ -63,7 +62,7 @@ _log = logging.getLogger(__name__.partition(".")[0])
 class ModelCall:
     """A call of a converted model, `run(model, *args, **kwargs)`, for `size` samples, more than one."""
 
-    __slots__ = ("args", "kind", "kwargs", "model", "random", "run", "settings", "size", "state", "uses")
+    __slots__ = ("args", "forget", "kind", "kwargs", "model", "random", "run", "settings", "size", "state")
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class ModelCall:
         self.state = model._ps_state()
         self.settings = self.state.settings
         self.random = random_state()
-        self.uses: dict[Recorder, tuple[int, int, bool]] | None = None  # of parameters, before a first call
+        self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
@@ -92,7 +91,7 @@ class ModelCall:
 
     def first(self) -> Any:
         """The output of a call that is recorded, and of a kind that was not proved yet."""
-        self.uses = {r: (r.uses, r.repeats, r.checked) for r in self._recorders()}
+        self.forget = self.model._ps_count_from_here()
         with self._telling():
             return self._first()
 
@@ -168,9 +167,8 @@ class ModelCall:
 
     def _batch(self, proving: bool, trackable: bool) -> Batch:
         """The batch of a further run; layers' outputs are watched where it is to be proved."""
-        if self.uses is not None:  # earlier runs of this call are none
-            for r in self._recorders():
-                r.uses, r.repeats, r.checked = self.uses.get(r, (0, 0, False))
+        if self.forget is not None:
+            self.forget()
         batch = Batch(self.size, self.settings, trackable)
         batch.root = self.model
         if self.settings.recording and torch.is_grad_enabled():
@@ -283,7 +281,7 @@ class ModelCall:
         if kind != self.kind:
             return None
         few = ModelCall(self.model, self.run, args, kwargs, FEW, kind)
-        few.uses = self.uses
+        few.forget = self.forget
         return few
 
     @contextmanager
@@ -300,10 +298,6 @@ class ModelCall:
             self.state.proved, self.state.shared = proved, shared
             self.settings.has_gathered_rows = picked
             raise
-
-    def _recorders(self) -> "list[Recorder]":
-        slots = self.model._ps_inventory().slots
-        return [r for held, name, *_ in slots if (r := getattr(held[name], "_ps_recorder", None)) is not None]
 
     def _make_room(self) -> None:
         """Have memory for the rows of all samples, where rows are recorded."""

@@ -64,9 +64,11 @@ def _call(
     random, before = random_state(), Snapshot(model, (args, kwargs))
     params = list(model.parameters())
     asked: set[str] = set()  # what was found out of
+    forget = model._ps_count_from_here()
     while True:
         set_random_state(random)
         before.restore()
+        forget()
         past, mixed = True, set[str]()
         try:
             output, call = _output(model, run, args, kwargs, proving=True)

@@ -84,8 +84,12 @@ class Standing:
 
         def again() -> Standing:
             standing = Standing(
-                *(self.inputs, self.includes_children, self.weights, self.follows),
-                *(self.choices or self.chosen, self.prefix),
+                self.inputs,
+                self.includes_children,
+                self.weights,
+                self.follows,
+                self.choices or self.chosen,
+                self.prefix,
             )
             standing.chosen, standing.path = self.chosen[:chosen], self.path
             return standing

@@ -95,6 +95,15 @@ def test_two_machines(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "# docs/factored.md\n\nOn cpu, float32:" in capsys.readouterr().out
 
 
+def test_what_a_run_did_not_reach() -> None:
+    cells = [cell(f"cell{n}", 1.0, not_reached=["time of loop"]) for n in range(tables.MANY)]
+    measured = document("A", 2, cells)
+    assert all(f"cell{n}" in tables.measured(measured, ["rows"]) for n in range(tables.MANY))
+    measured["not_reached"] = [cell("late", 1.0)]
+    text = tables.measured(measured, ["rows"])
+    assert f"something of {tables.MANY + 1} cells" in text and "cell0" not in text and "late" not in text
+
+
 def test_no_results(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         summary.main(["--results", str(tmp_path)])
