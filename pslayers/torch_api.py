@@ -252,6 +252,7 @@ AdaptiveOutput = torch.nn.modules.adaptive._ASMoutput
 # ---------------------------------------------------------------------------------------------------- kernels
 lstm, gru = _find("_VF.lstm"), _find("_VF.gru")
 rnn_tanh, rnn_relu = _find("_VF.rnn_tanh"), _find("_VF.rnn_relu")
+onednn_lstm: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)  # what torch's LSTM is on a CPU
 attention_choice = _find("_fused_sdp_choice")  # which kernel scaled_dot_product_attention would take
 attention_math = _find("ops.aten._scaled_dot_product_attention_math")
 # the fused kernel and its backward pass, which also takes what the former returns, by the type of the device

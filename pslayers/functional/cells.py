@@ -6,7 +6,9 @@ output: the projection's, else H; G = `blocks` * H. Sequences are time-major, ``
 are padded.
 """
 
-from collections.abc import Iterable
+import functools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..core.products import add_product, affine
+from ..core.products import add_product, affine, has_onednn
 from .sequences import Steps
+
+Weights = Sequence[dict[str, Tensor]]  # of each direction, in torch's order
 
 
 class Pass(NamedTuple):
@@ -33,6 +37,9 @@ class Pass(NamedTuple):
     # (T, N, R): gradient of the output; ours to write on, as the walk adds what later steps give h[t]
     g_after: Tensor
     g_states: tuple[Tensor, ...]  # (N, H): of the final state but for h; ours to write on
+    gates: Tensor | None = (
+        None  # (T, N, G), as the kernel may have kept them: to be believed only if they fit
+    )
 
     def first(self, t: Tensor) -> Tensor:
         """Of (T, N, ...), each row's first step in this direction: (N, ...)."""
@@ -57,6 +64,23 @@ class Cell(Protocol):
     states: int  # h, and what else a step hands to the next one
     kernel: Any  # torch's fused one
 
+    def run(self, x: Tensor, steps: Steps, states: Sequence[Tensor], weights: Weights) -> tuple[Tensor, ...]:
+        """All steps by torch's kernel: (y, *final state)."""
+        where = () if steps.batch_sizes is None else (steps.batch_sizes,)
+        hx = states[0] if self.states == 1 else states
+        biases, two = "b_ih" in weights[0], len(weights) == 2
+        options = (biases, 1, 0.0, False, two, *(() if where else (False,)))
+        y: tuple[Tensor, ...] = self.kernel(
+            x, *where, hx, [w for ws in weights for w in ws.values()], *options
+        )
+        return y
+
+    def run_and_keep(
+        self, x: Tensor, steps: Steps, states: Sequence[Tensor], weights: Weights
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """The same, and what can be had of the gates in each direction: nothing, or (T, N, G) each."""
+        return self.run(x, steps, states, weights), []
+
     def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         """One step in ops that can be differentiated any number of times: (h before the projection, rest of
         the state).
@@ -66,9 +90,27 @@ class Cell(Protocol):
         """Walk time back, once. Where a sequence has ended, no gradient may reach the gates."""
 
 
-class _LSTM:
+class _LSTM(Cell):
     name, blocks, states = "lstm", 4, 2
     kernel = staticmethod(torch_api.lstm)
+
+    def run_and_keep(
+        self, x: Tensor, steps: Steps, states: Sequence[Tensor], weights: Weights
+    ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        if steps.batch_sizes is not None or "hr" in weights[0] or not keeps_gates(x):
+            return self.run(x, steps, states, weights), []
+        made, gates = [], []
+        for d, w in enumerate(weights):
+            h, c = (s[d : d + 1] for s in states)
+            *each, kept = _onednn(x, h, c, w, reverse=d == 1)
+            made.append(each)
+            if (found := _in_workspace(kept, x.shape[0], x.shape[1], h.shape[-1])) is not None:
+                gates.append(found.flip(0) if d else found.clone())  # a quarter of all that it keeps
+            del kept, found  # the other direction's can have the memory
+        if len(made) == 1:
+            return tuple(made[0]), gates
+        y, *final = zip(*made, strict=True)
+        return (torch.cat(y, -1), *map(torch.cat, final)), gates
 
     def step(self, gates_x: Tensor, gates_h: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
         i, f, g, o = (gates_x + gates_h).chunk(4, -1)
@@ -76,38 +118,32 @@ class _LSTM:
         return o.sigmoid() * c.tanh(), c
 
     def gate_grads(self, p: Pass) -> GateGrads:
-        """All h being known, so are the gates; only c needs a scan.
+        """All h being known, so are the gates, where the kernel did not keep them; only c needs a scan.
 
-        ``gates[t]`` holds the factors by which the gradients of c[t] (for i, f, g) and of h[t] (for o) become
+        ``grads[t]`` holds the factors by which the gradients of c[t] (for i, f, g) and of h[t] (for o) become
         those of the gates: the walk multiplies them in place.
         """
-        (c0,), (gc,), w_hh, w_hr = p.states, p.g_states, p.weights["hh"], p.weights.get("hr")
-        bias = p.weights["b_ih"] + p.weights["b_hh"] if "b_ih" in p.weights else None
-        # (T, N, 4 H)
-        gates = affine(torch.cat([p.x, p.before], -1), torch.cat([p.weights["ih"], w_hh], 1), bias)
-        by_gate = gates.unflatten(-1, (4, -1))
-        i, f, g, o = by_gate.unbind(2)
-        if p.steps.padding is not None:  # closed gates carry the state through
-            by_gate[p.steps.padding] = gates.new_tensor([-torch.inf, torch.inf, 0, -torch.inf]).unsqueeze(1)
-        by_gate[:, :, :2].sigmoid_()
-        _tanh(g)
-        o.sigmoid_()
-        ig, keep = i * g, f.clone()
-        c_before, c_after = _states(c0, p.steps.time, p.reverse)
-        for step in _in_time(p.reverse, ig, keep, c_before, c_after):
-            torch.addcmul(*step[:3], out=step[3])
-        m = p.after.contiguous() if w_hr is None else o * c_after.tanh()
+        (gc,), w_hh, w_hr = p.g_states, p.weights["hh"], p.weights.get("hr")
+        gates = self._gates(p) if p.gates is None else p.gates  # (T, N, 4 H)
+        grads = torch.empty_like(gates)
+        ig, c_before, c_after = self._scan(p, gates, grads)
+        i, f, g, o = gates.unflatten(-1, (4, -1)).unbind(2)
+        m = p.after.contiguous() if w_hr is None and p.gates is None else o * c_after.tanh()
+        if p.gates is not None and not _close(m, p.after):
+            return self.gate_grads(p._replace(gates=None))
+        by_gate = grads.unflatten(-1, (4, -1))
+        to_i, to_f, to_g, to_o = by_gate.unbind(2)  # to_i is ig until its turn
         # o * tanh(c)^2, where m = o * tanh(c)
-        through = (m * m).div_(o.clamp_min_(torch.finfo(o.dtype).tiny))
+        through = (m * m).div_(o.clamp_min(torch.finfo(o.dtype).tiny))
         torch.sub(o, through, out=through)  # dh/dc
-        f.addcmul_(f, f, value=-1).mul_(c_before)
-        torch.addcmul(i, ig, g, value=-1, out=g)
-        torch.addcmul(ig, ig, i, value=-1, out=i)
-        torch.addcmul(m, m, o, value=-1, out=o)
+        torch.addcmul(f, f, f, value=-1, out=to_f).mul_(c_before)
+        torch.addcmul(i, ig, g, value=-1, out=to_g)
+        torch.addcmul(ig, ig, i, value=-1, out=to_i)
+        torch.addcmul(m, m, o, value=-1, out=to_o)
 
         later, gc_each = None, gc.unsqueeze(1)
-        for gates_t, ifg, o_t, through_t, keep_t, gh in _in_time(
-            not p.reverse, gates, by_gate[:, :, :3], o, through, keep, p.g_after
+        for grads_t, ifg, o_t, through_t, keep_t, gh in _in_time(
+            not p.reverse, grads, by_gate[:, :, :3], to_o, through, f, p.g_after
         ):
             if later is not None:
                 add_product(gh, later, w_hh)
@@ -116,11 +152,33 @@ class _LSTM:
             ifg.mul_(gc_each)
             o_t.mul_(gm)
             gc.mul_(keep_t)
-            later = gates_t
-        return GateGrads(gates, gates, (p.first(gates) @ w_hh, gc), m)
+            later = grads_t
+        return GateGrads(grads, grads, (p.first(grads) @ w_hh, gc), m)
+
+    def _gates(self, p: Pass) -> Tensor:
+        """i, f, g, o, from x and h."""
+        bias = p.weights["b_ih"] + p.weights["b_hh"] if "b_ih" in p.weights else None
+        weight = torch.cat([p.weights["ih"], p.weights["hh"]], 1)
+        gates = affine(torch.cat([p.x, p.before], -1), weight, bias)
+        by_gate = gates.unflatten(-1, (4, -1))
+        if p.steps.padding is not None:  # closed gates carry the state through
+            by_gate[p.steps.padding] = gates.new_tensor([-torch.inf, torch.inf, 0, -torch.inf]).unsqueeze(1)
+        by_gate[:, :, :2].sigmoid_()
+        _tanh(by_gate[:, :, 2])
+        by_gate[:, :, 3].sigmoid_()
+        return gates
+
+    def _scan(self, p: Pass, gates: Tensor, grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(i * g, written where i's gradients will be; c[t - 1]; c[t])."""
+        i, f, g, _ = gates.unflatten(-1, (4, -1)).unbind(2)
+        ig = torch.mul(i, g, out=grads[..., : i.shape[-1]])
+        c_before, c_after = _states(p.states[0], p.steps.time, p.reverse)
+        for step in _in_time(p.reverse, ig, f, c_before, c_after):
+            torch.addcmul(*step[:3], out=step[3])
+        return ig, c_before, c_after
 
 
-class _GRU:
+class _GRU(Cell):
     name, blocks, states = "gru", 3, 1
     kernel = staticmethod(torch_api.gru)
 
@@ -167,7 +225,7 @@ class _GRU:
 
 
 @dataclass(eq=False)
-class _RNN:
+class _RNN(Cell):
     name: str
     kernel: Any
     relu: bool
@@ -191,6 +249,58 @@ class _RNN:
                 add_product(gh, later, p.weights["hh"])
             later = gh.mul_(slope_t)
         return GateGrads(p.g_after, p.g_after, (p.first(p.g_after) @ p.weights["hh"],))
+
+
+def _onednn(x: Tensor, h: Tensor, c: Tensor, weights: dict[str, Tensor], reverse: bool) -> tuple[Tensor, ...]:
+    """One direction as torch runs it: (y, h, c, what its backward pass would need)."""
+    biases = "b_ih" in weights
+    none = [] if biases else [x.new_zeros(4 * h.shape[-1])] * 2
+    tensors = (t.detach() for t in (x, *weights.values(), *none, h, c))
+    none_packed: list[int] = []
+    options = reverse, none_packed, 2, h.shape[-1], 1, biases, False, False, True  # mode 2 is an LSTM
+    with torch.enable_grad():  # else it keeps nothing
+        made: tuple[Tensor, ...] = torch_api.onednn_lstm(*tensors, *options)
+    return made
+
+
+def _in_workspace(kept: Tensor | None, time: int, rows: int, features: int) -> Tensor | None:
+    """The gates (T, N, 4 H) at the beginning of what oneDNN keeps, in the order in which it walks time, where
+    they lie as its releases so far put them: each row's begin at a multiple of 64 bytes, and not of 1024.
+    """
+    stride = -(-4 * features // 16) * 16
+    stride += 16 if stride % 256 == 0 else 0
+    if kept is None or kept.dtype != torch.uint8 or kept.numel() < 4 * time * rows * stride:
+        return None
+    values = kept.view(-1)[: 4 * time * rows * stride].view(torch.float32)
+    return values.view(time, rows, stride)[..., : 4 * features]
+
+
+def keeps_gates(x: Tensor) -> bool:
+    """Whether torch's LSTM of x keeps its gates where we can find them."""
+    return has_onednn(x) and x.numel() > 0 and not torch_api.watched() and _gates_are_found()
+
+
+@functools.cache
+def _gates_are_found() -> bool:
+    """Whether they are where we look for them, in the order that we take them for: of what lies where nobody
+    promised it, that is seen from an example.
+    """
+    if torch_api.onednn_lstm is None:
+        return False
+    like: Any = {"dtype": torch.float32, "device": "cpu"}
+    shapes = (2, 4, 5), (12, 5), (12, 3)
+    x, w_ih, w_hh = (torch.arange(1, math.prod(s) + 1, **like).sin_().view(s) for s in shapes)
+    h = c = x[:1, :, :3] / 2
+    y, *_, kept = _onednn(x, h, c, {"ih": w_ih, "hh": w_hh}, reverse=False)
+    found = _in_workspace(kept, x.shape[0], x.shape[1], h.shape[-1])
+    i, f, g, o = (x @ w_ih.t() + torch.cat([h, y[:-1]]) @ w_hh.t()).chunk(4, -1)
+    gates = torch.cat([i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()], -1)
+    return found is not None and _close(found, gates)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """Whether these are equal but for rounding; false of nothing but zeros, too, which would tell nothing."""
+    return bool((found - expected).abs_().max() < 1e-5 * expected.abs().max())
 
 
 LSTM, GRU = _LSTM(), _GRU()

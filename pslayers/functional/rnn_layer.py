@@ -47,23 +47,21 @@ class Layer(Op):
     @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         states, flat = _split(plan, tensors)
-        steps, weights = plan.steps, [t for t in flat[::2] if t is not None]
-        where = () if steps.batch_sizes is None else (steps.batch_sizes,)
-        sorted_states = [steps.sort(s) for s in states]
-        hx = sorted_states[0] if len(states) == 1 else sorted_states
-        options = ("b_ih" in plan.names, 1, 0.0, False, plan.directions == 2, *(() if where else (False,)))
-        y, *final = plan.cell.kernel(x, *where, hx, weights, *options)
-        ctx.plan = plan
+        steps, weights = plan.steps, plan.by_direction(flat[::2])
+        (y, *final), kept = plan.cell.run_and_keep(x, steps, [steps.sort(s) for s in states], weights)
+        ctx.plan, ctx.kept = plan, len(kept)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, y, *tensors)
+        ctx.save_for_backward(x, y, *kept, *tensors)
         return y, *(steps.unsort(s) for s in final)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, y, *tensors = ctx.saved_tensors
+        kept, tensors = tensors[: ctx.kept], tensors[ctx.kept :]
         if torch.is_grad_enabled():
             return None, *_graph_backward(ctx.plan, x, tensors, grads)
-        return None, *_backward(ctx.plan, needed_grads(ctx, *ctx.plan.expansions)[1:], x, y, tensors, grads)
+        need = needed_grads(ctx, *ctx.plan.expansions)[1:]
+        return None, *_backward(ctx.plan, need, x, y, kept, tensors, grads)
 
 
 def _split(plan: Plan, tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -136,6 +134,7 @@ def _backward(
     need: Sequence[bool],
     x: Tensor,
     y: Tensor,
+    kept: Sequence[Tensor],
     tensors: Sequence[Any],
     grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
@@ -159,7 +158,7 @@ def _backward(
     )
     for d, ws in enumerate(weights):
         p = _pass(steps, d, left, {name: weight.to(dtype) for name, (weight, *_) in ws.items()}, gy, g_last)
-        gates = plan.cell.gate_grads(p)
+        gates = plan.cell.gate_grads(p._replace(gates=kept[d]) if kept else p)
         if need_x:
             gx_d = affine(gates.ih, p.weights["ih"].t())  # (T, N, I)
             gx = gx_d if gx is None else gx.add_(gx_d)

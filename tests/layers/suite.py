@@ -53,6 +53,16 @@ def floats(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
+def if_torch_can(layer: nn.Module, *inputs: Any) -> Any:
+    """The output of torch's own layer; not every processor has all its kernels in bfloat16."""
+    try:
+        return layer(*inputs)
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip(f"torch's own layer cannot: {str(error).splitlines()[0][:100]}")
+
+
 class LayerSuite:
     cases: ClassVar[list[Case]]
     batch = 4
@@ -463,7 +473,8 @@ class LayerSuite:
         layer, inputs = self.build(case).float(), to(self.inputs(case), torch.float32)
         ours = self.converted(layer)
         with torch.autocast("cpu", torch.bfloat16):
-            out, plain = ours(*inputs), layer(*inputs)
+            plain = if_torch_can(layer, *inputs)
+            out = ours(*inputs)
             loss = self.losses(out, self.batch).mean()
         for a, b in zip(leaves(out), leaves(plain), strict=True):
             assert a.dtype == b.dtype
