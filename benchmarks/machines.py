@@ -23,9 +23,10 @@ class Machine:
 
 
 def name_of(environment: dict[str, Any]) -> str:
-    """In words."""
-    threads = environment["threads"]
-    return f"{environment['processor']}, {threads} thread{'s' * (threads != 1)}"
+    """In words; processors of several makes may bear one name, but not do the same."""
+    threads, vectors = environment["threads"], environment.get("vector_instructions")
+    processor = environment["processor"] + (f" ({vectors})" if vectors else "")
+    return f"{processor}, {threads} thread{'s' * (threads != 1)}"
 
 
 def slug(environment: dict[str, Any]) -> str:

@@ -112,6 +112,8 @@ def test_no_results(tmp_path: Path) -> None:
 def test_folders_of_machines(tmp_path: Path) -> None:
     environment = made_up.environment("AMD EPYC 7B13 (64-Core)", 1)
     assert machines.slug(environment) == "amd-epyc-7b13-64-core-1-thread"
+    environment["vector_instructions"] = "AVX2"
+    assert machines.slug(environment) == "amd-epyc-7b13-64-core-avx2-1-thread"
     write(tmp_path / "a", "study", document("a", 2, [cell("one", 2.5)]))
     more = cell("one", 4.0)
     more["engines"] = {"opacus-ew": more["engines"]["loop"]}
