@@ -152,7 +152,7 @@ class Aim:
             self.what,
             self.aim,
             value + (f" ({self.where})" if self.where else ""),
-            "met" if self.met else "missed",
+            "" if self.value is None else "met" if self.met else "missed",
         )
 
 

@@ -176,7 +176,9 @@ def _aims(some: Some) -> str:
     rows = []
     for what in dict.fromkeys(key for each in reached.values() for key in each):
         found = [each.get(what) for each in reached.values()]
-        rows.append((*what, *("-" if a is None else ", ".join(a.row()[2:]) for a in found)))
+        rows.append(
+            (*what, *("-" if a is None or a.value is None else ", ".join(a.row()[2:]) for a in found))
+        )
     return markdown_table(("aim", "", *reached), rows)
 
 

@@ -6,8 +6,6 @@ output: the projection's, else H; G = `blocks` * H. Sequences are time-major, ``
 are padded.
 """
 
-import functools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -16,10 +14,10 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..core.products import add_product, affine, has_onednn
+from ..core.products import add_product, affine
+from . import kept_gates
+from .kept_gates import Weights
 from .sequences import Steps
-
-Weights = Sequence[dict[str, Tensor]]  # of each direction, in torch's order
 
 
 class Pass(NamedTuple):
@@ -37,9 +35,8 @@ class Pass(NamedTuple):
     # (T, N, R): gradient of the output; ours to write on, as the walk adds what later steps give h[t]
     g_after: Tensor
     g_states: tuple[Tensor, ...]  # (N, H): of the final state but for h; ours to write on
-    gates: Tensor | None = (
-        None  # (T, N, G), as the kernel may have kept them: to be believed only if they fit
-    )
+    # (T, N, G): as the kernel may have kept them, to be believed only if they give the output
+    gates: Tensor | None = None
 
     def first(self, t: Tensor) -> Tensor:
         """Of (T, N, ...), each row's first step in this direction: (N, ...)."""
@@ -97,16 +94,14 @@ class _LSTM(Cell):
     def run_and_keep(
         self, x: Tensor, steps: Steps, states: Sequence[Tensor], weights: Weights
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        if steps.batch_sizes is not None or "hr" in weights[0] or not keeps_gates(x):
+        if steps.batch_sizes is not None or not kept_gates.had_of(x, states, weights):
             return self.run(x, steps, states, weights), []
         made, gates = [], []
         for d, w in enumerate(weights):
             h, c = (s[d : d + 1] for s in states)
-            *each, kept = _onednn(x, h, c, w, reverse=d == 1)
+            *each, kept = kept_gates.run(x, h, c, w, d == 1)
             made.append(each)
-            if (found := _in_workspace(kept, x.shape[0], x.shape[1], h.shape[-1])) is not None:
-                gates.append(found.flip(0) if d else found.clone())  # a quarter of all that it keeps
-            del kept, found  # the other direction's can have the memory
+            gates += [] if kept is None else [kept]
         if len(made) == 1:
             return tuple(made[0]), gates
         y, *final = zip(*made, strict=True)
@@ -129,7 +124,7 @@ class _LSTM(Cell):
         ig, c_before, c_after = self._scan(p, gates, grads)
         i, f, g, o = gates.unflatten(-1, (4, -1)).unbind(2)
         m = p.after.contiguous() if w_hr is None and p.gates is None else o * c_after.tanh()
-        if p.gates is not None and not _close(m, p.after):
+        if p.gates is not None and not kept_gates.close(m, p.after):
             return self.gate_grads(p._replace(gates=None))
         by_gate = grads.unflatten(-1, (4, -1))
         to_i, to_f, to_g, to_o = by_gate.unbind(2)  # to_i is ig until its turn
@@ -249,58 +244,6 @@ class _RNN(Cell):
                 add_product(gh, later, p.weights["hh"])
             later = gh.mul_(slope_t)
         return GateGrads(p.g_after, p.g_after, (p.first(p.g_after) @ p.weights["hh"],))
-
-
-def _onednn(x: Tensor, h: Tensor, c: Tensor, weights: dict[str, Tensor], reverse: bool) -> tuple[Tensor, ...]:
-    """One direction as torch runs it: (y, h, c, what its backward pass would need)."""
-    biases = "b_ih" in weights
-    none = [] if biases else [x.new_zeros(4 * h.shape[-1])] * 2
-    tensors = (t.detach() for t in (x, *weights.values(), *none, h, c))
-    none_packed: list[int] = []
-    options = reverse, none_packed, 2, h.shape[-1], 1, biases, False, False, True  # mode 2 is an LSTM
-    with torch.enable_grad():  # else it keeps nothing
-        made: tuple[Tensor, ...] = torch_api.onednn_lstm(*tensors, *options)
-    return made
-
-
-def _in_workspace(kept: Tensor | None, time: int, rows: int, features: int) -> Tensor | None:
-    """The gates (T, N, 4 H) at the beginning of what oneDNN keeps, in the order in which it walks time, where
-    they lie as its releases so far put them: each row's begin at a multiple of 64 bytes, and not of 1024.
-    """
-    stride = -(-4 * features // 16) * 16
-    stride += 16 if stride % 256 == 0 else 0
-    if kept is None or kept.dtype != torch.uint8 or kept.numel() < 4 * time * rows * stride:
-        return None
-    values = kept.view(-1)[: 4 * time * rows * stride].view(torch.float32)
-    return values.view(time, rows, stride)[..., : 4 * features]
-
-
-def keeps_gates(x: Tensor) -> bool:
-    """Whether torch's LSTM of x keeps its gates where we can find them."""
-    return has_onednn(x) and x.numel() > 0 and not torch_api.watched() and _gates_are_found()
-
-
-@functools.cache
-def _gates_are_found() -> bool:
-    """Whether they are where we look for them, in the order that we take them for: of what lies where nobody
-    promised it, that is seen from an example.
-    """
-    if torch_api.onednn_lstm is None:
-        return False
-    like: Any = {"dtype": torch.float32, "device": "cpu"}
-    shapes = (2, 4, 5), (12, 5), (12, 3)
-    x, w_ih, w_hh = (torch.arange(1, math.prod(s) + 1, **like).sin_().view(s) for s in shapes)
-    h = c = x[:1, :, :3] / 2
-    y, *_, kept = _onednn(x, h, c, {"ih": w_ih, "hh": w_hh}, reverse=False)
-    found = _in_workspace(kept, x.shape[0], x.shape[1], h.shape[-1])
-    i, f, g, o = (x @ w_ih.t() + torch.cat([h, y[:-1]]) @ w_hh.t()).chunk(4, -1)
-    gates = torch.cat([i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()], -1)
-    return found is not None and _close(found, gates)
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    """Whether these are equal but for rounding; false of nothing but zeros, too, which would tell nothing."""
-    return bool((found - expected).abs_().max() < 1e-5 * expected.abs().max())
 
 
 LSTM, GRU = _LSTM(), _GRU()

@@ -52,11 +52,13 @@ def lstm(
 
     Where the weights are only an expansion, the forward pass is torch's fused kernel, the backward pass walks
     time once for the gates' gradients and makes each weight's in one product over all time. Memory: that of
-    the weights' gradients, and while it runs some 14 H values for each step and row, of one layer and
-    direction at a time. Otherwise every step is a batched product.
+    the weights' gradients, 4 H values for each step and row from the forward pass on where the kernel has
+    kept its gates (float32 on CPU), and while it runs some 14 H values, of one layer and direction at a time.
+    Otherwise every step is a batched product.
 
     Raises:
-        ValueError: the number of sequences is no multiple of the number of per-sample weights.
+        ValueError: the number of sequences is no multiple of the number of per-sample weights, or the shapes
+            do not fit.
     """
     y, h, c = _run(
         LSTM, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing
@@ -205,6 +207,8 @@ def _run(
         ndims = [1 if name.startswith("b") else 2 for name in names] * directions
         common = [as_expansion(w, ndim) for w, ndim in zip(given, ndims, strict=True)]
         size = _samples(cell.name, given, common, steps.rows)
+        own = [w.shape[-ndim:] for w, ndim in zip(map(_tensor, given), ndims, strict=True)]
+        _check(cell, steps.rows, x, states, list(zip(names * directions, own, strict=True)))
         whole = [w for w in common if w is not None]
         plan = Plan(cell, steps, directions, names, whole)
         if len(whole) == len(common):
@@ -221,9 +225,35 @@ def _run(
 
 
 def _zeros(cell: Cell, x: Tensor, weights: Sequence[Weight], count: int, rows: int) -> tuple[Tensor, ...]:
-    w_hh = weights[1].weight if isinstance(weights[1], Expansion) else weights[1]
+    w_hh = _tensor(weights[1])
     widths = w_hh.shape[-1], w_hh.shape[-2] // cell.blocks  # of h, and of what else there is
     return tuple(x.new_zeros(count, rows, width) for width in widths[: cell.states])
+
+
+def _tensor(weight: Weight) -> Tensor:
+    return weight.weight if isinstance(weight, Expansion) else weight
+
+
+def _check(
+    cell: Cell, rows: int, x: Tensor, states: Sequence[Tensor], weights: list[tuple[str, torch.Size]]
+) -> None:
+    """An error where shapes do not fit: torch's kernels look at some of them only, and read on."""
+    out, features = states[0].shape[-1], states[-1].shape[-1]
+    gates, directions = cell.blocks * features, sum(name == "ih" for name, _ in weights)
+    expected = {"ih": (gates, x.shape[-1]), "hh": (gates, out), "hr": (out, features)}
+    for name, shape in weights:
+        if shape != expected.get(name, (gates,)):
+            raise ValueError(
+                f"ps.functional.{cell.name} got a weight `{name}` of shape {tuple(shape)} with an input of"
+                f" {x.shape[-1]} features and a state of {features}: expected"
+                f" {expected.get(name, (gates,))}."
+            )
+    for state in states:
+        if state.shape[:-1] != (directions, rows):
+            raise ValueError(
+                f"ps.functional.{cell.name} got a state of {tuple(state.shape[:-1])} layers and rows where"
+                f" {(directions, rows)} were expected: (layers * directions, rows, features) in all."
+            )
 
 
 def _samples(op: str, given: Sequence[Weight], common: Sequence[Expansion | None], rows: int) -> int:

@@ -283,6 +283,27 @@ def test_wrong_number_of_rows(op: str) -> None:
         run(op, torch.randn(4, 3, I, dtype=torch.float64), None, weights_of(2, op=op))
 
 
+@ops
+@pytest.mark.parametrize("fault", ["x", "w_ih", "w_hh", "bias", "rows of the state", "layers of the state"])
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_shapes_that_do_not_fit(op: str, fault: str, lead: tuple[int, ...]) -> None:
+    weights = [w.detach() for w in weights_of(*lead, op=op)]
+    x, hx = torch.randn(4, 2, I, dtype=torch.float64), [s.detach() for s in state(op, 2, 1, False, 0)]
+    match fault:
+        case "x":
+            x = x[..., 1:]
+        case "rows of the state":
+            hx[-1] = hx[-1][:, :1]
+        case "layers of the state":
+            hx[-1] = hx[-1].expand(2, -1, -1)[2:]
+        case _:
+            at = ("w_ih", "w_hh", "bias").index(fault)
+            weights[at] = weights[at][..., :-1]
+    expected = "got a state of" if fault.endswith("state") else "got a weight `[a-z_]+` of shape"
+    with pytest.raises(ValueError, match=f"ps.functional.{op} {expected}.* expected"):
+        run(op, x, tuple(hx), weights)
+
+
 def test_no_time_is_torchs_error() -> None:
     with pytest.raises(RuntimeError, match="sequence length"):
         lstm(torch.randn(0, 2, I, dtype=torch.float64), None, weights_of())
