@@ -19,6 +19,8 @@ from . import kept_gates
 from .kept_gates import Weights
 from .sequences import Steps
 
+SPAN = 1 << 18  # values of a state: a walk through so many touches some 10 MB
+
 
 class Pass(NamedTuple):
     """One direction of one layer on its way back: what the forward pass has left, and the gradients that
@@ -35,7 +37,8 @@ class Pass(NamedTuple):
     # (T, N, R): gradient of the output; ours to write on, as the walk adds what later steps give h[t]
     g_after: Tensor
     g_states: tuple[Tensor, ...]  # (N, H): of the final state but for h; ours to write on
-    # (T, N, G): as the kernel may have kept them, to be believed only if they give the output
+    # (T, N, G): as the kernel may have kept them, to be believed only if they give the output; ours to write
+    # on
     gates: Tensor | None = None
 
     def first(self, t: Tensor) -> Tensor:
@@ -115,40 +118,53 @@ class _LSTM(Cell):
     def gate_grads(self, p: Pass) -> GateGrads:
         """All h being known, so are the gates, where the kernel did not keep them; only c needs a scan.
 
-        ``grads[t]`` holds the factors by which the gradients of c[t] (for i, f, g) and of h[t] (for o) become
-        those of the gates: the walk multiplies them in place.
+        The gates' memory becomes that of their gradients: first of the factors by which the gradients of c[t]
+        (for i, f, g) and of h[t] (for o) become those of the gates, which the walk multiplies in place.
         """
         (gc,), w_hh, w_hr = p.g_states, p.weights["hh"], p.weights.get("hr")
         gates = self._gates(p) if p.gates is None else p.gates  # (T, N, 4 H)
-        grads = torch.empty_like(gates)
-        ig, c_before, c_after = self._scan(p, gates, grads)
-        i, f, g, o = gates.unflatten(-1, (4, -1)).unbind(2)
-        m = p.after.contiguous() if w_hr is None and p.gates is None else o * c_after.tanh()
-        if p.gates is not None and not kept_gates.close(m, p.after):
+        by_gate = gates.unflatten(-1, (4, -1))
+        c_before, c_after = _states(p.states[0], p.steps.time, p.reverse)
+        spans = _spans(p, gc.numel())
+        if not self._scan(p, spans, by_gate, c_before, c_after):
             return self.gate_grads(p._replace(gates=None))
-        by_gate = grads.unflatten(-1, (4, -1))
-        to_i, to_f, to_g, to_o = by_gate.unbind(2)  # to_i is ig until its turn
-        # o * tanh(c)^2, where m = o * tanh(c)
-        through = (m * m).div_(o.clamp_min(torch.finfo(o.dtype).tiny))
-        torch.sub(o, through, out=through)  # dh/dc
-        torch.addcmul(f, f, f, value=-1, out=to_f).mul_(c_before)
-        torch.addcmul(i, ig, g, value=-1, out=to_g)
-        torch.addcmul(ig, ig, i, value=-1, out=to_i)
-        torch.addcmul(m, m, o, value=-1, out=to_o)
+        m = p.after if w_hr is None else by_gate[:, :, 3] * c_after.tanh()
 
         later, gc_each = None, gc.unsqueeze(1)
-        for grads_t, ifg, o_t, through_t, keep_t, gh in _in_time(
-            not p.reverse, grads, by_gate[:, :, :3], to_o, through, f, p.g_after
-        ):
-            if later is not None:
-                add_product(gh, later, w_hh)
-            gm = gh if w_hr is None else gh @ w_hr
-            gc.addcmul_(gm, through_t)
-            ifg.mul_(gc_each)
-            o_t.mul_(gm)
-            gc.mul_(keep_t)
-            later = grads_t
-        return GateGrads(grads, grads, (p.first(grads) @ w_hh, gc), m)
+        space = c_before.new_empty(3, *c_before[: spans[0].stop - spans[0].start].shape)
+        for span in reversed(spans):
+            ig, keep, through = space[:, : len(c_before[span])]
+            ifgo = by_gate[span]
+            self._factors(ifgo, m[span], c_before[span], ig, keep, through)
+            for grads_t, ifg, o, through_t, keep_t, gh in _in_time(
+                not p.reverse, gates[span], ifgo[:, :, :3], ifgo[:, :, 3], through, keep, p.g_after[span]
+            ):
+                if later is not None:
+                    add_product(gh, later, w_hh)
+                gm = gh if w_hr is None else gh @ w_hr
+                gc.addcmul_(gm, through_t)
+                ifg.mul_(gc_each)
+                o.mul_(gm)
+                gc.mul_(keep_t)
+                later = grads_t
+        return GateGrads(gates, gates, (p.first(gates) @ w_hh, gc), m)
+
+    def _factors(
+        self, gates: Tensor, m: Tensor, c_before: Tensor, ig: Tensor, keep: Tensor, through: Tensor
+    ) -> None:
+        """Some steps' gates (T, N, 4, H) to the factors of their gradients; also f (`keep`) and dh/dc, where
+        m = o * tanh(c).
+        """
+        i, f, g, o = gates.unbind(2)
+        torch.mul(i, g, out=ig)
+        torch.mul(m, m, out=through)
+        torch.clamp_min(o, torch.finfo(o.dtype).tiny, out=keep)
+        torch.addcdiv(o, through, keep, value=-1, out=through)  # o - o * tanh(c)^2
+        keep.copy_(f)
+        f.addcmul_(f, f, value=-1).mul_(c_before)
+        torch.addcmul(i, ig, g, value=-1, out=g)
+        torch.addcmul(ig, ig, i, value=-1, out=i)
+        torch.addcmul(m, m, o, value=-1, out=o)
 
     def _gates(self, p: Pass) -> Tensor:
         """i, f, g, o, from x and h."""
@@ -163,14 +179,19 @@ class _LSTM(Cell):
         by_gate[:, :, 3].sigmoid_()
         return gates
 
-    def _scan(self, p: Pass, gates: Tensor, grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(i * g, written where i's gradients will be; c[t - 1]; c[t])."""
-        i, f, g, _ = gates.unflatten(-1, (4, -1)).unbind(2)
-        ig = torch.mul(i, g, out=grads[..., : i.shape[-1]])
-        c_before, c_after = _states(p.states[0], p.steps.time, p.reverse)
-        for step in _in_time(p.reverse, ig, f, c_before, c_after):
-            torch.addcmul(*step[:3], out=step[3])
-        return ig, c_before, c_after
+    def _scan(self, p: Pass, spans: list[slice], by_gate: Tensor, c_before: Tensor, c_after: Tensor) -> bool:
+        """c[t] of all steps; whether the gates, where they were kept, give the output: each span's last step
+        is looked at, which depends on all before it.
+        """
+        for span in spans:
+            i, f, g, o = by_gate[span].unbind(2)
+            for step in _in_time(p.reverse, i * g, f, c_before[span], c_after[span]):
+                torch.addcmul(*step[:3], out=step[3])
+            last = 0 if p.reverse else -1
+            h = o[last] * c_after[span][last].tanh()
+            if p.gates is not None and not kept_gates.close(h, p.after[span][last]):
+                return False
+        return True
 
 
 class _GRU(Cell):
@@ -265,6 +286,15 @@ def _states(first: Tensor, time: int, reverse: bool) -> tuple[Tensor, Tensor]:
     states = first.new_empty(time + 1, *first.shape)
     states[-1 if reverse else 0] = first
     return (states[1:], states[:-1]) if reverse else (states[:-1], states[1:])
+
+
+def _spans(p: Pass, values: int) -> list[slice]:
+    """Some steps at a time, each of so many values, in the order of the walk forward: what is made of them on
+    the way stays in the processor's caches.
+    """
+    steps = max(SPAN // max(values, 1), 1)
+    spans = [slice(start, start + steps) for start in range(0, p.steps.time, steps)]
+    return spans[::-1] if p.reverse else spans
 
 
 def _in_time(reverse: bool, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:

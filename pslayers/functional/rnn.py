@@ -53,7 +53,7 @@ def lstm(
     Where the weights are only an expansion, the forward pass is torch's fused kernel, the backward pass walks
     time once for the gates' gradients and makes each weight's in one product over all time. Memory: that of
     the weights' gradients, 4 H values for each step and row from the forward pass on where the kernel has
-    kept its gates (float32 on CPU), and while it runs some 14 H values, of one layer and direction at a time.
+    kept its gates (float32 on CPU), and while it runs some 8 H values, of one layer and direction at a time.
     Otherwise every step is a batched product.
 
     Raises:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pslayers.functional import cells
 from pslayers.functional.cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell, Pass
 from pslayers.functional.sequences import Steps
 
@@ -13,7 +14,7 @@ from .ops import floats
 
 I, H, T, N = 3, 4, 5, 2
 CELLS = [LSTM, GRU, RNN_TANH, RNN_RELU]
-cells = pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+each_cell = pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 
 
 def weights_of(cell: Cell) -> dict[str, Tensor]:
@@ -21,7 +22,7 @@ def weights_of(cell: Cell) -> dict[str, Tensor]:
     return {"ih": floats(g, I), "hh": floats(g, H), "b_ih": floats(g), "b_hh": floats(g)}
 
 
-@cells
+@each_cell
 def test_one_step(cell: Cell) -> None:
     x, state, w = floats(N, I), [floats(N, H) for _ in range(cell.states)], weights_of(cell)
     found = cell.step(x @ w["ih"].t() + w["b_ih"], state[0] @ w["hh"].t() + w["b_hh"], *state)
@@ -29,11 +30,14 @@ def test_one_step(cell: Cell) -> None:
     torch.testing.assert_close(found, expected if len(state) > 1 else (expected,))
 
 
-@cells
+@each_cell
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("time", [T, 1])
-def test_the_walk_back_through_time(cell: Cell, reverse: bool, time: int) -> None:
-    """The gradients of the gates' two parts at each step, and of the first state."""
+@pytest.mark.parametrize(("time", "span"), [(T, 2 * N * H), (T, cells.SPAN), (1, cells.SPAN)])
+def test_the_walk_back_through_time(
+    cell: Cell, reverse: bool, time: int, span: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients of the gates' two parts at each step, and of the first state; by two steps or all."""
+    monkeypatch.setattr(cells, "SPAN", span)
     x, w = floats(time, N, I), weights_of(cell)
     first = [floats(N, H).requires_grad_() for _ in range(cell.states)]
     from_x = (x @ w["ih"].t() + w["b_ih"]).requires_grad_()

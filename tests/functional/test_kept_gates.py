@@ -1,12 +1,14 @@
 """Gates that torch's LSTM has kept, and such as it might have, against autograd through the steps."""
 
+import copy
 import re
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import pslayers as ps
 from pslayers import torch_api
 from pslayers.functional import kept_gates
 from pslayers.functional.cells import LSTM, Pass
@@ -74,6 +76,28 @@ def test_kept_gates(features: int, directions: int, biases: bool, monkeypatch: p
         p = one_direction(made, kept, d, x, (states, w, g))
         expected = expected_grads(p)  # the walk writes on p
         torch.testing.assert_close(LSTM.gate_grads(p).ih.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@found_here
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_they_are_used_once(bidirectional: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk writes on them: one through a retained graph computes them again, and gives the same."""
+    computed, again = [], type(LSTM)._gates
+    monkeypatch.setattr(type(LSTM), "_gates", lambda *args: computed.append(1) or again(*args))
+    rows, directions = 3, 1 + bidirectional
+    model = nn.LSTM(I, H, bidirectional=bidirectional, batch_first=True)
+    x, g = torch.randn(rows, T, I), torch.randn(rows, T, directions * H)
+    wide, expected = copy.deepcopy(model).double(), []
+    for n in range(rows):
+        alone = (wide(x[n : n + 1].double())[0] * g[n]).sum()
+        expected.append(torch.autograd.grad(alone, list(wide.parameters())))
+    ps.convert_model(model)
+    loss = (model(x)[0] * g).sum() / rows
+    for walks in range(3):
+        loss.backward(retain_graph=True)
+        assert len(computed) == directions * walks
+        for p, *each in zip(model.parameters(), *expected, strict=True):
+            torch.testing.assert_close(p.grad_sample.double(), torch.stack(each), rtol=1e-4, atol=1e-5)
 
 
 @found_here

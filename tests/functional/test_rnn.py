@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 import pslayers.functional as PF
+from pslayers.functional import cells
 from pslayers.functional.rnn import lstm
 
 I, H = 3, 4
@@ -161,9 +162,16 @@ def packed(lengths: list[int], enforce_sorted: bool) -> tuple[PackedSequence, li
     [(op, both, 0) for op in BLOCKS for both in (False, True)] + [("lstm", True, 2)],
 )
 def test_packed(
-    op: str, form: str, lengths: list[int], enforce_sorted: bool, bidirectional: bool, proj: int
+    op: str,
+    form: str,
+    lengths: list[int],
+    enforce_sorted: bool,
+    bidirectional: bool,
+    proj: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     n = len(lengths)
+    monkeypatch.setattr(cells, "SPAN", 3 * n * H)  # three steps of four at a time
     pack, sequences = packed(lengths, enforce_sorted)
     kind: dict[str, Any] = {"op": op, "layers": 2, "bidirectional": bidirectional}
     if form == "true":
