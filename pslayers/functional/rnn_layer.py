@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import torch_api
 from ..core.expansion import Expansion, Op, composite_backward, needed_grads
 from ..core.factors import Dense
 from ..core.products import affine
@@ -49,7 +50,7 @@ class Layer(Op):
         states, flat = _split(plan, tensors)
         steps, weights = plan.steps, plan.by_direction(flat[::2])
         (y, *final), kept = plan.cell.run_and_keep(x, steps, [steps.sort(s) for s in states], weights)
-        ctx.plan, ctx.kept, ctx.used = plan, len(kept), False
+        ctx.plan, ctx.kept = plan, len(kept)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, y, *kept, *tensors)
         return y, *(steps.unsort(s) for s in final)
@@ -60,8 +61,8 @@ class Layer(Op):
         kept, tensors = tensors[: ctx.kept], tensors[ctx.kept :]
         if torch.is_grad_enabled():
             return None, *_graph_backward(ctx.plan, x, tensors, grads)
-        # the walk writes on what was kept: another one, through a retained graph, goes without
-        kept, ctx.used = [] if ctx.used else [t.data for t in kept], True
+        if torch_api.graph_is_retained():  # for another walk, and this one writes on what was kept
+            kept = [t.clone() for t in kept]
         need = needed_grads(ctx, *ctx.plan.expansions)[1:]
         return None, *_backward(ctx.plan, need, x, y, kept, tensors, grads)
 
