@@ -7,7 +7,7 @@ times its input. The backward pass keeps these (`core.factors`), and what is ask
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -165,7 +165,8 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
     def norms(self) -> Tensor:
         """The norm of each sample's gradient, of all parameters together, (B,)."""
         with computing():
-            return added([grad.factor.sq_norms().clamp(min=0) for grad in self._all()]).sqrt()
+            squares = torch.stack([grad.factor.sq_norms() for grad in self._all()])
+            return squares.clamp_(min=0).sum(0).sqrt_()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """The sum over samples, each times its weight (B,): ``{name: (*S)}``."""
@@ -453,13 +454,15 @@ class _Block(Keeping):
     def _fill(self, weights: Mapping[str, Tensor]) -> None:
         """Add the weighted sums to `.grad`, or, where a second pass is needed, note what is known."""
         kept: dict[Recorder, Callable[[], Tensor]] = {}
+        share = cache(_share)  # most parameters have the same weights
         for recorder, uses in self.uses.items():
             grad = self.grads[recorder.name]
             own = weights[recorder.name]
             if any(isinstance(use.factor, Spent) for use in uses):
                 self.spent[recorder] = _weights(own, len(grad))
             else:
-                kept[recorder] = partial(_weighted_sum, recorder, grad, own)
+                reduction = recorder.settings.loss_reduction
+                kept[recorder] = partial(_weighted_sum, grad, *share(own, len(grad), reduction))
         if not self.spent:
             self._add_all(kept)
         elif self.twice:
@@ -507,7 +510,8 @@ class _Block(Keeping):
             return
         with computing():
             grad = FactoredGrad(recorder.name, [Use(factor, scale, [])])
-            self.totals[recorder] = _weighted_sum(recorder, grad, weights)
+            share = _share(weights, len(grad), recorder.settings.loss_reduction)
+            self.totals[recorder] = _weighted_sum(grad, *share)
 
     def _clear(self) -> None:
         """Leave nothing on the parameters; what was weighed is gone."""
@@ -541,14 +545,18 @@ def _check_alone(every: list[Settings]) -> None:
             )
 
 
-def _weighted_sum(recorder: Recorder, grad: FactoredGrad, weights: Tensor) -> Tensor:
-    """Divided as the loss divides."""
-    factor, weights = grad.factor, _weights(weights, len(grad))
+def _share(weights: Tensor, size: int, loss_reduction: str) -> tuple[Tensor | None, Tensor]:
+    """(which samples have one, None where all have; their weights, divided as the loss divides)."""
+    weights, index = _weights(weights, size), None
     if not bool((kept := weights != 0).all()):  # what is left out may hold what is not finite
         index = kept.nonzero().squeeze(1)
-        factor, weights = factor.select(index), weights[index]  # type: ignore[assignment]
-    if recorder.settings.loss_reduction == "mean":
-        weights = weights / max(len(grad), 1)
+        weights = weights[index]
+    return index, weights / max(size, 1) if loss_reduction == "mean" else weights
+
+
+def _weighted_sum(grad: FactoredGrad, index: Tensor | None, weights: Tensor) -> Tensor:
+    """Of the samples at `index`, or of all."""
+    factor: Factor = grad.factor if index is None else grad.factor.select(index)
     return factor.weighted_sum(weights) if len(weights) else factor.like().new_zeros(factor.shape[1:])
 
 

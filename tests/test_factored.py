@@ -228,10 +228,10 @@ def test_factors_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     module, seen, alive = sys.modules["pslayers.factored"], [], []
     weighted_sum = module._weighted_sum
 
-    def watched(recorder: Any, grad: Any, weights: Tensor) -> Tensor:
+    def watched(grad: Any, *share: Any) -> Tensor:
         alive.append(sum(ref() is not None for ref in seen))
         seen.append(weakref.ref(grad.factor.parts[0]))
-        return weighted_sum(recorder, grad, weights)
+        return weighted_sum(grad, *share)
 
     monkeypatch.setattr(module, "_weighted_sum", watched)
     _, ours = pair(mlp())

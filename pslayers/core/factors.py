@@ -234,10 +234,11 @@ class Factor:
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """The sum over samples, each times its weight (B,): (*S)."""
-        out = self.like().new_zeros(self.shape[1:])
+        out: Tensor | None = None
         for some, rows in self.chunks():
-            out += torch.tensordot(weights[some].to(rows.dtype), rows, 1)
-        return out
+            part = (weights[some].to(rows.dtype).unsqueeze(0) @ flat(rows)).view(self.shape[1:])
+            out = part if out is None else out.add_(part)
+        return self.like().new_zeros(self.shape[1:]) if out is None else out
 
     def dot(self, direction: Tensor) -> Tensor:
         """The product of each sample's gradient with a direction (*S): (B,)."""
