@@ -19,7 +19,7 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch_api.onednn_linear is
 WORTH_IT = 1 << 20  # multiplications, from which oneDNN's dearer call may have paid
 NARROW = 16  # columns, below which it never does
 EACH = 8  # of a batch of products that are measured
-MEASURED = 1 << 25  # multiplications of a product that is measured: of more rows, a part
+MEASURED = 1 << 27  # multiplications of a product that is measured: of more rows, a part
 
 
 def has_onednn(x: Tensor) -> bool:
