@@ -6,12 +6,13 @@ each module is to be run is settled (how_modules_run.py), and the call is run an
 returns the output, or UNDECIDED, and then the next one follows.
 """
 
+import _thread
 import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -150,13 +151,13 @@ class ModelCall:
                     time.monotonic() - begun,
                 )
 
-        thread = threading.Thread(target=tell, daemon=True)
-        thread.start()
+        # not by threading.Thread, which waits for ever for a thread that lacks the memory to begin
+        with suppress(RuntimeError):
+            _thread.start_new_thread(tell, ())
         try:
             yield
         finally:
             over.set()
-            thread.join()
 
     def _undone(self, before: Snapshot | None) -> "ModelCall":
         """This call, with nothing left of what has been run of it."""

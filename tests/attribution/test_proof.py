@@ -1,6 +1,8 @@
 """The proof of a first call: what it sees, what it costs, and what it finds out from a few samples."""
 
+import _thread
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -288,3 +290,18 @@ def test_a_slow_first_call_says_so(slow: bool, monkeypatch: pytest.MonkeyPatch) 
     assert len(told) == count
     if slow:
         assert "`TimeFirst`" in told[0] and "first call of this kind" in told[0]
+
+
+@pytest.mark.parametrize("fault", ["refused", "never begins"])
+def test_a_first_call_needs_no_thread(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory is short, a thread that was started may end before it begins."""
+
+    def start(*_: Any) -> int:
+        if fault == "refused":
+            raise RuntimeError("can't start new thread")
+        return 0
+
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    monkeypatch.setattr(threading, "_start_new_thread", start)  # of threading.Thread, which would wait
+    model, ours = both(nn.Sequential(nn.Linear(3, 2)))
+    right(ours, model, batch(4, 3))
