@@ -208,7 +208,7 @@ def _run(
         common = [as_expansion(w, ndim) for w, ndim in zip(given, ndims, strict=True)]
         size = _samples(cell.name, given, common, steps.rows)
         own = [w.shape[-ndim:] for w, ndim in zip(map(_tensor, given), ndims, strict=True)]
-        _check(cell, steps.rows, x, states, list(zip(names * directions, own, strict=True)))
+        _check(cell, (directions, steps.rows), x, states, list(zip(names * directions, own, strict=True)))
         whole = [w for w in common if w is not None]
         plan = Plan(cell, steps, directions, names, whole)
         if len(whole) == len(common):
@@ -235,11 +235,16 @@ def _tensor(weight: Weight) -> Tensor:
 
 
 def _check(
-    cell: Cell, rows: int, x: Tensor, states: Sequence[Tensor], weights: list[tuple[str, torch.Size]]
+    cell: Cell,
+    lead: tuple[int, int],
+    x: Tensor,
+    states: Sequence[Tensor],
+    weights: list[tuple[str, torch.Size]],
 ) -> None:
     """An error where shapes do not fit: torch's kernels look at some of them only, and read on."""
-    out, features = states[0].shape[-1], states[-1].shape[-1]
-    gates, directions = cell.blocks * features, sum(name == "ih" for name, _ in weights)
+    features = states[-1].shape[-1]
+    out = states[0].shape[-1] if "hr" in dict(weights) else features
+    gates = cell.blocks * features
     expected = {"ih": (gates, x.shape[-1]), "hh": (gates, out), "hr": (out, features)}
     for name, shape in weights:
         if shape != expected.get(name, (gates,)):
@@ -248,11 +253,11 @@ def _check(
                 f" {x.shape[-1]} features and a state of {features}: expected"
                 f" {expected.get(name, (gates,))}."
             )
-    for state in states:
-        if state.shape[:-1] != (directions, rows):
+    for state, width in zip(states, (out, features), strict=False):  # a cell has one or two
+        if state.shape != (*lead, width):
             raise ValueError(
-                f"ps.functional.{cell.name} got a state of {tuple(state.shape[:-1])} layers and rows where"
-                f" {(directions, rows)} were expected: (layers * directions, rows, features) in all."
+                f"ps.functional.{cell.name} got a state of shape {tuple(state.shape)} for a layer where"
+                f" {(*lead, width)} was expected: (directions, rows, features)."
             )
 
 

@@ -292,7 +292,9 @@ def test_wrong_number_of_rows(op: str) -> None:
 
 
 @ops
-@pytest.mark.parametrize("fault", ["x", "w_ih", "w_hh", "bias", "rows of the state", "layers of the state"])
+@pytest.mark.parametrize(
+    "fault", ["x", "w_ih", "w_hh", "bias", "rows of the state", "layers of the state", "width of h"]
+)
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_shapes_that_do_not_fit(op: str, fault: str, lead: tuple[int, ...]) -> None:
     weights = [w.detach() for w in weights_of(*lead, op=op)]
@@ -304,10 +306,13 @@ def test_shapes_that_do_not_fit(op: str, fault: str, lead: tuple[int, ...]) -> N
             hx[-1] = hx[-1][:, :1]
         case "layers of the state":
             hx[-1] = hx[-1].expand(2, -1, -1)[2:]
+        case "width of h":
+            hx[0] = hx[0][..., 1:]
         case _:
             at = ("w_ih", "w_hh", "bias").index(fault)
             weights[at] = weights[at][..., :-1]
-    expected = "got a state of" if fault.endswith("state") else "got a weight `[a-z_]+` of shape"
+    of_state = fault.endswith("state") or (op == "lstm" and fault == "width of h")
+    expected = "got a state of shape" if of_state else "got a weight `[a-z_]+` of shape"
     with pytest.raises(ValueError, match=f"ps.functional.{op} {expected}.* expected"):
         run(op, x, tuple(hx), weights)
 
