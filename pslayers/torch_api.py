@@ -268,14 +268,15 @@ ATTENTION: dict[str, tuple[Any, Any]] = {
 unsafe_view = _find("ops.aten._unsafe_view")
 canonical_mask = _find("nn.functional._canonical_mask")  # a mask of attention, as floats to be added
 none_or_dtype = _find("nn.functional._none_or_dtype")
-onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # not in every build
+# not in every build; by its overload, which costs less to call
+onednn_linear: Any = getattr(getattr(torch.ops.mkldnn, "_linear_pointwise", None), "default", None)
 
 
 # RMSNorm, and the reciprocal of the root of the mean square: (N, ..., 1, ..)
 fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = _find("ops.aten._fused_rms_norm")
 Dropouts = _find("nn.modules.dropout._DropoutNd")  # what nn.Dropout and its like have in common
 dispatch_mode = _find("utils._python_dispatch.TorchDispatchMode")  # sees every op that runs
-_dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack")
+dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack")  # how many of them are on
 
 
 def watched() -> bool:
@@ -283,7 +284,7 @@ def watched() -> bool:
     CUDA graph.
     """
     capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return capturing or bool(_dispatch_modes()) or torch.compiler.is_compiling()
+    return capturing or bool(dispatch_modes()) or torch.compiler.is_compiling()
 
 
 def synchronize() -> None:

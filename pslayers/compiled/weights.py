@@ -118,16 +118,13 @@ class Delivered(Expansion):
             recorder.note(total := torch.zeros_like(self.weight), compiled=True)
         return total
 
-    def route(
-        self, weight_grad: Tensor | None, rows_grad: Tensor | None, entries: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The plain gradient is noted by its value, and the rows go to the parameter at once."""
-        assert self.recorder is not None
-        if weight_grad is not None:
-            self.recorder.note(weight_grad, compiled=True)
-        if rows_grad is not None:  # else they are kept as factors
-            self.recorder.store(rows_grad)
-        return weight_grad, None
+    def note(self, recorder: Recorder, weight_grad: Tensor) -> None:
+        """By its value."""
+        recorder.note(weight_grad, compiled=True)
+
+    def at_once(self, recorder: Recorder) -> bool:
+        """Always: compiled code has no rows leaf."""
+        return True
 
 
 def of_one(layer: nn.Module) -> tuple[Any, ...]:

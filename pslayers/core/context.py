@@ -199,6 +199,7 @@ class Batch:
         "calls",
         "given",
         "level",
+        "outer_pass",
         "outputs",
         "proving",
         "ragged",
@@ -214,6 +215,9 @@ class Batch:
         self.size, self.settings, self.trackable = size, settings, trackable
         self.undecided = False  # some layer could not tell whose the rows of its input are
         self.level = torch_api.level()  # of transforms of torch.func around the call
+        # the outermost backward pass that the call is part of: a reentrant checkpoint computes a part again
+        # in one, and back-propagates in a pass of its own
+        self.outer_pass = torch_api.outer_pass()
         self.root: ConvertedModule | None = None  # the outermost module
         self.given: Sequence[Place] | None = None  # see `given_places`
         self.calls: dict[int, int] = {}  # how often each module has been called so far

@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import torch_api
 from .context import UNSCALED, Scale, in_ragged, local, transforming
 from .factors import Factor
+from .products import number
 from .sinks import UNRECORDED
 
 if TYPE_CHECKING:
@@ -34,8 +35,9 @@ def _anywhere(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def passed(ctx: Any, *grads: Tensor) -> Any:
-        if any(map(torch_api.is_several, grads)):
-            return torch_api.one_by_one(functools.partial(passed, ctx), grads)
+        for grad in grads:
+            if torch_api.is_several(grad):
+                return torch_api.one_by_one(functools.partial(passed, ctx), grads)
         if not torch_api.any_autocast():
             return backward(ctx, *grads)
         with torch_api.without_autocast():
@@ -161,20 +163,20 @@ class Expansion:
             total = plain.total() if need_weight else None
             return self.finish_differentiable(total, factor.rows() if need_rows else None)
         total = rows = None
-        recorder, scale = self.recorder, self.scale
-        sink = UNRECORDED if recorder is None else recorder.settings.sink or recorder.dense
+        recorder, scale, at_once = self.recorder, self.scale, False
         if need_rows:
-            rows = sink.make(recorder, factor, self.rows, scale.rows)  # type: ignore[arg-type]
+            sink = UNRECORDED if recorder is None else recorder.sink
+            at_once = recorder is not None and self.at_once(recorder)
+            rows = (sink.put if at_once else sink.make)(recorder, factor, self.rows, scale.rows)  # type: ignore[arg-type]
         if need_weight and (recorder is None or recorder.settings.sums):
-            if rows is not None and 0 < rows.shape[0] * factor.worth_summing < factor.positions:
-                total = rows.sum(0) * (1 / scale.rows)
-            else:
-                total = plain.total()
+            total = plain.total() if rows is None else plain.total_of(rows, scale.rows)
             if total.dtype is not self.weight.dtype:
                 total = total.to(self.weight.dtype)
             if scale.inside != 1:
-                total = total * scale.weight
-        return self.route(total, rows, None if rows is None else factor.entries)
+                total = total * number(scale.weight, total)
+            if recorder is not None:
+                self.note(recorder, total)
+        return total, None if at_once else rows
 
     def finish_differentiable(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None
@@ -185,32 +187,37 @@ class Expansion:
             weight_grad = rescale_grad(weight_grad, self.scale, False, self.scale.weight) if wanted else None
         if rows_grad is not None:
             rows_grad = rescale_grad(rows_grad, self.scale, False, self.scale.rows)
-        return self.route(weight_grad, rows_grad)
-
-    def route(
-        self, weight_grad: Tensor | None, rows_grad: Tensor | None, entries: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of (weight, rows), scaled, for autograd to pass on; all rows but `entries` of the
-        tables are zero.
-
-        The summed one is noted, for the check that nothing else reaches the parameter. The rows of a
-        parameter's only use go to it at once, as do those that ``loss.backward(inputs=...)`` lets not go
-        anywhere else; those of several uses, and those with a graph, meet in the rows leaf.
-        """
-        recorder = self.recorder
-        if recorder is None:
+        if (recorder := self.recorder) is None:
             return weight_grad, rows_grad
         if weight_grad is not None:
-            recorder.note(weight_grad)
-        if rows_grad is not None and not recorder.settings.collecting_grads:
-            if not self.scale.sums and recorder.settings.sums:
-                raise recorder.of_another_block()
-            at_once = recorder.uses <= 1 and (not self.joined or recorder.sink.adds_up)
-            if not torch.is_grad_enabled() and (at_once or not recorder.whole_pass()):
-                recorder.store(rows_grad, entries if recorder.uses <= 1 else None)
-                return weight_grad, None
-            recorder.listen()
+            self.note(recorder, weight_grad)
+        if rows_grad is not None and self.at_once(recorder):
+            recorder.store(rows_grad)
+            rows_grad = None
         return weight_grad, rows_grad
+
+    def note(self, recorder: "Recorder", weight_grad: Tensor) -> None:
+        """Note a summed gradient, scaled, on its way to the parameter: that nothing else reaches it is
+        checked.
+        """
+        recorder.note(weight_grad)
+
+    def at_once(self, recorder: "Recorder") -> bool:
+        """Whether rows go to the parameter now: those of its only use, and those that
+        ``loss.backward(inputs=...)`` lets not go anywhere else. Those of several uses, and those with a
+        graph, are for autograd to pass on: they meet in the rows leaf.
+        """
+        settings = recorder.settings
+        if settings.collecting_grads:
+            return False
+        if not self.scale.sums and settings.sums:
+            raise recorder.of_another_block()
+        if not torch.is_grad_enabled():
+            alone = recorder.uses <= 1 and (not self.joined or recorder.sink.adds_up)
+            if alone or not recorder.whole_pass():
+                return True
+        recorder.listen()
+        return False
 
 
 class _Join(Op):

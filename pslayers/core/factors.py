@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .products import add_gram, mirrored
+from .products import add_gram, mirrored, number
+from .tuning import tuning
 
 CHUNK_BYTES = 16 << 20  # of dense rows that are made on the side
+# positions of a sample, from which dense rows that are there are always summed; and values of these rows, from
+# which it is worth measuring whether they should be
+MANY, WORTH_MEASURING = 64, 1 << 15
 # what sums and products of narrow numbers are computed in
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -96,14 +100,33 @@ class Factor:
 
     shape: torch.Size  # (B, *S); B is 1 where nobody asks for rows
     # how many products `total` sums, of all samples together; with more than `worth_summing` for each sample,
-    # it is cheaper to sum dense rows that are there
-    positions, worth_summing = 0, 16
+    # it is taken to be cheaper to sum dense rows that are there, where that is not measured
+    positions, worth_summing = 0, 4
     # of the samples' tables (B, V, D), laid end to end, those in which rows may not be zero; None: all
     entries: Tensor | None = None
 
     def total(self) -> Tensor:
         """The plain gradient, (*S): the sum over samples."""
         raise NotImplementedError
+
+    def total_of(self, rows: Tensor, scale: float) -> Tensor:
+        """`total`, where its dense rows times `scale` are there: by their sum, if that is faster."""
+        each = self.positions / max(rows.shape[0], 1)
+        if each <= 1:
+            return self.total()
+
+        def by_rows() -> Tensor:
+            return rows.sum(0).mul_(number(1 / scale, rows))
+
+        way = "rows" if each > self.worth_summing else "product"
+        if each < MANY and rows.numel() >= WORTH_MEASURING:
+            key = "total", *self.kind(), str(rows.dtype), rows.device.type, *rows.shape
+            way = tuning.fastest(key, {"product": self.total, "rows": by_rows}, way)
+        return by_rows() if way == "rows" else self.total()
+
+    def kind(self) -> tuple[Any, ...]:
+        """What the time of `total` depends on, but for the shape of the rows."""
+        return type(self).__name__, self.positions.bit_length()
 
     def write(self, out: Tensor, scale: float) -> None:
         """The dense rows times `scale`, written to `out` (B, *S); with `entries`, added to it."""
@@ -300,14 +323,20 @@ class Dense(Factor):
         dims = self.each.ndim - len(self.shape) + 1
         return self.each.sum(0) if dims == 1 else self.each.flatten(0, dims - 1).sum(0)
 
+    def total_of(self, rows: Tensor, scale: float) -> Tensor:
+        """They are the sums of some of its values."""
+        if self.each.numel() == rows.numel():
+            return self.total()
+        return rows.sum(0).mul_(number(1 / scale, rows))
+
     def write(self, out: Tensor, scale: float) -> None:
         """Copied where a sample has one row: there is nothing to sum."""
         if self.each.shape == self.shape:
-            torch.mul(self.each, scale, out=out)
+            torch.mul(self.each, number(scale, out), out=out)
         elif self.each.numel() == out.numel():
-            torch.mul(self.each.reshape(self.shape), scale, out=out)
+            torch.mul(self.each.reshape(self.shape), number(scale, out), out=out)
         else:
-            torch.sum(self._by_sample(), 1, out=out).mul_(scale)
+            torch.sum(self._by_sample(), 1, out=out).mul_(number(scale, out))
 
     def rows(self) -> Tensor:
         """By one sum."""

@@ -6,6 +6,7 @@ does not (90 against 180 GFLOP/s on one core of an AMD EPYC, for large float32 p
 Small products are torch's, whose calls cost less.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -129,13 +130,36 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
     return left.t() @ right
 
 
+def number(value: float, t: Tensor) -> "Tensor | float":
+    """`value` as what `t` is multiplied by at half the cost: torch makes a tensor of every plain number, of
+    another dtype, and converts that. A narrow dtype would round it.
+    """
+    if t.dtype not in (torch.float32, torch.float64) or torch_api.dispatch_modes():
+        return value
+    return _number(value, t.dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _number(value: float, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # whoever asks first
+        return torch.full((), value, dtype=dtype, device="cpu")
+
+
+def outer_one(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor:
+    """``scale * left[n, :, None] * right[n, None]``, written to `out`: left (B, O), right (B, I), out (B, O,
+    I). Not differentiable.
+    """
+    if scale != 1:
+        left = left * number(scale, left)
+    return torch.mul(left.unsqueeze(2), right.unsqueeze(1), out=out)
+
+
 def outer_each(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor:
     """``scale * left[n].T @ right[n]``, written to `out`: left (B, t, O), right (B, t, I), out (B, O, I). Not
     differentiable.
     """
     if left.shape[1] == 1:  # written, not summed
-        left = left.transpose(1, 2)
-        return torch.mul(left if scale == 1 else left * scale, right, out=out)
+        return outer_one(left.squeeze(1), right.squeeze(1), scale, out)
     (size, t, o), i = left.shape, right.shape[2]
     if size and t * o * i >= WORTH_IT and has_onednn(left):
         n = min(size, EACH)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import torch_api
 from . import sharding
-from .context import Scale, Settings
+from .context import Batch, Scale, Settings
 from .expansion import Expansion
 from .sinks import DenseRows, SingleSample, Sink
 
@@ -53,15 +53,20 @@ class Recorder:
     def __reduce__(self) -> tuple[Any, ...]:  # copies and pickles of a parameter start without one
         return _no_recorder, ()
 
-    def expansion(self, param: Tensor, size: int, scale: Scale) -> Expansion:
+    def expansion(self, param: Tensor, batch: Batch, scale: Scale) -> Expansion:
         """The parameter, expanded to a batch. Where its plain gradient is not wanted, none can reach it."""
         shared = param
         if not self.settings.sums:
             shared, scale.sums = param.detach(), False
-            if self.counted != self.pass_id and torch_api.outer_pass() == -1:  # which nothing has checked
+            if self.counted != self.pass_id and batch.outer_pass == -1:  # which nothing has checked
                 self.counted, self.checked = self.pass_id, True
-        self.use()
-        return Expansion(shared, self.rows_leaf(size), scale, self)
+        if self.checked:
+            self.recount()
+        self.uses += 1
+        self.outer_pass = batch.outer_pass
+        if self.outer_pass != -1:
+            self.repeats += 1
+        return Expansion(shared, self.rows_leaf(batch.size), scale, self)
 
     def rows_leaf(self, size: int) -> Tensor:
         """The leaf (size, *S) on the parameter's memory; made anew when batch size or memory have changed."""
@@ -88,17 +93,6 @@ class Recorder:
             and form[1] == param.data_ptr()
             and form[4] is param.dtype
         )
-
-    def use(self) -> None:
-        """Count an expansion of the parameter."""
-        if self.checked:
-            self.recount()
-        self.uses += 1
-        # a reentrant checkpoint recomputes inside a backward pass and back-propagates in a pass of its own:
-        # count the outer one
-        self.outer_pass = torch_api.outer_pass()
-        if self.outer_pass != -1:
-            self.repeats += 1
 
     @property
     def counts(self) -> Counts:
@@ -130,6 +124,20 @@ class Recorder:
         self.compiled = compiled
         alone = self.uses <= 1 and not self.notes and not torch.is_grad_enabled() and not compiled
         self.notes.append((grad.data_ptr(), grad._version) if alone else grad.clone() if compiled else grad)
+
+    def came_alone(self, grad: Tensor) -> bool:
+        """Whether it is the only gradient that was passed on: most are, and `check` has no more to say."""
+        notes = self.notes
+        if (
+            len(notes) != 1
+            or not isinstance(notes[0], tuple)
+            or notes[0] != (grad.data_ptr(), grad._version)
+            or self.notes_pass != torch_api.current_pass()
+            or self.single.pass_id == self.notes_pass
+        ):
+            return False
+        self.notes, self.checked = [], True
+        return True
 
     def check(self, grad: Tensor) -> None:
         """Hook on the parameter: what arrives must be what the expansions passed on, else the rows would lack
@@ -209,16 +217,26 @@ class Recorder:
             sink = self.settings.sink or self.dense
             sink.store(self, holder, rows, before != self.pass_id, entries)
 
-    def enter(self) -> Tensor | None:
+    def enter(self, pass_id: int | None = None) -> Tensor | None:
         """Note that the pass that runs gives the parameter rows; what carries them, None where the model is
         gone.
         """
         if (holder := self.holder.tensor()) is not None:
-            pass_id, settings = torch_api.running_pass(self.outer_pass), self.settings
-            if pass_id != settings.pass_id:
-                settings.begin_pass(pass_id)
+            pass_id = torch_api.running_pass(self.outer_pass) if pass_id is None else pass_id
+            if pass_id != self.settings.pass_id:
+                self.settings.begin_pass(pass_id)
             self.pass_id = pass_id
         return holder
+
+    def count(self, size: int) -> None:
+        """Note how many samples a pass has: an error where others were of another number."""
+        settings = self.settings
+        if size != settings.rows:
+            if settings.rows != -1:
+                raise self.of_two_sizes(settings.rows, size)
+            if settings.accumulation == "append":
+                settings.line_up(size)
+            settings.rows = size
 
     def leave_blank(self) -> None:
         """Note that zeros will arrive in the place of a gradient that is not wanted."""
@@ -295,7 +313,7 @@ class _Arrival(_WeakHook):
 
     def __call__(self, tensor: Tensor | None) -> Tensor | None:  # type: ignore[override]
         owner = self.owner()
-        if owner is None or tensor is None:
+        if owner is None or tensor is None or owner.came_alone(tensor):
             return None
         if tensor is owner.single.taken:
             owner.single.taken, owner.single.pass_id = None, -1

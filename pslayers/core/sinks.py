@@ -47,6 +47,13 @@ class Sink:
         factor.write(out, scale)
         return out
 
+    def put(self, recorder: "Recorder", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
+        """The same, and stored."""
+        rows = self.make(recorder, factor, like, scale)
+        if rows is not None:
+            recorder.store(rows, factor.entries if recorder.uses <= 1 else None)
+        return rows
+
     def store(
         self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
     ) -> None:
@@ -108,6 +115,28 @@ class DenseRows(Sink):
                 return self.lent
         return super().buffer(recorder, like)
 
+    def put(self, recorder: "Recorder", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
+        """The first rows of a pass, which replace others', without a detour: most rows are."""
+        pass_id, memory = torch_api.running_pass(recorder.outer_pass), self.memory
+        if (
+            memory is None
+            or like is not self.leaf
+            or recorder.pass_id == pass_id
+            or factor.entries is not None
+            or recorder.settings.accumulation != "replace"
+            or (holder := recorder.enter(pass_id)) is None
+        ):
+            return super().put(recorder, factor, like, scale)
+        recorder.count(like.shape[0])
+        holder.grad_sample = None  # type: ignore[attr-defined]
+        if torch_api.held_elsewhere(memory):
+            self.memory = memory = torch.empty_like(memory)
+        rows = memory.detach()
+        factor.write(rows, scale)
+        self.offset, self.lent, self.written = recorder.holder.enter(holder, recorder), None, None
+        holder.grad_sample = rows  # type: ignore[attr-defined]
+        return rows
+
     def zeros(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
         """Cleared only where the last rows were written, if nobody has changed them since."""
         (written, version), memory = self.written or (None, -1), self.memory
@@ -122,13 +151,8 @@ class DenseRows(Sink):
         self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
     ) -> None:
         """Put them on the parameter, by the rules of accumulation."""
-        settings, size = recorder.settings, rows.shape[0]
-        if size != settings.rows:
-            if settings.rows != -1:
-                raise recorder.of_two_sizes(settings.rows, size)
-            if settings.accumulation == "append":
-                settings.line_up(size)
-            settings.rows = size
+        settings = recorder.settings
+        recorder.count(rows.shape[0])
         if rows is not self.lent:
             self._remember(rows, recorder.leaf)
         self.lent = self.written = None

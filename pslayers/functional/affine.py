@@ -41,7 +41,8 @@ class Kernel(Protocol):
 
 def affine(kernel: Kernel, op: str, x: Tensor, weight: Weight, bias: Weight, ndim: int) -> Tensor:
     """Run a kernel with weights of `ndim` dims, one for all samples or one for each."""
-    w, b = (None if t is None else as_expansion(t, ndim) for t in (weight, bias))
+    w = None if weight is None else as_expansion(weight, ndim)
+    b = None if bias is None else as_expansion(bias, ndim)
     if (w is None and weight is not None) or (b is None and bias is not None):
         size = next(len(t) for t in (weight, bias) if isinstance(t, Tensor) and t.ndim > ndim)
         each = [None if t is None else per_sample(t, ndim, size) for t in (weight, bias)]
@@ -49,10 +50,11 @@ def affine(kernel: Kernel, op: str, x: Tensor, weight: Weight, bias: Weight, ndi
         return kernel.composite(
             x, *(None if t is None else t.repeat_interleave(len(x) // max(size, 1), 0) for t in each)
         )
-    handles = [(None, None) if e is None else (e.weight, e.rows) for e in (w, b)]
-    for _, rows in handles:
-        check_rows(op, x, rows)
-    return _Affine.apply(x, *handles[0], *handles[1], w, b, kernel)
+    of_w = (None, None) if w is None else (w.weight, w.rows)
+    of_b = (None, None) if b is None else (b.weight, b.rows)
+    check_rows(op, x, of_w[1])
+    check_rows(op, x, of_b[1])
+    return _Affine.apply(x, *of_w, *of_b, w, b, kernel)
 
 
 def in_float32(x: Tensor) -> Tensor:

@@ -287,8 +287,7 @@ class Patches(Factor):
         shape: (B, O, C/G, *K).
     """
 
-    # above this many positions a sample, summing the rows is cheaper than a second convolution over the batch
-    worth_summing = 12
+    worth_summing = 12  # else a further convolution over the batch is cheaper
     unread = ("weight",)
 
     def __init__(self, x: Tensor, gy: Tensor, weight: Tensor, shape: torch.Size, geometry: Geometry) -> None:
@@ -301,6 +300,9 @@ class Patches(Factor):
         mask, none = (False, True, False), (0,) * len(self.geometry.stride)
         like = self.x, self.weight.detach(), self.geometry
         return convolution_backward(self.gy, *like, False, none, mask)[1]
+
+    def kind(self) -> tuple[Any, ...]:
+        return *super().kind(), self.gy.shape[2:], tuple(self.geometry)
 
     def write(self, out: Tensor, scale: float) -> None:
         """By the method that is fastest for these shapes."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.factors import CHUNK_BYTES, Factor, Owners, beside, by_size
-from ..core.products import add_gram, affine, mirrored, outer, outer_each
+from ..core.products import add_gram, affine, mirrored, outer, outer_each, outer_one
 from .common import by_sample
 
 
@@ -46,7 +46,11 @@ class Outer(Factor):
 
     def write(self, out: Tensor, scale: float) -> None:
         """By one batched product."""
-        outer_each(*self.batch(), scale, out if out.ndim == 3 else out.flatten(2))
+        out = out if out.ndim == 3 else out.flatten(2)
+        if self.gy.ndim == 2 and self.gy.shape[0] == out.shape[0]:
+            outer_one(self.gy, self.x, scale, out)
+        else:
+            outer_each(*self.batch(), scale, out)
 
     def rows(self) -> Tensor:
         """By one batched product."""

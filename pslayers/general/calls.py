@@ -192,7 +192,7 @@ def _weights(
             recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
             recorder.unexpanded = name in idle
             if name not in idle:
-                expansion = recorder.expansion(param, batch.size, Scale(batch.scale.total))
+                expansion = recorder.expansion(param, batch, Scale(batch.scale.total))
                 weights[name] = expansion.tensor(batch.size)
     return weights
 

@@ -68,7 +68,7 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             return self._ps_plain(ps_forward, args, kwargs)
         if (batch := local.batch) is not None:
             batch.count(self)
-            if transforming() and torch_api.level() > batch.level:
+            if torch_api.transforms_run() and torch_api.level() > batch.level:
                 self._ps_transformed(batch)
                 if batch.undecided:
                     return self._ps_plain(ps_forward, args, kwargs)
@@ -542,7 +542,7 @@ class PSLayer(_Layer):
             or recorder.param() is not weight
         ):
             recorder = recorder_of(weight, f"{state.prefix}{name}", settings, self)
-        return recorder.expansion(weight, batch.size, call.scale)
+        return recorder.expansion(weight, batch, call.scale)
 
     def expand(self, name: str) -> Tensor | None:
         """The parameter `name`, expanded to this call's rows: ``(N, *S)``, where N is B, or k * B for k rows

@@ -45,6 +45,7 @@ class State:
         # kinds of calls in which rows were proved to be the samples', and whether per-sample weights were
         # given
         self.proved: set[tuple[bool, tuple[tuple[int, bool], ...], bool]] = set()
+        self.drawless: set[tuple[bool, tuple[tuple[int, bool], ...]]] = set()  # that draw no random numbers
         # what torch.compile was at when the last of these was proved while it traced
         self.proved_in: Any = ""
         # dims of the inputs: which of them holds the batch, if not the first

@@ -78,7 +78,8 @@ class ModelCall:
         self.size, self.kind = size, kind
         self.state = model._ps_state()
         self.settings = self.state.settings
-        self.random = random_state()
+        # to be drawn again by a further run
+        self.random = None if kind in self.state.drawless else random_state()
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
 
     # ---------------------------------------------------------------------------------------------- the steps
@@ -121,7 +122,7 @@ class ModelCall:
             return output
         by_itself = state.per_sample_forward, state.includes_children
         for shared, whole in ATTEMPTS:
-            set_random_state(self.random)
+            self._rewind()
             state.shared, state.includes_children = shared, whole or state.includes_children
             state.per_sample_forward = state.per_sample_forward or whole
             try:
@@ -159,9 +160,13 @@ class ModelCall:
         finally:
             over.set()
 
+    def _rewind(self) -> None:
+        if self.random is not None:
+            set_random_state(self.random)
+
     def _undone(self, before: Snapshot | None) -> "ModelCall":
         """This call, with nothing left of what has been run of it."""
-        set_random_state(self.random)
+        self._rewind()
         if before is not None:
             before.restore()
         return self
@@ -225,6 +230,8 @@ class ModelCall:
             return agree is None
         if agree:
             state.proved.add((*self.kind, bool(model._ps_given())))
+            if self.random is not None and all(map(torch.equal, self.random, random_state())):
+                state.drawless.add(self.kind)
         return True
 
     def _past_layers(self, output: Any) -> bool:
@@ -248,7 +255,7 @@ class ModelCall:
                     few.learn()
                 if not self.model._ps_proved(self.kind):
                     raise ValueError
-                set_random_state(self.random)
+                self._rewind()
                 self._make_room()
                 with gathering(self.size, self.settings, self.args, self.kwargs):
                     return self._proved()
