@@ -18,8 +18,8 @@ from .products import add_gram, mirrored, number
 from .tuning import tuning
 
 CHUNK_BYTES = 16 << 20  # of dense rows that are made on the side
-# positions of a sample, from which dense rows that are there are always summed; and values of these rows, from
-# which it is worth measuring whether they should be
+# positions of a sample, from which dense rows that are there are always summed; and how many values of these
+# rows make it worth measuring whether they should be
 MANY, WORTH_MEASURING = 64, 1 << 15
 # what sums and products of narrow numbers are computed in
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

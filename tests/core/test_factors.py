@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from pslayers.core.expansion import Expansion
-from pslayers.core.factors import Blocks, Dense, Factor, Sum, joined, squares
+from pslayers.core.factors import MANY, WORTH_MEASURING, Blocks, Dense, Factor, Sum, joined, squares
+from pslayers.core.tuning import tuning
 from pslayers.functional import linear_factor
 from pslayers.functional.bags import Bagged, _Bags
 from pslayers.functional.conv import Patches
@@ -362,16 +364,45 @@ def test_differentiable_rows_and_total(case: str) -> None:
         )
 
 
-@pytest.mark.parametrize(("positions", "cheaper"), [(1, False), (16, False), (17, True)])
-def test_rows_are_summed_where_that_is_cheaper(positions: int, cheaper: bool) -> None:
-    w = draw(5, 4)
+def total_and_rows(positions: int, width: int = 4) -> tuple[Tensor, Tensor, bool]:
+    """What a use of a weight gives, and whether the rows were summed."""
+    w = draw(5, width)
     e, factor = (
-        Expansion(w, w.expand(2, 5, 4)),
-        Outer(draw(2, positions, 5), draw(2, positions, 4), torch.Size((2, 5, 4))),
+        Expansion(w, w.expand(2, 5, width)),
+        Outer(draw(2, positions, 5), draw(2, positions, width), torch.Size((2, 5, width))),
     )
-    asked = []
+    asked: list[int] = []
     factor.total = lambda: asked.append(1) or w  # type: ignore[method-assign, func-returns-value]
     with torch.no_grad():
         total, rows = e.take(factor, True, True)
-    assert bool(asked) is not cheaper
-    assert not cheaper or torch.equal(total, rows.sum(0))
+    assert total is not None and rows is not None
+    torch.testing.assert_close(total, w if asked else rows.sum(0))
+    return total, rows, not asked
+
+
+@pytest.mark.parametrize(("positions", "cheaper"), [(1, False), (4, False), (5, True), (100, True)])
+def test_few_rows_are_summed_by_a_rule(positions: int, cheaper: bool) -> None:
+    assert total_and_rows(positions)[2] is cheaper
+
+
+@pytest.mark.parametrize("way", ["product", "rows"])
+@pytest.mark.parametrize("positions", [1, 3, 8, MANY])
+def test_many_rows_are_summed_where_that_is_measured_to_be_faster(
+    way: str, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(tuning, "fastest", lambda key, ways, rule: asked.append((key, *ways, rule)) or way)
+    by_rows = total_and_rows(positions, WORTH_MEASURING // 10 + 1)[2]
+    if positions in (1, MANY):
+        assert not asked and by_rows is (positions == MANY)
+    else:
+        assert by_rows is (way == "rows")
+        assert [a[1:] for a in asked] == [("product", "rows", "rows" if positions > 4 else "product")]
+
+
+def test_the_total_of_values_of_several_positions_is_that_of_rows() -> None:
+    each = draw(2, 7, 5)
+    factor, rows = Dense(each, torch.Size((2, 5))), torch.empty(2, 5, dtype=each.dtype)
+    factor.write(rows, 3.0)
+    factor.total = None  # type: ignore[assignment]
+    torch.testing.assert_close(factor.total_of(rows, 3.0), each.sum((0, 1)))
