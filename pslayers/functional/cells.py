@@ -185,8 +185,9 @@ class _LSTM(Cell):
         """
         for span in spans:
             i, f, g, o = by_gate[span].unbind(2)
-            for step in _in_time(p.reverse, i * g, f, c_before[span], c_after[span]):
-                torch.addcmul(*step[:3], out=step[3])
+            torch.mul(i, g, out=c_after[span])
+            for f_t, before, after in _in_time(p.reverse, f, c_before[span], c_after[span]):
+                after.addcmul_(f_t, before)
             last = 0 if p.reverse else -1
             h = o[last] * c_after[span][last].tanh()
             if p.gates is not None and not kept_gates.close(h, p.after[span][last]):

@@ -190,8 +190,10 @@ class _GroupNorm:
         """All at once: with every row's channels side by side as one row, the sum over the rows has but one
         term.
         """
-        mean, rstd = (t.reshape(1, -1) for t in statistics)
         (n, c), space = x.shape[:2], math.prod(x.shape[2:])
+        if space == 1 and x.numel():
+            return self._flat_grads(gy, x, weight, statistics, need)
+        mean, rstd = (t.reshape(1, -1) for t in statistics)
         # else its shape is read alone
         every = None if weight is None else weight.repeat(n) if need[0] else weight.new_empty(n * c)
         one = (t.contiguous().view(1, n * c, space) for t in (gy, x))
@@ -210,6 +212,33 @@ class _GroupNorm:
             None if g is None else g.view(shape)
             for g, shape in zip((gx, gw, gb), (x.shape, (n, c), (n, c)), strict=True)
         )  # type: ignore[return-value]
+
+    def _flat_grads(
+        self,
+        gy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        statistics: Sequence[Tensor],
+        need: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The same of one value a channel, where each group is a row of layer_norm, whose kernel takes half
+        the time.
+        """
+        rows = x.shape[0] * self.groups, x.shape[1] // self.groups
+        values, g, mean, rstd = (
+            *(t.reshape(rows) for t in (x, gy)),
+            *(t.reshape(-1, 1) for t in statistics),
+        )
+        gx = gw = None
+        if need[0]:
+            weighed = g if weight is None else (gy.flatten(1) * weight).view(rows)
+            mask = [True, False, False]
+            gx = torch.ops.aten.native_layer_norm_backward(
+                weighed, values, rows[1:], mean, rstd, None, None, mask
+            )[0].view(x.shape)
+        if need[1] and weight is not None:
+            gw = (values - mean).mul_(g).mul_(rstd).view(x.shape[:2])
+        return gx, gw, gy.reshape(x.shape[:2]) if need[2] else None
 
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         y = F.group_norm(x, self.groups, None, None, self.eps)
