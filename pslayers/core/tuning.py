@@ -19,15 +19,18 @@ Key = tuple[Any, ...]
 # the machine may have been busy with something else
 ROUNDS = 3.0, 1.4, 1.0
 LONG = 0.02  # seconds, of which one round tells enough
+# uses after which a shape is measured again: at first memory was new, or the machine busy
+AGAIN = 8
 
 
 class Tuning:
     """What was measured in this process: ``ps.tuning``.
 
-    In the first backward passes each way of a shape is run a few times, on the data at hand, and the fastest
-    is taken from then on: a few steps' time in all. Under ``torch.use_deterministic_algorithms(True)``, or
-    with ``ps.tuning.enabled = False``, nothing is measured, and nothing that was measured is used: the way
-    follows from the shape alone, so that two processes give the same bits.
+    In the first backward passes each way of a shape is run a few times, on the data at hand, and the one that
+    was the fastest twice, some uses apart, is taken from then on: a few steps' time in all. Under
+    ``torch.use_deterministic_algorithms(True)``, or with ``ps.tuning.enabled = False``, nothing is measured,
+    and nothing that was measured is used: the way follows from the shape alone, so that two processes give
+    the same bits.
 
     Example:
         >>> import torch, pslayers as ps
@@ -40,6 +43,8 @@ class Tuning:
     def __init__(self) -> None:
         self.enabled = True
         self.chosen: dict[Key, str] = {}
+        # of shapes for which that is not settled: how often they were used, and what was the fastest so far
+        self.tried: dict[Key, tuple[int, list[str]]] = {}
 
     def fastest(self, key: Key, ways: Mapping[str, Callable[[], object]], rule: str) -> str:
         """The name of the way that is the fastest here; that of the rule where it is not to be measured.
@@ -54,19 +59,41 @@ class Tuning:
         key = *key, torch.get_num_threads()
         chosen = self.chosen.get(key)
         if chosen is None or chosen not in ways:
-            if torch_api.watched():  # it would count what is measured
-                return rule
-            with torch_api.without_torch_function():
-                self.chosen[key] = chosen = _measured(ways, rule)
+            chosen = self._tried(key, ways, rule)
         return chosen
+
+    def _tried(self, key: Key, ways: Mapping[str, Callable[[], object]], rule: str) -> str:
+        """What is taken for now; settled where one way was the fastest twice, or the third time."""
+        uses, found = self.tried.get(key, (0, []))
+        if not set(found) <= set(ways):
+            uses, found = 0, []
+        if torch_api.watched():  # it would count what is measured
+            return found[-1] if found else rule
+        if uses % AGAIN == 0:
+            with torch_api.without_torch_function():
+                found = [*found, _measured(ways, rule)]
+            if found[-1] in found[:-1] or len(found) == 3:
+                self.tried.pop(key, None)
+                self.chosen[key] = found[-1]
+                return found[-1]
+        self.tried[key] = uses + 1, found
+        return found[-1]
+
+    def known(self, key: Key) -> str | None:
+        """The same, if it was measured, at less cost than to say which ways there are."""
+        if not self.enabled or torch.are_deterministic_algorithms_enabled():
+            return None
+        return self.chosen.get((*key, torch.get_num_threads()))
 
     def forget(self) -> None:
         """Measure everything anew."""
         self.chosen.clear()
+        self.tried.clear()
 
     def save(self, path: "str | os.PathLike[str]") -> None:
         """Write what was measured to a JSON file, for a later process on this machine."""
-        chosen = [[list(key), way] for key, way in self.chosen.items()]
+        found = {key: ways[-1] for key, (_, ways) in self.tried.items()} | self.chosen
+        chosen = [[list(key), way] for key, way in found.items()]
         Path(path).write_text(json.dumps({"machine": _machine(), "chosen": chosen}, indent=1))
 
     def load(self, path: "str | os.PathLike[str]") -> None:

@@ -82,8 +82,14 @@ def write_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geome
 
 def differentiable_rows(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> Tensor:
     """The rows by a product that can be differentiated again."""
-    patches, outs = patches_of(x, gy, shape, geometry)
-    columns = patches.reshape(outs.shape[0], shape[2:].numel(), outs.shape[2])
+    stride, padding, dilation, groups = geometry
+    n, kernel, by_row = len(stride), shape[3:], (shape[0], x.shape[0] // max(shape[0], 1))
+    x = _padded(x, padding).unflatten(0, by_row).unflatten(2, (groups, shape[2]))  # (B, k, G, C/G, *S)
+    for i in range(n):
+        x = x.unfold(4 + i, dilation[i] * (kernel[i] - 1) + 1, stride[i])[..., :: dilation[i]]
+    x = x.permute(0, 2, 3, *range(4 + n, 4 + 2 * n), 1, *range(4, 4 + n))  # from (B, k, G, C/G, *L, *K)
+    outs = _outs(gy, shape, groups)
+    columns = x.reshape(outs.shape[0], shape[2:].numel(), outs.shape[2])
     return (outs @ columns.transpose(1, 2)).view(shape)
 
 
@@ -171,19 +177,33 @@ def _chunks(out: Tensor, values: int) -> Iterator[tuple[int, int]]:
 
 
 def patches_of(x: Tensor, gy: Tensor, shape: torch.Size, geometry: Geometry) -> tuple[Tensor, Tensor]:
-    """The patches as a view (B, G, C/G, *K, k, *L), and the output gradients (B * G, O/G, T)."""
+    """The patches as a view (B, G, C/G, *K, k, *L), and the output gradients (B * G, O/G, T); not to be
+    differentiated.
+    """
     stride, padding, dilation, groups = geometry
-    size, n, kernel = shape[0], len(stride), shape[3:]
-    by_row = size, x.shape[0] // max(size, 1)
-    if any(padding):
-        x = F.pad(x, [p for pad in reversed(padding) for p in (pad, pad)])
-    x = x.unflatten(0, by_row).unflatten(2, (groups, shape[2]))  # (B, k, G, C/G, *S)
-    for i in range(n):
-        x = x.unfold(4 + i, dilation[i] * (kernel[i] - 1) + 1, stride[i])[..., :: dilation[i]]
-    x = x.permute(0, 2, 3, *range(4 + n, 4 + 2 * n), 1, *range(4, 4 + n))  # from (B, k, G, C/G, *L, *K)
-    gy = gy.unflatten(0, by_row).unflatten(2, (groups, shape[1] // groups))
-    gy = gy.permute(0, 2, 3, 1, *range(4, 4 + n))  # (B, G, O/G, k, *L)
-    return x, gy.reshape(size * groups, shape[1] // groups, gy.shape[3:].numel())
+    size, k, x = shape[0], x.shape[0] // max(shape[0], 1), _padded(x, padding)
+    (row, channel, *steps), lengths = x.stride(), gy.shape[2:]
+    sizes = size, groups, shape[2], *shape[3:], k, *lengths
+    strides = (
+        *(k * row, shape[2] * channel, channel),
+        *(d * step for d, step in zip(dilation, steps, strict=True)),
+        *(row, *(s * step for s, step in zip(stride, steps, strict=True))),
+    )
+    return x.as_strided(sizes, strides, x.storage_offset()), _outs(gy, shape, groups)
+
+
+def _padded(x: Tensor, padding: tuple[int, ...]) -> Tensor:
+    return F.pad(x, [p for pad in reversed(padding) for p in (pad, pad)]) if any(padding) else x
+
+
+def _outs(gy: Tensor, shape: torch.Size, groups: int) -> Tensor:
+    """The output gradients (N, O, *L) as (B * G, O/G, T)."""
+    size, wide, lengths = shape[0], shape[1] // groups, gy.shape[2:].numel()
+    if gy.shape[0] == size:  # one row a sample, the most frequent case
+        return gy.reshape(size * groups, wide, lengths)
+    k = gy.shape[0] // max(size, 1)
+    gy = gy.reshape(size, k, groups, wide, lengths).permute(0, 2, 3, 1, 4)  # (B, G, O/G, k, L)
+    return gy.reshape(size * groups, wide, k * lengths)
 
 
 def patch_products(x: Tensor, lengths: torch.Size, shape: torch.Size, geometry: Geometry) -> Tensor:
@@ -195,8 +215,7 @@ def patch_products(x: Tensor, lengths: torch.Size, shape: torch.Size, geometry: 
     """
     stride, padding, dilation, groups = geometry
     size, n, kernel = shape[0], len(stride), shape[3:]
-    if any(padding):
-        x = F.pad(x, [p for pad in reversed(padding) for p in (pad, pad)])
+    x = _padded(x, padding)
     x = x.unflatten(0, (size, -1)).unflatten(2, (groups, shape[2])).permute(0, 2, 3, 1, *range(4, 4 + n))
     places = x.shape[3:]  # (k, *S)
     values = x.reshape(size * groups, shape[2], places.numel())
@@ -237,13 +256,14 @@ def fastest(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> str:
     """The method that is measured to be the fastest, of those that the model gives a chance; the first of
     those where nothing is measured. `out` is written to.
     """
-    some, k = min(len(out), SOME), len(x) // len(out)
+    some, k = min(out.shape[0], SOME), x.shape[0] // out.shape[0]
     positions = k * gy.shape[2:].numel()
     key = (
-        "rows of a convolution",
-        *(out.shape[1:], tuple(geometry), positions.bit_length(), some),
+        *("rows of a convolution", out.shape[1:], geometry, positions.bit_length(), some),
         *(str(out.dtype), out.device.type),
     )
+    if (known := tuning.known(key)) in ROWS:
+        return known
     fitted = out.device.type == "cpu" and out.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     sizes = x.shape, gy.shape, out.shape, geometry, has_onednn(out)
     promising = _promising(*sizes) if fitted else ["im2col", "fused", "turned"]

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pslayers as ps
 from pslayers.core import tuning as module
-from pslayers.core.tuning import Tuning
+from pslayers.core.tuning import AGAIN, Tuning
 
 
 class Clock:
@@ -55,6 +55,30 @@ def test_the_fastest_is_taken_and_remembered(clock: Clock) -> None:
     assert tuning.fastest(("key", 2), ways, "slow") == "first"
     assert len(clock.runs) == runs
     assert clock.runs.count("slow") == 2 * 3  # far behind in two rounds after the untimed one
+
+
+@pytest.mark.parametrize(
+    ("fastest", "settled", "taken"),
+    [("aa", 2, "a"), ("ab", 0, "b"), ("aba", 3, "a"), ("abb", 3, "b"), ("abc", 3, "c")],
+)
+def test_a_shape_is_measured_again_some_uses_later(fastest: str, settled: int, taken: str) -> None:
+    tuning, measured = Tuning(), iter(fastest)
+    ways = dict.fromkeys("abc", int)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_measured", lambda ways, rule: next(measured))
+        for number, way in enumerate(fastest):
+            for _ in range(AGAIN):
+                assert tuning.fastest(("key",), ways, "a") == (taken if number + 1 == settled else way)
+                assert (tuning.known(("key",)) is not None) is (number + 1 == settled)
+            if number + 1 == settled:
+                break
+        else:
+            assert not settled
+        with FlopCounterMode(display=False):  # it would count what is measured
+            assert tuning.fastest(("key",), ways, "c") == taken
+        assert next(measured, None) is None
+        tuning.enabled = False
+        assert tuning.known(("key",)) is None
 
 
 def test_ways_that_take_long_run_twice(clock: Clock) -> None:
