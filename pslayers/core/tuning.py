@@ -59,31 +59,27 @@ class Tuning:
         key = *key, torch.get_num_threads()
         chosen = self.chosen.get(key)
         if chosen is None or chosen not in ways:
-            chosen = self._tried(key, ways, rule)
+            chosen, self.tried[key] = rule, (0, [])
+        if key in self.tried and not torch_api.watched():  # else what is measured would be counted, too
+            self.chosen[key] = chosen = self._tried(key, ways, rule)
         return chosen
 
     def _tried(self, key: Key, ways: Mapping[str, Callable[[], object]], rule: str) -> str:
         """What is taken for now; settled where one way was the fastest twice, or the third time."""
-        uses, found = self.tried.get(key, (0, []))
-        if not set(found) <= set(ways):
-            uses, found = 0, []
-        if torch_api.watched():  # it would count what is measured
-            return found[-1] if found else rule
+        uses, found = self.tried.pop(key, (0, []))  # another thread may be at it
         if uses % AGAIN == 0:
             with torch_api.without_torch_function():
                 found = [*found, _measured(ways, rule)]
-            if found[-1] in found[:-1] or len(found) == 3:
-                self.tried.pop(key, None)
-                self.chosen[key] = found[-1]
-                return found[-1]
-        self.tried[key] = uses + 1, found
+        if len(found) < 3 and found[-1] not in found[:-1]:
+            self.tried[key] = uses + 1, found
         return found[-1]
 
     def known(self, key: Key) -> str | None:
-        """The same, if it was measured, at less cost than to say which ways there are."""
-        if not self.enabled or torch.are_deterministic_algorithms_enabled():
+        """The same, if that is settled, at less cost than to say which ways there are."""
+        key = *key, torch.get_num_threads()
+        if not self.enabled or torch.are_deterministic_algorithms_enabled() or key in self.tried:
             return None
-        return self.chosen.get((*key, torch.get_num_threads()))
+        return self.chosen.get(key)
 
     def forget(self) -> None:
         """Measure everything anew."""
@@ -92,8 +88,7 @@ class Tuning:
 
     def save(self, path: "str | os.PathLike[str]") -> None:
         """Write what was measured to a JSON file, for a later process on this machine."""
-        found = {key: ways[-1] for key, (_, ways) in self.tried.items()} | self.chosen
-        chosen = [[list(key), way] for key, way in found.items()]
+        chosen = [[list(key), way] for key, way in self.chosen.items()]
         Path(path).write_text(json.dumps({"machine": _machine(), "chosen": chosen}, indent=1))
 
     def load(self, path: "str | os.PathLike[str]") -> None:
