@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from ..core.factors import Dense, Factor, Owners
 from .common import check_rows, owned, weighed
-from .embedding import Gather, places_of
+from .embedding import Gather, first_uses, places_of
 
 MODES = "sum", "mean", "max"  # by torch's numbers
 
@@ -222,12 +222,9 @@ class Bagged(Factor):
         bags, (size, entries, _) = self.bags, self.shape
         if bags.mode == "max" or bags.count != size:
             return self.gathered.sq_norms()
-        if self.factors is None:
-            keys, counts = self.entries.unique(return_counts=True)
-            each = counts.to(self.gy.dtype)
-        else:
-            keys, places = self.entries.unique(return_inverse=True)
-            each = self.gy.new_zeros(len(keys)).scatter_add_(0, places, self.factors.to(self.gy.dtype))
+        keys = self.entries
+        times = self.gy.new_ones(len(keys)) if self.factors is None else self.factors.to(self.gy.dtype)
+        each = torch.zeros_like(times).index_add_(0, first_uses(keys, size * entries), times)
         found = each.new_zeros(size).scatter_add_(0, keys // max(entries, 1), each.square())
         if bags.mode == "mean":
             found /= bags.sizes.clamp(min=1).square()
