@@ -251,6 +251,8 @@ def _by_rows(one: Sides, two: Sides) -> Tensor:
 def _rows(gy: Tensor, x: Tensor) -> Tensor:
     """Dense rows, flat: of (B, C, t, q) and (B, t, I), (B * C, q * I)."""
     b, c, t, q = gy.shape
+    if c == 1:
+        return outer_each(gy.squeeze(1), x, 1.0, x.new_empty(b, q, x.shape[2])).flatten(1)
     return (gy.transpose(2, 3).reshape(b, c * q, t) @ x).view(b * c, q * x.shape[2])
 
 
