@@ -391,3 +391,17 @@ def test_a_refusal_is_raised_rather_than_a_shape_that_an_attempt_has_met() -> No
     ours = ps.convert_model(Flipped().double())
     with pytest.raises(ValueError, match=r"`(head|Flipped)`"):
         ours(batch(4, 3, 5, 4))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_later_call_that_is_run_again_draws_the_same_numbers(rate: float) -> None:
+    """As many time steps as samples leave open which dim is the batch's: that call is run several times."""
+    model = nn.Sequential(nn.Dropout(rate), nn.Linear(3, 2)).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    ours(torch.randn(4, 5, 3, dtype=torch.float64))
+    x = torch.randn(4, 4, 3, dtype=torch.float64)
+    torch.manual_seed(1)
+    expected, after = model(x), torch.get_rng_state()
+    torch.manual_seed(1)
+    torch.testing.assert_close(ours(x), expected)
+    assert torch.equal(torch.get_rng_state(), after)
