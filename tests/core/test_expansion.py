@@ -11,6 +11,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
+from pslayers import torch_api
+from pslayers.core.context import Settings
+from pslayers.core.recorder import recorder_of
 
 from ..oracle import assert_rows_right, loop, square, squares
 
@@ -385,3 +388,29 @@ def test_parameters_that_move_or_change_dtype() -> None:
     for p in model.parameters():
         p.data = p.data.float().double() * 2
     assert_rows_right(model, x, converted=ours)
+
+
+@pytest.mark.parametrize("what", ["", "another pass", "another tensor", "changed", "one sample's", "two"])
+def test_a_gradient_that_came_alone(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what was noted in this pass, and not changed since, is let pass at a glance."""
+    param, grad = nn.Parameter(torch.ones(3)), torch.ones(3)
+    recorder = recorder_of(param, "weight", Settings())
+    now = [7]
+    monkeypatch.setattr(torch_api, "current_pass", lambda: now[0])
+    recorder.uses = 1
+    with torch.no_grad():
+        recorder.note(grad)
+    if what == "another pass":
+        now[0] = 8
+    elif what == "another tensor":
+        grad = torch.ones(3)
+    elif what == "changed":
+        grad += 1
+    elif what == "one sample's":
+        recorder.single.pass_id = 7
+    elif what == "two":
+        recorder.note(grad)
+    before = list(recorder.notes)
+    assert recorder.came_alone(grad) is not bool(what)
+    assert recorder.checked is not bool(what)
+    assert len(recorder.notes) == (len(before) if what else 0)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from pslayers.core import products
 from pslayers.core.tuning import tuning
@@ -70,3 +71,20 @@ def test_autocast_is_torchs() -> None:
         found = products.affine(x, w)
         assert found.dtype == torch.bfloat16
         torch.testing.assert_close(found, torch.nn.functional.linear(x, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_numbers_are_not_rounded(dtype: torch.dtype) -> None:
+    """A third is none in a narrow dtype, as a number beside a tensor is."""
+    t = torch.linspace(-9, 9, 500, dtype=dtype)
+    assert torch.equal(t * products.number(1 / 3, t), t * (1 / 3))
+
+
+def test_numbers_under_a_mode_are_plain_ones() -> None:
+    with FakeTensorMode():
+        t = torch.ones(3)
+        assert products.number(7.25, t) == 7.25 and isinstance(products.number(7.25, t), float)
+    with torch.inference_mode():
+        made = products.number(7.25, torch.ones(3))
+    assert isinstance(made, Tensor) and not made.is_inference()
+    assert products.number(7.25, torch.ones(3)) is made
