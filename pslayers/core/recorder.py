@@ -1,8 +1,8 @@
 """The recorder of a parameter: what flows back to its expansions becomes rows, by a sink, and what arrives at
 the parameter itself is checked to be their sum.
 
-All per-sample gradients end in `Recorder.store`, but for those of one sample that sinks.py takes on their
-way (`store_single`).
+Per-sample gradients end in a sink: those of a parameter's only use by `Sink.put`, what autograd has formed by
+`Recorder.store`; those of one sample are taken on their way (`store_single` of sinks.py).
 """
 
 import weakref

@@ -1,10 +1,10 @@
 """Sinks: where the rows of a parameter go.
 
-A recorder hands every use's factor to one (`Recorder.sink`), which forms the rows in memory of its own
-(`make`), and what autograd or a loop has formed already is stored by it, too (`store`). `DenseRows` keeps
-them in `grad_sample`; `Streaming` hands them on at once. A new destination is a further `Sink` here; a `with`
-block sets it as `Settings.sink`, as `ps.streaming` does. For batches of one, whose row is what arrives at the
-parameter, there is `SingleSample`.
+A use of a weight hands its factor to one (`Recorder.sink`), which forms the rows in memory of its own
+(`make`), and stores them, where they are all that the parameter gets (`put`); what autograd or a loop has
+formed already is stored by it, too (`store`). `DenseRows` keeps them in `grad_sample`; `Streaming` hands them
+on at once. A new destination is a further `Sink` here; a `with` block sets it as `Settings.sink`, as
+`ps.streaming` does. For batches of one, whose row is what arrives at the parameter, there is `SingleSample`.
 """
 
 from collections.abc import Callable, Sequence
