@@ -187,6 +187,7 @@ def one_by_one(fn: Callable[..., Any], tensors: Sequence[Tensor | None]) -> tupl
 # ---------------------------------------------------------------------------------------------------- tensors
 # a context in which no mode and no subclass sees a function
 without_torch_function = _find("_C.DisableTorchFunction")
+with_torch_function = _find("_C._EnableTorchFunction")  # and one inside of that in which they do again
 without_subclasses = _find("_C.DisableTorchFunctionSubclass")  # a context in which no subclass does
 without_autocast = _find("_C._DisableAutocast")
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled")

@@ -164,21 +164,22 @@ class GradientProbe:
 
     def add(self, owned: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
         """Tensors, the dim of their rows, and whose these are; None: k a sample, in order."""
-        for t, dim, owners in owned:
-            if t.requires_grad and t.numel():
-                self.edges.append(torch.autograd.graph.get_gradient_edge(t))
-                look = functools.partial(self._look, len(self.edges) - 1, dim=dim, owners=owners)
-                with torch_api.without_torch_function():  # no hook of the user's
+        with torch_api.without_torch_function():  # no hook of the user's
+            for t, dim, owners in owned:
+                if t.requires_grad and t.numel():
+                    self.edges.append(torch.autograd.graph.get_gradient_edge(t))
+                    look = functools.partial(self._look, len(self.edges) - 1, dim=dim, owners=owners)
                     self.hooks.append(t.register_hook(look))
 
     def _look(self, edge: int, grad: Tensor | None, dim: int, owners: Tensor | None) -> None:
         if grad is None or self.look is None:  # of one of several outputs; or the user's own pass
             return
         self.met.add(edge)
-        grad = grad.detach().movedim(dim, 0)
-        if owners is None:
-            owners = torch.arange(self.size, device=grad.device).repeat_interleave(grad.shape[0] // self.size)
         with torch_api.without_torch_function():
+            grad = grad.detach().movedim(dim, 0)
+            if owners is None:
+                owners = torch.arange(self.size, device=grad.device)
+                owners = owners.repeat_interleave(grad.shape[0] // self.size)
             self.look(edge, grad, owners)
 
     @contextmanager

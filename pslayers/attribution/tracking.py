@@ -35,6 +35,7 @@ BATCH_MAJOR, TIME_MAJOR, PICKED, SHARED, TABLE, MIXED = (
     (kind, 0) for kind in ("batch-major", "time-major", "picked", "shared", "table", "mixed")
 )
 FIRST = ("in", 0)
+_NOWHERE = torch.empty(0, dtype=torch.bool, device="cpu")
 _PREFERENCE = [*(("dim", d) for d in range(16)), BATCH_MAJOR, TIME_MAJOR]
 
 
@@ -44,12 +45,37 @@ class Ambiguous(BaseException):
     """
 
 
-def _kept(t: Tensor) -> Tensor:
-    """A copy without the graph, that needs a gradient where the tensor does (transforms of torch.func do not
-    let it).
+def _unwatched(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with torch's functions as they are: no mode looks at what it asks of tensors, of which there is
+    much.
     """
-    kept = t.detach().clone()
+
+    @functools.wraps(fn)
+    def unwatched(*args: Any) -> Any:
+        with torch_api.without_torch_function():
+            return fn(*args)
+
+    return unwatched
+
+
+def _copy(t: Tensor) -> Tensor:
+    """A copy without the graph, of which is known whose the rows are, too."""
+    copied = t.detach().clone()
+    if (picks := local.gathered_rows) is not None:
+        picks.tag(copied, picks.owners(t))
+    return copied
+
+
+def _kept(t: Tensor) -> Tensor:
+    """The same, that needs a gradient where the tensor does (transforms of torch.func do not let it)."""
+    kept = _copy(t)
     return kept.requires_grad_() if t.requires_grad and not transforming() else kept
+
+
+@_unwatched
+def _copies(copied: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A value with copies of its tensors."""
+    return map_tensors(copied, value)
 
 
 class Tracker:
@@ -81,7 +107,8 @@ class Tracker:
 
     def see(self, module: nn.Module, x: Tensor) -> None:
         """Note the input of the layer that is being called."""
-        self.seen[id(module), self.calls[id(module)], FIRST, x.ndim] = x.detach().clone()
+        with torch_api.without_torch_function():
+            self.seen[id(module), self.calls[id(module)], FIRST, x.ndim] = _copy(x)
 
     @contextmanager
     def inside(self, module: nn.Module) -> Iterator[int]:
@@ -101,14 +128,15 @@ class Tracker:
         if self.transformed():
             return forward(module, *args, **kwargs)
         # what it takes may be changed in place later on
-        kept_args, kept_kwargs = map_tensors(_kept, (args, kwargs))
+        kept_args, kept_kwargs = _copies(_kept, (args, kwargs))
         given = {id(t) for t in tensors_in((args, kwargs))}
         with self.inside(module) as call:
             output = forward(module, *args, **kwargs)
-        kept = map_tensors(lambda t: t.detach().clone(), output)
-        written = [t.detach().clone() for t in written_to((args, kwargs), given)]
-        for slot, value in (("in", (kept_args, kept_kwargs)), ("out", kept), ("written", written)):
-            self.seen.update(_keyed(module, call, slot, value))
+        kept = _copies(_copy, output)
+        written = _copies(_copy, written_to((args, kwargs), given))
+        with torch_api.without_torch_function():
+            for slot, value in (("in", (kept_args, kept_kwargs)), ("out", kept), ("written", written)):
+                self.seen.update(_keyed(module, call, slot, value))
         self.made.append((module, call, kept_args, kept_kwargs, kept, written))
         return output
 
@@ -120,11 +148,13 @@ class _Comparison(Tracker):
 
     def __init__(self, first: dict[Key, Tensor]) -> None:
         super().__init__()
-        # None: cannot be compared (rows that are picked by data)
+        # where; of no values where nothing has changed, and None where it cannot be compared (rows that are
+        # picked by data)
         self.first, self.differs = first, dict[Key, Tensor | None]()
 
     def see(self, module: nn.Module, x: Tensor) -> None:
-        self._compare([((id(module), self.calls[id(module)], FIRST, x.ndim), x)])
+        with torch_api.without_torch_function():
+            self._compare([((id(module), self.calls[id(module)], FIRST, x.ndim), x)])
 
     def call(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -139,14 +169,16 @@ class _Comparison(Tracker):
         self._compare(_keyed(module, call, "written", written_to((args, kwargs), given)))
         return output
 
+    @_unwatched
     def _compare(self, keyed: Iterable[tuple[Key, Tensor]]) -> None:
         for key, t in keyed:
             if (x := self.first.get(key)) is not None:
-                owners = picked_by(x), picked_by(t)
+                owners, where = (picked_by(x), picked_by(t)), None
                 if all(o is not None and o.sample_ids is not None for o in owners):
-                    self.differs[key] = _changes_by_sample(x, owners[0].sample_ids, t, owners[1].sample_ids)
-                else:
-                    self.differs[key] = _changes(x, t) if x.shape == t.shape else None
+                    where = _changes_by_sample(x, owners[0].sample_ids, t, owners[1].sample_ids)
+                elif x.shape == t.shape:
+                    where = _changes(x, t)
+                self.differs[key] = where if where is None or where.any() else _NOWHERE
 
 
 def _keyed(module: nn.Module, call: int, slot: str, value: Any) -> Iterator[tuple[Key, Tensor]]:
@@ -156,6 +188,7 @@ def _keyed(module: nn.Module, call: int, slot: str, value: Any) -> Iterator[tupl
             yield (id(module), call, (slot, place), t.ndim), t
 
 
+@_unwatched
 def track(
     run: Callable[..., Any],
     model: ConvertedModule,
@@ -167,10 +200,12 @@ def track(
 
     Parameters have some noise meanwhile: what a zero-initialised layer gives would depend on nothing.
     """
-    inputs, everyone = dict[int, int](), range(batch.size)  # the dims of the inputs that hold the batch
+    inputs = dict[int, int]()  # the dims of the inputs that hold the batch
     layouts: dict[Key, Layout] = {}
     mixed = set[Key]()
-    with torch.no_grad(), torch_api.reparametrized(model, _noisy(model)), _WithoutDropout():
+    groups, runs = _groups(batch.size), list[dict[Key, Tensor | None] | None]()
+    with torch.no_grad(), torch_api.reparametrized(model, _noisy(model)):
+        run = _without_dropout(run)
         tracker, _ = run_tracked(run, model, args, kwargs)
         plain, blind = tracker.seen, False
         for place, dims in _batched(args, kwargs, batch).items():
@@ -178,12 +213,13 @@ def track(
             for dim in dims:
                 found: dict[Key, set[Layout]] = {}  # those that explain what has changed
                 others = set[Key]()  # of picked rows, some of other samples' have changed
-                for samples in _groups(batch.size):
-                    changed = _rerun(run, model, args, kwargs, {place: dim}, samples, batch, plain)
+                of_one = [_rerun(run, model, args, kwargs, {place: dim}, g, batch, plain) for g in groups]
+                for samples, changed in zip(groups, of_one, strict=True):
                     blind = blind or changed is None
                     for key, where in (changed or {}).items():
-                        if where is None or not where.any() or (x := plain.get(key)) is None:
+                        if where is None or not where.numel():
                             continue
+                        x = plain[key]
                         if (owners := picked_by(x)) is not None and owners.sample_ids is not None:
                             mine = torch.isin(owners.sample_ids, torch.tensor(samples, device=x.device))
                             others |= {key} if where[~mine].any() else set()
@@ -200,27 +236,29 @@ def track(
                 theirs = [fits for known, fits in returned if known in fits or (known is None and fits)]
                 if not theirs and any(known not in (None, MIXED) for known, _ in returned):
                     continue
-                inputs[place] = dim
+                inputs[place], runs = dim, of_one
                 mixed |= others
                 layouts = {**_decided(found, plain), **layouts}
                 break
-        for samples in _groups(batch.size) if len(inputs) > 1 else ():
-            together = _rerun(run, model, args, kwargs, inputs, samples, batch, plain) or {}
-            _note_interactions(layouts, together, samples, batch.size)
-        changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
+        if len(inputs) > 1:
+            runs = [_rerun(run, model, args, kwargs, inputs, g, batch, plain) for g in groups]
+            for samples, together in zip(groups, runs, strict=True):
+                _note_interactions(layouts, together or {}, samples, batch.size)
+        told = bool(runs) and None not in runs
         refused = set() if local.gathered_rows is None else local.gathered_rows.refused
         for key, x in plain.items():
+            changes = [changed.get(key) for changed in runs if changed is not None]
             if (owners := picked_by(x)) is not None and owners.sample_ids is not None:
                 layouts[key] = MIXED if key in mixed else PICKED
-            elif changed is not None and (where := changed.get(key)) is None:
+            elif told and any(where is None for where in changes):
                 layouts[key] = MIXED  # how many rows there are depends on the data
             elif key[0] in refused and key[2][0] == "in":
                 layouts[key] = MIXED
             elif (
                 key not in layouts
-                and changed is not None
+                and told
                 and not blind
-                and not (where is not None and where.any())
+                and not any(where.numel() for where in changes if where is not None)
             ):
                 layouts[key] = _of_constant(x, batch.size)
     return layouts, tracker
@@ -246,7 +284,9 @@ def _note_interactions(
     """
     for key, where in changed.items():
         tracked = key[2][0] == "out" and where is not None and layouts.get(key, MIXED) != MIXED
-        if tracked and where is not None and not _explains(layouts[key], where, samples, size):
+        if not tracked or where is None or not where.numel():
+            continue
+        if not _explains(layouts[key], where, samples, size):
             layouts[key] = MIXED
 
 
@@ -309,6 +349,16 @@ def _noisy(model: ConvertedModule) -> dict[str, Tensor]:
     return noisy
 
 
+def _without_dropout(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` in which nothing is dropped."""
+
+    def still(*args: Any, **kwargs: Any) -> Any:
+        with _WithoutDropout():
+            return run(*args, **kwargs)
+
+    return still
+
+
 class _WithoutDropout(TorchFunctionMode):
     """Nothing is dropped: where masks pick other rows of some samples, all that follow would see other random
     numbers.
@@ -369,10 +419,14 @@ def run_tracked(
     """Run by the original layers, noting what calls take and return; every run sees the random numbers of the
     real one.
     """
-    args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a model may change its inputs in place
+    with torch_api.without_torch_function():
+        # a model may change its inputs in place
+        args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))
+        if (picks := local.gathered_rows) is not None:
+            picks.enter(args, kwargs, model._ps_state().settings.batch_first)
     local.tracker = tracker = tracker or Tracker()
     try:
-        with trial(model), torch_api.reentrant_checkpoints("straight"):
+        with trial(model), torch_api.reentrant_checkpoints("straight"), torch_api.with_torch_function():
             return tracker, run(*args, **kwargs)
     finally:
         local.tracker = None
@@ -459,29 +513,20 @@ def noise(t: Tensor) -> Tensor:
     return torch.rand(t.shape, generator=torch.Generator().manual_seed(t.numel())).to(t)
 
 
-def _unwatched(fn: Callable[..., Tensor | bool]) -> Callable[..., Any]:
-    """`fn` with torch's functions as they are: no mode looks at them."""
-
-    @functools.wraps(fn)
-    def unwatched(*args: Any) -> Any:
-        with torch_api.without_torch_function():
-            return fn(*args)
-
-    return unwatched
-
-
-@_unwatched
 def _changes(x: Tensor, y: Tensor) -> Tensor:
     """Where two tensors differ by more than rounding."""
     if not x.is_floating_point() or not x.numel():
         return x != y
     # sums in another order round in another way, parts may compute in float32: that is no change
     # (in narrow formats rounding is coarse, but of the same numbers the same each time)
-    small = min(max(torch.finfo(x.dtype).eps ** 0.75, 1e-8), 1e-5) * x.abs().nan_to_num(0, 0, 0).max()
-    return ((x - y).abs() > small) | (x.isfinite() != y.isfinite())
+    small = min(max(torch.finfo(x.dtype).eps ** 0.75, 1e-8), 1e-5)
+    gap, largest = (x - y).abs_(), x.abs().max()
+    if bool((gap.max() + largest).isfinite()):
+        return gap > small * largest
+    largest = x.abs().nan_to_num(0, 0, 0).max()
+    return (gap > small * largest) | (x.isfinite() != y.isfinite())
 
 
-@_unwatched
 def _changes_by_sample(x: Tensor, ids: Tensor, y: Tensor, other_ids: Tensor) -> Tensor:
     """Where rows that were picked differ, which may be in another order: each sample's with its own."""
     where = torch.ones_like(x, dtype=torch.bool)
@@ -515,7 +560,6 @@ def samples_of_rows(layout: Layout, t: Tensor, size: int) -> Tensor:
     return samples.repeat(k) if layout == TIME_MAJOR else samples.repeat_interleave(k)
 
 
-@_unwatched
 def _explains(layout: Layout, where: Tensor, samples: Sequence[int], size: int) -> bool:
     """Whether everything that changed lies in what the layout says is these samples'."""
     kind, dim = layout
@@ -534,7 +578,12 @@ def _groups(size: int) -> list[list[int]]:
         *(list(range(start, size, 2)) for start in (0, 1)),
         [i for i in range(size) if i & 2],
     ]
-    return [group for i, group in enumerate(groups) if group and group not in groups[:i]]
+    groups = [group for i, group in enumerate(groups) if group and group not in groups[:i]]
+
+    def told(group: list[int]) -> bool:  # by others that are parts of it
+        return {*group} == {i for part in groups if {*part} < {*group} for i in part}
+
+    return [group for group in groups if not told(group)]
 
 
 def fits_layout(layout: Layout, x: Tensor, size: int) -> bool:

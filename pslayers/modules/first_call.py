@@ -118,21 +118,20 @@ class ModelCall:
             raise self.model._ps_apart()
         state, errors = self.state, list[Exception]()
         before = before or Snapshot(self.model, (self.args, self.kwargs))
-        if (output := self._by_few(before)) is not UNDECIDED:
-            return output
         by_itself = state.per_sample_forward, state.includes_children
-        for shared, whole in ATTEMPTS:
-            self._rewind()
-            state.shared, state.includes_children = shared, whole or state.includes_children
-            state.per_sample_forward = state.per_sample_forward or whole
-            try:
-                with gathering(self.size, self.settings, self.args, self.kwargs):
-                    return self._learned()
-            # a shape that no longer broadcasts, rows that are no one's, outputs that differ
-            except Exception as error:
-                errors.append(error)
-                before.restore()
-        state.per_sample_forward, state.includes_children = by_itself
+        for call in filter(None, (self._few(), self)):
+            errors.clear()
+            for shared, whole in ATTEMPTS:
+                self._rewind()
+                state.shared, state.includes_children = shared, whole or by_itself[1]
+                state.per_sample_forward = by_itself[0] or whole
+                try:
+                    return self._learned_from(call)
+                # a shape that no longer broadcasts, rows that are no one's, outputs that differ
+                except Exception as error:
+                    errors.append(error)
+                    before.restore()
+            state.per_sample_forward, state.includes_children = by_itself
         # a refusal says more than what an attempt has met on its way, as a shape that did not broadcast
         raise next((error for error in errors if isinstance(error, ValueError)), errors[0])
 
@@ -242,27 +241,6 @@ class ModelCall:
         of_layers = (p for layer in layers for p in layer._parameters.values() if p is not None)
         return past_expansions(output, list(of_layers if self.settings.partial else self.model.parameters()))
 
-    def _by_few(self, before: Snapshot) -> Any:
-        """The output, where what is to be found out can be from a few of the samples, and proves right of all
-        of them; UNDECIDED, and all is as it was, where it cannot, or does not.
-        """
-        few = self._few()
-        if few is None:
-            return UNDECIDED
-        try:
-            with self._kept_if_proved():
-                with trial(self.model):
-                    few.learn()
-                if not self.model._ps_proved(self.kind):
-                    raise ValueError
-                self._rewind()
-                self._make_room()
-                with gathering(self.size, self.settings, self.args, self.kwargs):
-                    return self._proved()
-        except Exception:  # as of a forward that wants as many samples as it got
-            self._undone(before)
-            return UNDECIDED
-
     def _few(self) -> "ModelCall | None":
         """This call for a few of its samples; None where these are not worth it, or not told from the other
         inputs by shape.
@@ -312,24 +290,35 @@ class ModelCall:
         if self.settings.recording and torch.is_grad_enabled():
             self.model._ps_make_room(self.size)
 
-    def _learned(self) -> Any:
-        """Track the batch through the layers below, let each remember how its inputs hold the samples, and
-        run.
+    def _learned_from(self, call: "ModelCall") -> Any:
+        """The output, after what `call`, this one or a part of its samples, has shown is found right of
+        all.
         """
-        model, size = self.model, self.size
-        batch = Batch(size, self.settings)
-        modules = {id(m): cast("Converted", m) for m in model.modules()}
         with self._kept_if_proved():
-            model._ps_inventory().check_given(size)
-            model._ps_leave_room()
-            run = functools.partial(self.run, model)
+            with trial(self.model) if call is not self else nullcontext():
+                call._learn()
+            self._rewind()
+            self._make_room()
+            with gathering(self.size, self.settings, self.args, self.kwargs):
+                output = self._proved()
+            if call is not self and not self.model._ps_proved(self.kind):
+                raise ValueError("A NaN leaves open whose the rows are.")
+            return output
+
+    def _learn(self) -> None:
+        """Track the batch through the layers below, let each remember how its inputs hold the samples, and
+        choose how each module is run.
+        """
+        model, batch = self.model, Batch(self.size, self.settings)
+        modules = {id(m): cast("Converted", m) for m in model.modules()}
+        model._ps_inventory().check_given(self.size)
+        model._ps_leave_room()
+        run = functools.partial(self.run, model)
+        with gathering(self.size, self.settings, self.args, self.kwargs):
             found, tracker = track(run, model, self.args, self.kwargs, batch)
             for (key, call, place, ndim), layout in found.items():
                 modules[key]._ps_state().layouts[call, place, ndim] = layout
             choose_how_modules_run(model, run, self.args, self.kwargs, tracker, batch)
-            del found, tracker  # which hold what the layers were given
-            self._make_room()
-            return self._proved()
 
     def _proved(self) -> Any:
         """The output of a run that is compared with one by the original layers.
