@@ -352,6 +352,7 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
     marks: dict[int, Tensor] = {}  # of each edge, a number for each row that its bits tell
     half = any(t.dtype == torch.float16 for t, *_ in outputs)
     agree, (letters, passes), numbers = True, letters_for(layers.size, half), torch.arange(layers.size)
+    odd = functools.cache(_odd)  # for as long as this takes
     # the first pass is without factors
     for factors in (torch.ones(layers.size), *(factors_of(numbers, letters, n) for n in range(passes))):
 
@@ -360,7 +361,8 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
             if not agree or bool((owners < 0).any()) or not bool(grad.sum().isfinite()):
                 agree = False
                 return
-            found = _marked(grad, factors[owners.cpu()].reciprocal().to(grad.device, grad.real.dtype))
+            inverse = factors[owners.cpu()].reciprocal().to(grad.device, grad.real.dtype)
+            found = _marked(grad, inverse, odd)
             agree = torch.equal(marks.setdefault(edge, found), found)
 
         with layers.looking(look):
@@ -370,15 +372,19 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
     return True
 
 
-def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
-    """(N,) sums over each row's bits, times odd numbers, of the gradient (N, ...) without its factors."""
+def _odd(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """So many odd numbers."""
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(1 << 30, (width,), generator=generator, dtype=dtype) * 2 + 1).to(device)
+
+
+def _marked(grad: Tensor, inverse: Tensor, odd: Callable[..., Tensor] = _odd) -> Tensor:
+    """(N,) sums over each row's bits, times `odd` numbers, of the gradient (N, ...) without its factors."""
     flat = grad.reshape(len(grad), -1)
     flat = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
     least, as_integers = NOTHING.get(flat.dtype, 1e-30), INTEGERS[flat.element_size()]
     wide = torch.int64 if flat.dtype == torch.float64 else torch.int32
-    generator = torch.Generator().manual_seed(0)
-    odd = torch.randint(1 << 30, flat.shape[1:], generator=generator, dtype=wide) * 2 + 1
-    odd, found = odd.to(flat.device), []
+    each, found = odd(flat.shape[1], wide, flat.device), []
     step = max(AT_ONCE // flat.shape[1], 1)
     for rows, scale in zip(flat.split(step), inverse.split(step), strict=True):
         # no zeros of two signs, and nothing that lost bits below the smallest normal number
@@ -386,7 +392,7 @@ def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
         bits = values.view(as_integers).to(wide)
         # sign and exponent into the low bits: times an odd number, the highest bit is itself, and two cancel
         bits ^= bits >> FRACTION[flat.dtype]
-        found.append(bits.mul_(odd).sum(1, dtype=wide))
+        found.append(bits.mul_(each).sum(1, dtype=wide))
     return torch.cat(found)
 
 

@@ -340,9 +340,7 @@ def _noisy(model: ConvertedModule) -> dict[str, Tensor]:
             if p is not None and p.is_floating_point():
                 name = f"{path}.{name}" if path else name
                 value = p.detach()[0] if name in given and len(p) else p.detach()
-                some = torch.randn(value.shape, generator=torch.Generator().manual_seed(value.numel())).to(
-                    value
-                )
+                some = 4 * (noise(value) - 0.5)
                 noisy[name] = value = value + some * (0.1 * value.abs().mean() + 0.01)
                 if isinstance(p, nn.Parameter):  # by which a forward may know them
                     noisy[name] = nn.Parameter(value, p.requires_grad)
@@ -432,6 +430,13 @@ def run_tracked(
         local.tracker = None
 
 
+def run_plainly(
+    run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What the original layers return, of which nothing else is noted."""
+    return run_tracked(run, model, args, kwargs, _Comparison({}))[1]
+
+
 def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dict[int, list[int]]:
     """The inputs that may hold a row, or k rows, for each sample: by their places, in which dims; states hold
     them in dim 1.
@@ -508,9 +513,22 @@ def owners_of_packed(packed: PackedSequence) -> Tensor:
     return torch.cat([first[:count] for count in packed.batch_sizes.tolist()])
 
 
+PERIOD = 65521  # a prime number: no two rows of a matrix are alike
+
+
+@functools.cache
+def _random() -> Tensor:
+    with torch.inference_mode(False):  # whoever asks first
+        return torch.rand(PERIOD, generator=torch.Generator().manual_seed(0), device="cpu")
+
+
 def noise(t: Tensor) -> Tensor:
-    """Numbers from 0 to 1 in the shape of `t`, the same every time."""
-    return torch.rand(t.shape, generator=torch.Generator().manual_seed(t.numel())).to(t)
+    """Numbers from 0 to 1 in the shape of `t`, the same every time; after `PERIOD` of them they come again,
+    as drawing as many as large models have takes long.
+    """
+    start, count = t.numel() % PERIOD, t.numel()
+    numbers = _random().repeat(-(-(start + count) // PERIOD)) if start + count > PERIOD else _random()
+    return numbers[start : start + count].view(t.shape).to(t)
 
 
 def _changes(x: Tensor, y: Tensor) -> Tensor:

@@ -242,10 +242,11 @@ class Batch:
 
     def give_up(self) -> bool:
         """Whether the call can be run again to find out which rows are whose: what is left of this run then
-        goes by the original layers.
+        goes by the original layers, and is not followed.
         """
         if self.trackable:
             self.undecided = local.use_original_forward = True
+            local.gathered_rows = None
         return self.trackable
 
     def given_places(self) -> "Sequence[Place]":

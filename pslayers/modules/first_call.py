@@ -31,7 +31,7 @@ from ..attribution.proof import (
     rows_agree,
 )
 from ..attribution.snapshot import Snapshot, gradients_unchanged, trial
-from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_tracked, track
+from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
 from ..core import sharding
 from ..core.context import Batch, local
 from ..core.trees import map_tensors, tensors_in
@@ -330,7 +330,7 @@ class ModelCall:
         given, plain = model._ps_given(), None
         if not given:  # per-sample weights have no plain counterpart
             with torch.no_grad(), without_gathered_rows():
-                plain = run_tracked(functools.partial(self.run, model), model, self.args, self.kwargs)[1]
+                plain = run_plainly(functools.partial(self.run, model), model, self.args, self.kwargs)
         output, batch = self._watched(self.args, self.kwargs)
         problem = None if given else disagreement(output, plain)
         tensors = list(tensors_in([output]))

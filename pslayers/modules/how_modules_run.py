@@ -5,6 +5,7 @@ replacement by a plan of its own, or both as a part of the module that calls the
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from .. import general
@@ -49,6 +50,7 @@ def choose_how_modules_run(
             _whole(modules, tracker.callers.get((key, call)), layer)
             why = why or layer._ps_not_attributable(x, batch.size)
     made: list[Any] = list(tracker.made)
+    plans: dict[Any, general.Plan] = {}  # of modules that compute the same, as the blocks of a stack do
     if shared := model._ps_state().shared:
         for (key, call, (slot, _), ndim), _ in tracker.seen.items():
             module, caller = modules[key], tracker.callers.get((key, call))
@@ -77,13 +79,35 @@ def choose_how_modules_run(
                 id(module) in tracker.pickers or PICKED in layouts.outputs,
             )
             state.settings.has_gathered_rows = state.settings.has_gathered_rows or picks
-            state.plans[how] = general.choose(
-                module, forward, (taken, named), layouts, batch.size, state.includes_children, picks
-            )
+            options = layouts, batch.size, state.includes_children, picks
+            alike = *options, given, forward, _likeness((module, taken, named), {})
+            plan = plans.get(alike) or general.choose(module, forward, (taken, named), *options)
+            state.plans[how] = plan
+            if plan.way == "direct":
+                plans[alike] = plan
         except general.NoWayError as error:
             if why is not None and module is model:
                 raise why from error
             _whole(modules, tracker.callers.get((id(module), call)), module, str(error))
+
+
+def _likeness(value: Any, seen: dict[int, int]) -> Any:
+    """What modules that compute alike have in common, and calls of them: all but the numbers in tensors, of
+    which `seen` tells which are one. What is no plain value is like itself alone.
+    """
+    if isinstance(value, Tensor):
+        kind = type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+        return *kind, seen.setdefault(id(value), len(seen))
+    if isinstance(value, nn.Module):
+        return type(value), _likeness({n: v for n, v in vars(value).items() if n != "_ps"}, seen)
+    if isinstance(value, dict):
+        return type(value), tuple((name, _likeness(v, seen)) for name, v in value.items())
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(_likeness(v, seen) for v in value)
+    if isinstance(value, set):
+        return type(value), frozenset(_likeness(v, seen) for v in value)
+    plain = isinstance(value, (bool, int, float, str, torch.dtype, torch.device, type(None)))
+    return type(value), value if plain else id(value)
 
 
 def _take_gradients(tracker: Tracker, recorded: Tracker) -> None:
