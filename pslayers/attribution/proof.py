@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
@@ -311,11 +312,8 @@ def _apart(layers: GradientProbe, outputs: Outputs, back: Back) -> bool | None:
 
 HIGHEST = 31  # factors: 1, 2, .. 2^31, and the same below zero
 HIGHEST_OF_HALF = 7  # a float16 has room for no more
-NOTHING = {torch.float16: 2.0**-12}  # below which a number, times a factor, may have lost bits
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
-# bits below the exponent
-FRACTION = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23, torch.float64: 52}
-AT_ONCE = 1 << 20  # values
+NOTHING_OF_HALF = 2.0**-12  # below which a number of it, times a factor, may have lost bits
+TOGETHER = 64  # numbers of a row that make one mark
 
 
 def letters_for(size: int, half: bool) -> tuple[Tensor, int]:
@@ -349,21 +347,19 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
     """
     if any(bool((owners < 0).any()) for *_, owners in outputs):
         return False
-    marks: dict[int, Tensor] = {}  # of each edge, a number for each row that its bits tell
+    marks: dict[int, Tensor] = {}  # of each edge
     half = any(t.dtype == torch.float16 for t, *_ in outputs)
     agree, (letters, passes), numbers = True, letters_for(layers.size, half), torch.arange(layers.size)
-    odd = functools.cache(_odd)  # for as long as this takes
     # the first pass is without factors
     for factors in (torch.ones(layers.size), *(factors_of(numbers, letters, n) for n in range(passes))):
 
         def look(edge: int, grad: Tensor, owners: Tensor, factors: Tensor = factors) -> None:
             nonlocal agree
-            if not agree or bool((owners < 0).any()) or not bool(grad.sum().isfinite()):
+            if not agree or bool((owners < 0).any()):
                 agree = False
                 return
-            inverse = factors[owners.cpu()].reciprocal().to(grad.device, grad.real.dtype)
-            found = _marked(grad, inverse, odd)
-            agree = torch.equal(marks.setdefault(edge, found), found)
+            found = _marked(grad, factors[owners.cpu()].reciprocal().to(grad.device))
+            agree = bool(found.isfinite().all()) and torch.equal(marks.setdefault(edge, found), found)
 
         with layers.looking(look):
             back([_of_sums(t, dim, factors[owners.cpu()].to(t)) for t, dim, owners in outputs])
@@ -372,28 +368,25 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
     return True
 
 
-def _odd(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """So many odd numbers."""
-    generator = torch.Generator().manual_seed(0)
-    return (torch.randint(1 << 30, (width,), generator=generator, dtype=dtype) * 2 + 1).to(device)
+def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
+    """(N, some) sums over parts of each row of the gradient (N, ...), times numbers that are none of a model's,
+    without its factors: to the last bit the same if all of a row's numbers are, and in all likelihood only
+    then.
 
-
-def _marked(grad: Tensor, inverse: Tensor, odd: Callable[..., Tensor] = _odd) -> Tensor:
-    """(N,) sums over each row's bits, times `odd` numbers, of the gradient (N, ...) without its factors."""
+    Sums, too, are the same times a power of two, however often they are rounded.
+    """
     flat = grad.reshape(len(grad), -1)
     flat = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
-    least, as_integers = NOTHING.get(flat.dtype, 1e-30), INTEGERS[flat.element_size()]
-    wide = torch.int64 if flat.dtype == torch.float64 else torch.int32
-    each, found = odd(flat.shape[1], wide, flat.device), []
-    step = max(AT_ONCE // flat.shape[1], 1)
-    for rows, scale in zip(flat.split(step), inverse.split(step), strict=True):
-        # no zeros of two signs, and nothing that lost bits below the smallest normal number
-        values = torch.nn.functional.hardshrink(rows * scale.unsqueeze(1), least)
-        bits = values.view(as_integers).to(wide)
-        # sign and exponent into the low bits: times an odd number, the highest bit is itself, and two cancel
-        bits ^= bits >> FRACTION[flat.dtype]
-        found.append(bits.mul_(each).sum(1, dtype=wide))
-    return torch.cat(found)
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    if flat.dtype == torch.float16:
+        values = flat.to(wide) * inverse.unsqueeze(1)
+        flat, inverse = F.hardshrink(values, NOTHING_OF_HALF), torch.ones_like(inverse)
+    if more := -flat.shape[1] % TOGETHER:
+        flat = F.pad(flat, (0, more))
+    weights = torch.rand(TOGETHER, generator=torch.Generator().manual_seed(0), dtype=wide).to(flat.device)
+    sums = torch.mv(flat.to(wide).view(-1, TOGETHER), weights + 0.5).view(len(flat), -1)
+    # a number that has lost bits, below the smallest normal one, is none
+    return F.hardshrink(sums * inverse.to(wide).unsqueeze(1), 1e-30)
 
 
 def _of_sums(t: Tensor, dim: int, factors: Tensor) -> Tensor:
