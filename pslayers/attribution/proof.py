@@ -384,7 +384,8 @@ def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
     if more := -flat.shape[1] % TOGETHER:
         flat = F.pad(flat, (0, more))
     weights = torch.rand(TOGETHER, generator=torch.Generator().manual_seed(0), dtype=wide).to(flat.device)
-    sums = torch.mv(flat.to(wide).view(-1, TOGETHER), weights + 0.5).view(len(flat), -1)
+    # not by torch.mv, in which the order of a sum may depend on where in memory its numbers lie
+    sums = (flat.to(wide).reshape(-1, TOGETHER) * (weights + 0.5)).sum(1).view(len(flat), -1)
     # a number that has lost bits, below the smallest normal one, is none
     return F.hardshrink(sums * inverse.to(wide).unsqueeze(1), 1e-30)
 

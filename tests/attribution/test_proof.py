@@ -70,6 +70,9 @@ def test_rows_that_differ_have_other_marks(dtype: torch.dtype, width: int, facto
     values, ones = torch.rand(64, width).add_(1).to(dtype), torch.ones(64, dtype=dtype)
     marks = proof._marked(values, ones)
     assert torch.equal(marks, proof._marked(values * -4, ones / -4))
+    assert torch.equal(marks, proof._marked(values.t().contiguous().t(), ones))
+    parts = values.repeat(1, 2).view(64, 2, width).transpose(1, 2)
+    assert torch.equal(proof._marked(parts, ones), proof._marked(parts.contiguous(), ones))
     for changed in {1, min(2, width), width - width % 2 or 1, width}:
         others = values.clone()
         others[:, :changed] *= factor
