@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
-from ..core.context import Batch, picked_by, transforming
+from ..core.context import Batch, note_progress, picked_by, transforming
 from ..core.trees import tensors_in, tensors_of
 from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
 
@@ -165,6 +165,7 @@ class GradientProbe:
 
     def add(self, owned: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
         """Tensors, the dim of their rows, and whose these are; None: k a sample, in order."""
+        note_progress()
         with torch_api.without_torch_function():  # no hook of the user's
             for t, dim, owners in owned:
                 if t.requires_grad and t.numel():
@@ -175,6 +176,7 @@ class GradientProbe:
     def _look(self, edge: int, grad: Tensor | None, dim: int, owners: Tensor | None) -> None:
         if grad is None or self.look is None:  # of one of several outputs; or the user's own pass
             return
+        note_progress()
         self.met.add(edge)
         with torch_api.without_torch_function():
             grad = grad.detach().movedim(dim, 0)

@@ -16,7 +16,9 @@ from ..core.trees import tensors_of
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "_hooks" in name)
 # of every module, and not a forward's to change
 _KEPT = frozenset(nn.Module().__dict__) - {"_buffers"} - _HOOKS | {"_ps"}
-_RENEWED = {"_flat_weights", "_flat_weight_refs"}  # by recurrent layers, wherever their weights are others
+# renewed by recurrent layers, wherever their weights are others
+_RENEWED = {"_flat_weights", "_flat_weight_refs"}
+_IGNORED = _KEPT | _HOOKS | _RENEWED
 _CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
 
 
@@ -26,6 +28,12 @@ def _alike(now: Any, before: Any) -> bool:
             name in now and (now[name] is value or _equal(now[name], value)) for name, value in before.items()
         )
     return all(one is other or _equal(one, other) for one, other in zip(now, before, strict=True))
+
+
+def _identical(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Whether a dict holds the very same, in the same order."""
+    pairs = zip(now.items(), before.items(), strict=False)
+    return len(now) == len(before) and all(a is b and v is w for (a, v), (b, w) in pairs)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -45,24 +53,27 @@ class Snapshot:
         self.inputs = [
             (t, t.detach().clone(), t._version, t.grad_fn) for t in tensors_of(call) if not t.is_inference()
         ]
-        self.modules = {id(m.__dict__) for m in model.modules()}
-        self.hooks = {id(m.__dict__[name]) for m in model.modules() for name in _HOOKS & m.__dict__.keys()}
-        self.tensors: list[tuple[Tensor, Tensor]] = []
+        self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of modules
+        self.hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self.containers: dict[int, tuple[Any, Any]] = {}
-        todo: list[Any] = [m.__dict__ for m in model.modules()]
-        while todo:
-            held = todo.pop()
-            if id(held) in self.containers:
-                continue
-            values = held.copy()
-            if id(held) in self.modules:
-                values = {name: value for name, value in held.items() if name not in _KEPT}
-            self.containers[id(held)] = held, values
-            for value in values.values() if isinstance(values, dict) else values:
-                if type(value) in _CONTAINERS:
+        self.tensors: list[tuple[Tensor, Tensor]] = []
+        todo: list[Any] = []
+        for module in model.modules():
+            held = module.__dict__
+            values = {name: value for name, value in held.items() if name not in _KEPT}
+            self.attributes.append((held, values))
+            for name, value in values.items():
+                if name in _HOOKS:
+                    self.hooks.append((value, value.copy()))
+                else:
                     todo.append(value)
-                elif isinstance(value, Tensor):
-                    self.tensors.append((value, value.detach().clone()))
+        while todo:
+            value = todo.pop()
+            if isinstance(value, Tensor):
+                self.tensors.append((value, value.detach().clone()))
+            elif type(value) in _CONTAINERS and id(value) not in self.containers:
+                self.containers[id(value)] = value, (before := value.copy())
+                todo += before.values() if isinstance(before, dict) else before
 
     def inputs_differ(self) -> bool:
         """Whether what the model was called with was written to."""
@@ -70,14 +81,12 @@ class Snapshot:
 
     def differs(self) -> bool:
         """Whether something that modules hold has another value now, or is not there any more."""
-        for key, (held, values) in self.containers.items():
-            now = held
-            if key in self.modules:
-                now, values = (
-                    {n: v for n, v in d.items() if n not in _KEPT | _RENEWED} for d in (held, values)
-                )
-            if key not in self.hooks and (len(now) != len(values) or not _alike(now, values)):
+        for held, values in self.attributes:
+            now, then = ({n: v for n, v in d.items() if n not in _IGNORED} for d in (held, values))
+            if len(now) != len(then) or not _alike(now, then):
                 return True
+        if any(len(now) != len(then) or not _alike(now, then) for now, then in self.containers.values()):
+            return True
         return any(not torch.equal(tensor, value) for tensor, value in self.tensors)
 
     def restore(self, hooks: bool = True) -> None:
@@ -87,24 +96,20 @@ class Snapshot:
         Raises:
             ValueError: an input was changed in place, and the graph that it belongs to with it.
         """
-        for key, (held, values) in self.containers.items():
-            if key in self.hooks and not hooks:
-                continue
+        for held, values in self.attributes:
+            for name in held.keys() - values.keys() - _KEPT:
+                del held[name]
+            held.update({name: value for name, value in values.items() if held.get(name, held) is not value})
+        for now, then in self.hooks if hooks else ():
+            if now != then:
+                now.clear()
+                now.update(then)
+        for held, values in self.containers.values():
             if isinstance(held, list):
                 held[:] = values
-            elif isinstance(held, set):
+            elif isinstance(held, set) or not _identical(held, values):
                 held.clear()
                 held.update(values)
-            else:
-                attributes = key in self.modules
-                for name, value in list(held.items()):
-                    if attributes and name in _KEPT:
-                        continue
-                    if name not in values:
-                        del held[name]
-                    elif value is not values[name]:
-                        held[name] = values[name]
-                held.update({name: value for name, value in values.items() if name not in held})
         with torch.no_grad():
             for tensor, value in self.tensors:
                 if not torch.equal(tensor, value):  # and only then: writing spoils what a graph has saved

@@ -19,7 +19,15 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
-from ..core.context import Batch, NoRuleError, Settings, local, picked_by, transforming
+from ..core.context import (
+    Batch,
+    NoRuleError,
+    Settings,
+    local,
+    note_progress,
+    picked_by,
+    transforming,
+)
 from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, own_parameters, tensors_in, written_to
 from .snapshot import trial
@@ -113,6 +121,7 @@ class Tracker:
     @contextmanager
     def inside(self, module: nn.Module) -> Iterator[int]:
         """Around a call of `module`; gives the number of the call."""
+        note_progress()
         call = self.calls[id(module)] = self.calls.get(id(module), -1) + 1
         self.callers[id(module), call] = self.inner[-1] if self.inner else None
         self.inner.append(id(module))

@@ -282,9 +282,16 @@ class _Local(threading.local):
         self.places: tuple[Callable[[], Sequence[Place]], ...] = ()  # what stands in the place of parameters
         self.stand_ins: Any = None  # of the forward that runs with some, see `per_sample`
         self.again = False  # a checkpoint computes a part of a call again
+        self.progress: Callable[[], None] | None = None  # says that a first call is running, if it takes long
 
 
 local = _Local()
+
+
+def note_progress() -> None:
+    """Called at every module of a first call, and wherever its proof has come by."""
+    if local.progress is not None:
+        local.progress()
 
 
 @contextmanager

@@ -6,13 +6,11 @@ each module is to be run is settled (how_modules_run.py), and the call is run an
 returns the output, or UNDECIDED, and then the next one follows.
 """
 
-import _thread
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,7 +31,7 @@ from ..attribution.proof import (
 from ..attribution.snapshot import Snapshot, gradients_unchanged, trial
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
 from ..core import sharding
-from ..core.context import Batch, local
+from ..core.context import Batch, changed, local
 from ..core.trees import map_tensors, tensors_in
 from .how_modules_run import choose_how_modules_run
 
@@ -136,28 +134,25 @@ class ModelCall:
         raise next((error for error in errors if isinstance(error, ValueError)), errors[0])
 
     # -------------------------------------------------------------------------------------------------- parts
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Say that the block is running, and what for, where it takes long."""
-        over, begun = threading.Event(), time.monotonic()
+    def _telling(self) -> AbstractContextManager[None]:
+        """Have it said that the block is running, and what for, where it takes long: by itself now and then,
+        as a thread would have to be waited for, else it may end the process with an error at its exit.
+        """
+        begun = told = time.monotonic()
 
         def tell() -> None:
-            while not over.wait(TELL_EVERY):
+            nonlocal told
+            if (now := time.monotonic()) > told + TELL_EVERY:
+                told = now
                 _log.warning(
                     "`%s` (%s): the first call of this kind finds out and proves which rows are whose, as"
                     " later ones need not; %.0f s so far.",
                     self.state.path,
                     type(self.model).__name__,
-                    time.monotonic() - begun,
+                    now - begun,
                 )
 
-        # not by threading.Thread, which waits for ever for a thread that lacks the memory to begin
-        with suppress(RuntimeError):
-            _thread.start_new_thread(tell, ())
-        try:
-            yield
-        finally:
-            over.set()
+        return changed(progress=tell)
 
     def _rewind(self) -> None:
         if self.random is not None:
