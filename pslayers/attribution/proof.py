@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from .. import torch_api
 from ..core.context import Batch, note_progress, picked_by, transforming
 from ..core.trees import tensors_in, tensors_of
+from ..core.tuning import tuning
 from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
 
 _PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
@@ -260,7 +261,9 @@ def rows_agree(layers: GradientProbe, outputs: Outputs) -> bool | None:
                 gradients_of(tensors, grads, last)
 
         wrapped = transforming()
-        return (not wrapped and _proportional(layers, outputs, back)) or _apart(layers, outputs, back)
+        with tuning.holding():
+            agree = not wrapped and _proportional(layers, outputs, back)
+        return agree or _apart(layers, outputs, back)
     except RuntimeError as error:
         if "use_reentrant=True" in str(error):
             raise Unprovable from error
@@ -371,9 +374,8 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
 
 
 def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
-    """(N, some) sums over parts of each row of the gradient (N, ...), times numbers that are none of a model's,
-    without its factors: to the last bit the same if all of a row's numbers are, and in all likelihood only
-    then.
+    """(N, some) sums over parts of each row of the gradient (N, ...) without its factors, times some numbers:
+    to the last bit the same if all of a row's numbers are, and in all likelihood only then.
 
     Sums, too, are the same times a power of two, however often they are rounded.
     """

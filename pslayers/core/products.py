@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import torch_api
-from .tuning import tuning
+from .tuning import samples_measured, tuning
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch_api.onednn_linear is not None
 WORTH_IT = 1 << 20  # multiplications, from which oneDNN's dearer call may have paid
 NARROW = 16  # columns, below which it never does
-EACH = 8  # of a batch of products that are measured
 MEASURED = 1 << 27  # multiplications of a product that is measured: of more rows, a part
 
 
@@ -162,7 +161,7 @@ def outer_each(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor
         return outer_one(left.squeeze(1), right.squeeze(1), scale, out)
     (size, t, o), i = left.shape, right.shape[2]
     if size and t * o * i >= WORTH_IT and has_onednn(left):
-        n = min(size, EACH)
+        n = samples_measured(size, o * i, out.element_size())
 
         def some() -> tuple[Tensor, Tensor, float, Tensor]:
             return left[:n], right[:n], scale, out[:n]

@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ ROUNDS = 3.0, 1.0
 LONG = 0.02  # seconds, of which one round tells enough
 # uses after which a shape is measured again: at first memory was new, or the machine busy
 AGAIN = 8
+
+
+# of a batch whose results are formed sample by sample, those that are measured: the results of two tell as
+# much, where more would fill the caches
+FEWEST, MOST, ENOUGH = 2, 8, 16 << 20  # bytes
+
+
+def samples_measured(size: int, values: int, itemsize: int) -> int:
+    """How many of `size` samples are, with so many values in the result of each."""
+    return min(size, max(FEWEST, min(MOST, ENOUGH // max(values * itemsize, 1))))
 
 
 class Tuning:
@@ -45,6 +56,7 @@ class Tuning:
         self.chosen: dict[Key, str] = {}
         # of shapes for which that is not settled: how often they were used, and what was the fastest so far
         self.tried: dict[Key, tuple[int, list[str]]] = {}
+        self.held = False  # what was measured once is not measured again for now
 
     def fastest(self, key: Key, ways: Mapping[str, Callable[[], object]], rule: str) -> str:
         """The name of the way that is the fastest here; that of the rule where it is not to be measured.
@@ -58,9 +70,10 @@ class Tuning:
             return rule
         key = *key, torch.get_num_threads()
         chosen = self.chosen.get(key)
-        if chosen is None or chosen not in ways:
+        if new := chosen is None or chosen not in ways:
             chosen, self.tried[key] = rule, (0, [])
-        if key in self.tried and not torch_api.watched():  # else what is measured would be counted, too
+        # what is measured where somebody watches would be counted, too
+        if key in self.tried and (new or not self.held) and not torch_api.watched():
             self.chosen[key] = chosen = self._tried(key, ways, rule)
         return chosen
 
@@ -80,6 +93,15 @@ class Tuning:
         if not self.enabled or torch.are_deterministic_algorithms_enabled() or key in self.tried:
             return None
         return self.chosen.get(key)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Inside the block what is chosen stays so: passes are compared to the last bit."""
+        before, self.held = self.held, True
+        try:
+            yield
+        finally:
+            self.held = before
 
     def forget(self) -> None:
         """Measure everything anew."""

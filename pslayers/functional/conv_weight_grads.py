@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.products import has_onednn, product
-from ..core.tuning import tuning
+from ..core.tuning import samples_measured, tuning
 
 # what one chunk of samples may take on the side: on a CPU it should stay in the cache, elsewhere a chunk
 # should fill the device
@@ -246,7 +246,6 @@ IM2COL_LONG, LONG = 1.2, 256
 PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_PATCH, PRODUCT_RUN, PRODUCT_CALL = 0.0064, 0.15, 0.1, 2.3, 25e3
 
 
-SOME = 8  # samples whose rows are formed by each method to see which is the fastest
 WORTH_TRYING = 4.0  # times as slow as the fastest, by the model
 MOST = 8  # chunks that a sample's patches may take, for a product with them to be tried: fused is faster then
 NARROW = 4  # channels in, for which a convolution by the output gradient may be the fastest
@@ -256,7 +255,8 @@ def fastest(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> str:
     """The method that is measured to be the fastest, of those that the model gives a chance; the first of
     those where nothing is measured. `out` is written to.
     """
-    some, k = min(out.shape[0], SOME), x.shape[0] // out.shape[0]
+    some = samples_measured(out.shape[0], out[0].numel(), out.element_size())
+    k = x.shape[0] // out.shape[0]
     positions = k * gy.shape[2:].numel()
     key = (
         *("rows of a convolution", out.shape[1:], geometry, positions.bit_length(), some),

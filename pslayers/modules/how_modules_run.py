@@ -12,6 +12,7 @@ from .. import general
 from ..attribution.tracking import PICKED, TABLE, Tracker, parameters_used
 from ..core.context import Batch, in_place_of, places_of
 from ..core.trees import ndims, tensors_in
+from ..general.plan import Plan
 
 if TYPE_CHECKING:
     from .base import PSLayer
@@ -50,7 +51,7 @@ def choose_how_modules_run(
             _whole(modules, tracker.callers.get((key, call)), layer)
             why = why or layer._ps_not_attributable(x, batch.size)
     made: list[Any] = list(tracker.made)
-    plans: dict[Any, general.Plan] = {}  # of modules that compute the same, as the blocks of a stack do
+    plans: dict[Any, Plan] = {}  # of modules that compute the same, as the blocks of a stack do
     if shared := model._ps_state().shared:
         for (key, call, (slot, _), ndim), _ in tracker.seen.items():
             module, caller = modules[key], tracker.callers.get((key, call))
