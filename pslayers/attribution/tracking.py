@@ -204,10 +204,8 @@ def track(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     batch: Batch,
-    changing: bool = True,
 ) -> tuple[dict[Key, Layout], Tracker]:
-    """{a tensor of a call: layout} for every one that changing samples tells about (none where no sample is
-    to be changed), and the run as called.
+    """{a tensor of a call: layout} for every one that changing samples tells about, and the run as called.
 
     Parameters have some noise meanwhile: what a zero-initialised layer gives would depend on nothing.
     """
@@ -219,7 +217,7 @@ def track(
         run = _without_dropout(run)
         tracker, _ = run_tracked(run, model, args, kwargs)
         plain, blind = tracker.seen, False
-        for place, dims in _batched(args, kwargs, batch).items() if changing else ():
+        for place, dims in _batched(args, kwargs, batch).items():
             # the first input that reaches a call decides: a mask may be as large as the batch by chance
             for dim in dims:
                 found: dict[Key, set[Layout]] = {}  # those that explain what has changed
@@ -257,7 +255,7 @@ def track(
                 _note_interactions(layouts, together or {}, samples, batch.size)
         told = bool(runs) and None not in runs
         refused = set() if local.gathered_rows is None else local.gathered_rows.refused
-        for key, x in plain.items() if changing else ():
+        for key, x in plain.items():
             changes = [changed.get(key) for changed in runs if changed is not None]
             if (owners := picked_by(x)) is not None and owners.sample_ids is not None:
                 layouts[key] = MIXED if key in mixed else PICKED

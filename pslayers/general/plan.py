@@ -13,6 +13,7 @@ from ..attribution.tracking import (
     Layout,
     fits_layout,
 )
+from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, memory_order, own_parameters, tensors_in
 from ..parameters.per_sample import PerSample
 
@@ -77,16 +78,19 @@ def fits(plan: Plan, call: Call, size: int) -> bool:
     )
 
 
-def places(state: Any, call: int, slot: str, values: Any) -> tuple[Layout, ...]:
+def places(module: ConvertedModule, call: int, slot: str, values: Any) -> tuple[Layout, ...]:
     """The layout of every tensor that a call takes ("in"), returns ("out") or writes ("written"), as
     tracked.
     """
-    return tuple(_places(state, call, slot, values))
+    return tuple(_places(module, call, slot, values))
 
 
-def _places(state: Any, call: int, slot: str, values: Any) -> Iterator[Layout]:
+def _places(module: ConvertedModule, call: int, slot: str, values: Any) -> Iterator[Layout]:
+    learned = module._ps_state().layouts
     for place, t in enumerate(tensors_in(values)):
-        found = state.layouts.get((call, (slot, place), t.ndim)) if isinstance(t, Tensor) else MIXED
+        found = (
+            learned.get((module.training, call, (slot, place), t.ndim)) if isinstance(t, Tensor) else MIXED
+        )
         yield MIXED if found is None else found
 
 

@@ -446,12 +446,15 @@ class PSLayer(_Layer):
         if local.gathered_rows is not None and local.gathered_rows.batches.get(x):
             return BATCH_MAJOR
         if free <= 0 or x.ndim == 0:
-            if batch.trackable and (batch.calls.get(id(self), 0), FIRST, x.ndim) not in state.layouts:
+            if (
+                batch.trackable
+                and (self.training, batch.calls.get(id(self), 0), FIRST, x.ndim) not in state.layouts
+            ):
                 raise Ambiguous  # what it returns gets a dim more: does it broadcast as it did?
             return TABLE
         if size <= 1:
             return BATCH_MAJOR if size or not n else SHARED if n == 1 else TABLE
-        known = state.layouts.get((batch.calls.get(id(self), 0), FIRST, x.ndim))
+        known = state.layouts.get((self.training, batch.calls.get(id(self), 0), FIRST, x.ndim))
         if known is not None and fits_layout(known, x, size):
             return self._attributable(known, x, free, size)
         first = 0 if state.settings.batch_first or free < 2 else 1
@@ -474,7 +477,7 @@ class PSLayer(_Layer):
         """Whether tracking has shown that the rows of this call's input are no one sample's, or several's."""
         return (
             any(p.requires_grad for p in self.parameters())
-            and self._ps_state().layouts.get((call, FIRST, x.ndim)) == MIXED
+            and self._ps_state().layouts.get((self.training, call, FIRST, x.ndim)) == MIXED
         )
 
     def _attributable(self, layout: Layout, x: Tensor, free: int, size: int) -> Layout:

@@ -70,17 +70,18 @@ class State:
             self.ndims |= {f"parametrizations.{name}": p.ndim for name, p in makers.named_parameters()}
         # that was set on the instance, where it was one of its own methods
         self.forward: MethodType | None = None
-        # tracked: (number of the call, place of the tensor, its dims): layout
-        self.layouts: dict[tuple[int, tuple[str, int], int], Layout] = {}
+        # tracked: (training, number of the call, place of the tensor, its dims): layout
+        self.layouts: dict[tuple[bool, int, tuple[str, int], int], Layout] = {}
         self.inventory: Inventory | None = None
         self.preallocated_size = -1  # the batch size that there is memory for
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "inventory": None, "preallocated_size": -1, "proved_in": ""}
 
-    def layouts_of(self, call: int, slot: str, ndim: int) -> list[Layout]:
+    def layouts_of(self, training: bool, call: int, slot: str, ndim: int) -> list[Layout]:
         """The layouts of what a call takes ("in") or returns ("out")."""
-        return [lay for (c, (s, _), d), lay in self.layouts.items() if (c, s, d) == (call, slot, ndim)]
+        of = training, call, slot, ndim
+        return [layout for (t, c, (s, _), d), layout in self.layouts.items() if (t, c, s, d) == of]
 
     def learned(self) -> tuple[Any, ...]:
         """What tracking has taught so far."""

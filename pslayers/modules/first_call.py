@@ -44,12 +44,12 @@ UNDECIDED: Any = object()
 Kind = tuple[bool, tuple[tuple[int, bool], ...]]
 
 # what is tried in turn: for which inputs that all samples share not the layer, but the module that calls it
-# is run with per-sample parameters; whether the whole model is; and whether samples are tracked anew
-ATTEMPTS: tuple[tuple[set[Layout], bool, bool], ...] = (
-    (set(), False, True),
-    ({TABLE}, False, True),
-    ({TABLE, SHARED}, False, True),
-    (set(), True, True),
+# is run with per-sample parameters; and whether the whole model is
+ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
+    (set(), False),
+    ({TABLE}, False),
+    ({TABLE, SHARED}, False),
+    (set(), True),
 )
 
 # with how many samples it is found out whose rows are whose, and of how many that pays
@@ -117,17 +117,14 @@ class ModelCall:
         state, errors = self.state, list[Exception]()
         before = before or Snapshot(self.model, (self.args, self.kwargs))
         by_itself = state.per_sample_forward, state.includes_children
-        # what the other mode has shown, training or evaluation, mostly holds
-        known = any(proved[:2] == (not self.kind[0], self.kind[1]) for proved in state.proved)
-        attempts = ((state.shared, False, False), *ATTEMPTS) if known else ATTEMPTS
         for call in filter(None, (self._few(), self)):
             errors.clear()
-            for shared, whole, tracked in attempts:
+            for shared, whole in ATTEMPTS:
                 self._rewind()
                 state.shared, state.includes_children = shared, whole or by_itself[1]
                 state.per_sample_forward = by_itself[0] or whole
                 try:
-                    return self._learned_from(call, tracked)
+                    return self._learned_from(call)
                 # a shape that no longer broadcasts, rows that are no one's, outputs that differ
                 except Exception as error:
                     errors.append(error)
@@ -288,13 +285,13 @@ class ModelCall:
         if self.settings.recording and torch.is_grad_enabled():
             self.model._ps_make_room(self.size)
 
-    def _learned_from(self, call: "ModelCall", tracked: bool) -> Any:
+    def _learned_from(self, call: "ModelCall") -> Any:
         """The output, after what `call`, this one or a part of its samples, has shown is found right of
         all.
         """
         with self._kept_if_proved():
             with trial(self.model) if call is not self else nullcontext():
-                call._learn(tracked)
+                call._learn()
             self._rewind()
             self._make_room()
             with gathering(self.size, self.settings, self.args, self.kwargs):
@@ -303,9 +300,9 @@ class ModelCall:
                 raise ValueError("A NaN leaves open whose the rows are.")
             return output
 
-    def _learn(self, tracked: bool) -> None:
-        """Track the batch through the layers below, let each remember how its inputs hold the samples, unless
-        that is known, and choose how each module is run.
+    def _learn(self) -> None:
+        """Track the batch through the layers below, let each remember how its inputs hold the samples, and
+        choose how each module is run.
         """
         model, batch = self.model, Batch(self.size, self.settings)
         modules = {id(m): cast("Converted", m) for m in model.modules()}
@@ -313,9 +310,10 @@ class ModelCall:
         model._ps_leave_room()
         run = functools.partial(self.run, model)
         with gathering(self.size, self.settings, self.args, self.kwargs):
-            found, tracker = track(run, model, self.args, self.kwargs, batch, tracked)
+            found, tracker = track(run, model, self.args, self.kwargs, batch)
             for (key, call, place, ndim), layout in found.items():
-                modules[key]._ps_state().layouts[call, place, ndim] = layout
+                module = modules[key]
+                module._ps_state().layouts[module.training, call, place, ndim] = layout
             choose_how_modules_run(model, run, self.args, self.kwargs, tracker, batch)
 
     def _proved(self) -> Any:
@@ -332,7 +330,8 @@ class ModelCall:
         output, batch = self._watched(self.args, self.kwargs)
         problem = None if given else disagreement(output, plain)
         tensors = list(tensors_in([output]))
-        layouts = [state.layouts.get((0, ("out", i), t.ndim)) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
+        learned = state.layouts
+        layouts = [learned.get((model.training, 0, ("out", i), t.ndim)) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
         own = batched_outputs(output, batch, layouts)
         numbers = all(
             isinstance(t, Tensor) and not t.ndim

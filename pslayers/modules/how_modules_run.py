@@ -55,13 +55,13 @@ def choose_how_modules_run(
     if shared := model._ps_state().shared:
         for (key, call, (slot, _), ndim), _ in tracker.seen.items():
             module, caller = modules[key], tracker.callers.get((key, call))
-            taken_up = (
-                slot == "in" if module._ps_layer else slot == "out" and module._ps_state().per_sample_forward
-            )
+            state = module._ps_state()
+            taken_up = slot == "in" if module._ps_layer else slot == "out" and state.per_sample_forward
             if (
                 taken_up
                 and caller
-                and (shared if slot == "in" else {TABLE}) & {*module._ps_state().layouts_of(call, slot, ndim)}
+                and (shared if slot == "in" else {TABLE})
+                & {*state.layouts_of(module.training, call, slot, ndim)}
             ):
                 _whole(modules, caller, module)
     for module, call, taken, named, returned, written in made:  # a caller comes after what it has called
@@ -70,7 +70,7 @@ def choose_how_modules_run(
             continue
         slots = {"in": (taken, named), "out": returned, "written": written}
         layouts = general.Layouts(
-            *(general.places(state, call, slot, value) for slot, value in slots.items())
+            *(general.places(module, call, slot, value) for slot, value in slots.items())
         )
         given = bool(module._ps_given(own=not state.includes_children))
         how = (call, module.training, given, ndims((taken, named)))

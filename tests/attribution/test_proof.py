@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
+from pslayers import general
 from pslayers.attribution import proof
 from pslayers.modules import first_call
 from tests.composition.common import batch, both, right
@@ -215,6 +216,80 @@ def test_a_model_that_takes_no_few_samples_is_tracked_with_all() -> None:
     x = batch(12, 12, 3)
     right(ours, model, x)
     assert TimeFirst.seen.count(12) > 3
+
+
+class Scaled(nn.Module):
+    """A module without a replacement; in one of its forms it takes its time for the batch."""
+
+    def __init__(self, width: int, over: int = 0) -> None:
+        super().__init__()
+        self.scale, self.over = nn.Parameter(torch.rand(width) + 0.5), over
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale - (x * self.scale).mean(-1 if not self.over else 1, keepdim=True)
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The paths of the modules that a way is chosen for from now on."""
+    found: list[str] = []
+    choose = general.choose
+
+    def noted(module: Any, *args: Any) -> Any:
+        found.append(module._ps_state().path)
+        return choose(module, *args)
+
+    monkeypatch.setattr(general, "choose", noted)
+    return found
+
+
+def test_modules_that_compute_alike_are_chosen_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = chosen(monkeypatch)
+    model, ours = both(
+        nn.Sequential(
+            *(layer for _ in range(4) for layer in (nn.Linear(6, 6), Scaled(6))),
+            *(Scaled(6, over=1), nn.Linear(6, 3), Scaled(3), Scaled(3)),
+        )
+    )
+    right(ours, model, batch(5, 4, 6))
+    assert found == ["1", "8", "10"]
+    found.clear()
+    with torch.no_grad():
+        ours[3].register_forward_hook(lambda *_: None)
+    ours.eval()
+    right(ours, model.eval(), batch(5, 4, 6))
+    assert found == ["1", "3", "8", "10"]
+
+
+class OtherInEval(nn.Module):
+    """Reads its input another way where it is evaluated."""
+
+    def __init__(self, another: bool) -> None:
+        super().__init__()
+        self.first, self.scale, self.last, self.another = nn.Linear(3, 4), Scaled(4), nn.Linear(4, 2), another
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training or not self.another:
+            return self.last(self.scale(self.first(x.transpose(0, 1))).tanh()).mean(0)
+        return self.last(self.scale(self.first(x.flip(1))).tanh().cumsum(1)).sum(1)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("another", [False, True])
+@pytest.mark.parametrize("size", [4, 9])
+def test_what_one_mode_has_shown_is_not_true_of_the_other(size: int, another: bool, training: bool) -> None:
+    model, ours = both(OtherInEval(another))
+    for steps in (5, size, 5, size):
+        for mode in (training, not training):
+            right(ours.train(mode), model.train(mode), batch(size, steps, 3))
+
+
+def test_nor_of_a_part_that_is_evaluated_while_the_others_are_trained() -> None:
+    model, ours = both(nn.Sequential(OtherInEval(True), nn.Linear(2, 2)))
+    for steps in (5, 9, 5, 9):
+        for mode in (True, False):
+            for net in (model, ours):
+                net[0].train(mode)
+            right(ours, model, batch(9, steps, 3))
 
 
 def test_what_few_samples_have_taught_wrongly_is_forgotten() -> None:

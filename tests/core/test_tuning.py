@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pslayers as ps
 from pslayers.core import tuning as module
-from pslayers.core.tuning import AGAIN, Tuning
+from pslayers.core.tuning import AGAIN, Tuning, samples_measured
 
 
 class Clock:
@@ -127,6 +127,26 @@ def test_where_nothing_is_measured_the_rule_holds(why: str, clock: Clock) -> Non
     assert clock.runs == []
     tuning.enabled = True
     assert tuning.fastest(("new",), ways, "slow") == "fast"
+
+
+def test_what_is_held_is_not_measured_again(clock: Clock) -> None:
+    tuning = Tuning()
+    ways = {"slow": clock.way("slow", 2, 2, 2, 1), "fast": clock.way("fast", 1.5)}
+    with tuning.holding():
+        assert tuning.fastest(("key",), ways, "slow") == "fast"  # for the first time it is
+        runs = len(clock.runs)
+        for _ in range(3 * AGAIN):
+            assert tuning.fastest(("key",), ways, "slow") == "fast"
+    assert len(clock.runs) == runs
+    for _ in range(AGAIN):
+        tuning.fastest(("key",), ways, "slow")
+    assert len(clock.runs) > runs
+
+
+@pytest.mark.parametrize(("values", "measured"), [(1, 5), (1 << 20, 4), (1 << 21, 2), (1 << 30, 2), (0, 5)])
+def test_of_large_results_fewer_are_measured(values: int, measured: int) -> None:
+    assert samples_measured(5, values, 4) == measured
+    assert samples_measured(1, values, 4) == 1
 
 
 def test_a_file_of_what_was_measured(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
