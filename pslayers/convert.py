@@ -18,7 +18,7 @@ from . import torch_api
 from .attribution.ragged import of_jagged
 from .attribution.snapshot import trial
 from .core import sharding
-from .core.context import Settings, clear, local
+from .core.context import Settings, changed, clear, form_of, local
 from .core.recorder import forget
 from .core.trees import callable_module, map_tensors, own_parameters
 from .modules import converted
@@ -185,8 +185,9 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
                 try_ragged(model, PSContainer._ps_run, args, kwargs)
             # one sample tells nothing
             elif (size := model._ps_batch_size(args, kwargs)) is not None and size > 1:
-                kind = model._ps_kind(model._ps_sizes(args, kwargs), size)
-                ModelCall(model, PSContainer._ps_run, args, kwargs, size, kind).learn()
+                with changed(form=form_of(args, kwargs)):
+                    kind = model._ps_kind(model._ps_sizes(args, kwargs), size)
+                    ModelCall(model, PSContainer._ps_run, args, kwargs, size, kind).learn()
         except ValueError as error:
             raise ConversionError(
                 f"{type(model).__name__} cannot be converted, and has not been changed: {error}"

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from .. import torch_api
 from ..attribution.snapshot import trial
 from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
-from ..core.context import UNSCALED, Batch, Settings, local
+from ..core.context import UNSCALED, Batch, Form, Settings, form_of, local
 from ..core.converted_module import ConvertedLayer, ConvertedModule, state_of
-from ..core.trees import ndims
 from .layers import FAST
 from .registry import modules
 from .weights import records
@@ -34,8 +33,8 @@ class Traced(Batch):
     on at run time.
     """
 
-    def __init__(self, size: int, settings: Settings, trackable: bool) -> None:
-        self.size, self.settings, self.trackable = size, settings, trackable
+    def __init__(self, size: int, settings: Settings, trackable: bool, form: Form) -> None:
+        self.size, self.settings, self.trackable, self.form = size, settings, trackable, form
         self.calls, self.outputs, self.root, self.given, self.scale = {}, None, None, None, UNSCALED
         self.ragged = None
 
@@ -76,14 +75,14 @@ def _is_proved(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str,
     """Whether such a call was proved; or is now, by inputs of these shapes: one that is traced depends on
     nothing else.
     """
-    number, training, dims = state_of(module).number, module.training, ndims((args, kwargs))
-    if _known(number, training, dims):
+    number, training, form = state_of(module).number, module.training, form_of(args, kwargs)
+    if _known(number, training, form):
         return True
-    form = _form((args, kwargs))
-    return (form is not None and _prove(number, form)) or _proved(module, dims)
+    told = _told((args, kwargs))
+    return (told is not None and _prove(number, told)) or _proved(module, form)
 
 
-def _form(value: Any) -> Any:
+def _told(value: Any) -> Any:
     """What a call is given, tensors by shapes and dtypes: constants, for which sizes are fixed here; None
     where that cannot be.
     """
@@ -96,17 +95,17 @@ def _form(value: Any) -> Any:
             value.requires_grad,
         )
     if type(value) in (tuple, list):
-        forms = [_form(v) for v in value]
+        forms = [_told(v) for v in value]
         return None if None in forms else (type(value), tuple(forms))
     if type(value) is dict:
-        forms = [_form(v) for v in value.values()]
+        forms = [_told(v) for v in value.values()]
         return None if None in forms else (dict, tuple(value), tuple(forms))
     return ("as it is", value) if value is None or isinstance(value, (bool, int, float, str)) else None
 
 
-def _made(form: Any) -> Any:
-    """What a form says, of some numbers."""
-    kind, *rest = form
+def _made(told: Any) -> Any:
+    """What that says, of some numbers."""
+    kind, *rest = told
     if kind is Tensor:
         shape, dtype, device, needs_grad = rest
         if dtype.is_floating_point or dtype.is_complex:
@@ -119,24 +118,24 @@ def _made(form: Any) -> Any:
     return kind(map(_made, rest[0]))
 
 
-def _known(number: int, training: bool, dims: tuple[int, ...]) -> bool:
+def _known(number: int, training: bool, form: Form) -> bool:
     """Whether a kind of call was proved; as before, where the compiler begins anew with what it was at."""
     module = modules[number]
-    return _proved(module, dims) and state_of(module).proved_in != torch_api.compile_id()
+    return _proved(module, form) and state_of(module).proved_in != torch_api.compile_id()
 
 
-def _prove(number: int, form: Any) -> bool:
-    """Prove a kind of call by a recorded one of such a form; whether that could be done."""
+def _prove(number: int, told: Any) -> bool:
+    """Prove a kind of call by a recorded one that is given such; whether that could be done."""
     module = modules[number]
     try:
         with torch_api.not_compiling(), trial(module), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")  # of what is run sample by sample, and cannot be compiled
-            args, kwargs = _made(form)
+            args, kwargs = _made(told)
             module.forward(*args, **kwargs)
     except Exception:
         return False
     state_of(module).proved_in = torch_api.compile_id()
-    return _proved(module, ndims((args, kwargs)))
+    return _proved(module, form_of(args, kwargs))
 
 
 torch_api.mark_constant(_known)
@@ -145,10 +144,10 @@ torch_api.mark_constant(_known)
 torch_api.mark_constant(_prove)
 
 
-def _proved(module: nn.Module, dims: tuple[int, ...]) -> bool:
-    """Whether a call with inputs of such dims was proved, whatever their sizes were."""
-    for training, inputs, given in state_of(module).proved:  # torch.compile traces no generator here
-        if training == module.training and not given and tuple([n for n, _ in inputs]) == dims:
+def _proved(module: nn.Module, form: Form) -> bool:
+    """Whether a call of such a form was proved, whatever the sizes of its inputs were."""
+    for training, proved, _, given in state_of(module).proved:  # torch.compile traces no generator here
+        if training == module.training and not given and proved == form:
             return True
     return False
 
@@ -242,7 +241,7 @@ def _outermost(
     size = local.explicit if local.explicit is not None else module._ps_batch_size(*taken)
     if size is None:
         return run(module, *args, **kwargs)
-    local.batch = Traced(size, state_of(module).settings, trackable)
+    local.batch = Traced(size, state_of(module).settings, trackable, form_of(args, kwargs))
     try:
         return run(module, *args, **kwargs)
     finally:
@@ -259,8 +258,9 @@ def layout(layer: ConvertedLayer, x: Tensor, size: int) -> Layout:
     if size <= 1:
         return BATCH_MAJOR if size or not n else SHARED if n == 1 else TABLE
     alike: list[Layout] = []  # which call this is, is not known here: all must be alike
-    for (_, place, ndim), found in state.layouts.items():
-        if place == FIRST and ndim == x.ndim and found not in alike:
+    for (training, form, _, place, ndim), found in state.layouts.items():
+        same = training == layer.training and form == batch.form  # type: ignore[union-attr]
+        if same and place == FIRST and ndim == x.ndim and found not in alike:
             alike.append(found)
     if alike:
         if len(alike) == 1 and fits_layout(alike[0], x, size):

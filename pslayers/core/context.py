@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import torch_api
 from .converted_module import ConvertedModule
 from .thread_turns import Turns
-from .trees import tensors_of
+from .trees import ndims, tensors_of
 
 if TYPE_CHECKING:
     from .sinks import Sink
@@ -197,6 +197,7 @@ class Batch:
 
     __slots__ = (
         "calls",
+        "form",
         "given",
         "level",
         "outer_pass",
@@ -214,6 +215,7 @@ class Batch:
     def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
         self.undecided = False  # some layer could not tell whose the rows of its input are
+        self.form = local.form
         self.level = torch_api.level()  # of transforms of torch.func around the call
         # the outermost backward pass that the call is part of: a reentrant checkpoint computes a part again
         # in one, and back-propagates in a pass of its own
@@ -231,12 +233,13 @@ class Batch:
         come before.
         """
         batch = Batch(self.size, self.settings)
-        batch.calls, batch.scale, batch.proving, batch.given, batch.ragged = (
+        batch.calls, batch.scale, batch.proving, batch.given, batch.ragged, batch.form = (
             dict(calls),
             self.scale,
             self.proving,
             self.given,
             self.ragged,
+            self.form,
         )
         return batch
 
@@ -268,10 +271,24 @@ class Batch:
 Place = tuple[dict[str, Any], str, Any]
 
 
+Form = tuple[Any, ...]
+
+
+def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+    """What a call is given that its forward may go by, but for sizes and numbers, which may be others in
+    every call: flags, and how many dims tensors have.
+    """
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # by far the most
+        return (args[0].ndim,)
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return tuple([(n, v if v is None or isinstance(v, (bool, str)) else ndims(v)) for n, v in named])
+
+
 class _Local(threading.local):
     def __init__(self) -> None:  # attributes of the instance: torch.compile traces no others
         self.batch: Batch | None = None
         self.explicit: int | None = None
+        self.form: Form = ()  # of the outermost call
         self.ragged: Any = None  # what ps.sample_ids was told
         self.tracker: Any = None  # collects what calls take and return while the batch is tracked
         self.call: Any = None  # the call of a layer that is running

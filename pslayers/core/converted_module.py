@@ -52,6 +52,12 @@ class ConvertedModule(nn.Module):
         """What lies below it now."""
         raise NotImplementedError
 
+    def _ps_layout(self, call: int, place: tuple[str, int], ndim: int) -> Any:
+        """How a tensor of a call that is as this one holds the samples, as tracked; None where that is not
+        known.
+        """
+        raise NotImplementedError
+
     def _ps_given(self, own: bool = False) -> set[str]:
         """The names of the parameters in whose place per-sample weights were given, here or anywhere
         below.

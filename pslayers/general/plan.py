@@ -86,11 +86,8 @@ def places(module: ConvertedModule, call: int, slot: str, values: Any) -> tuple[
 
 
 def _places(module: ConvertedModule, call: int, slot: str, values: Any) -> Iterator[Layout]:
-    learned = module._ps_state().layouts
     for place, t in enumerate(tensors_in(values)):
-        found = (
-            learned.get((module.training, call, (slot, place), t.ndim)) if isinstance(t, Tensor) else MIXED
-        )
+        found = module._ps_layout(call, (slot, place), t.ndim) if isinstance(t, Tensor) else None
         yield MIXED if found is None else found
 
 

@@ -446,15 +446,12 @@ class PSLayer(_Layer):
         if local.gathered_rows is not None and local.gathered_rows.batches.get(x):
             return BATCH_MAJOR
         if free <= 0 or x.ndim == 0:
-            if (
-                batch.trackable
-                and (self.training, batch.calls.get(id(self), 0), FIRST, x.ndim) not in state.layouts
-            ):
+            if batch.trackable and self._ps_layout(batch.calls.get(id(self), 0), FIRST, x.ndim) is None:
                 raise Ambiguous  # what it returns gets a dim more: does it broadcast as it did?
             return TABLE
         if size <= 1:
             return BATCH_MAJOR if size or not n else SHARED if n == 1 else TABLE
-        known = state.layouts.get((self.training, batch.calls.get(id(self), 0), FIRST, x.ndim))
+        known = self._ps_layout(batch.calls.get(id(self), 0), FIRST, x.ndim)
         if known is not None and fits_layout(known, x, size):
             return self._attributable(known, x, free, size)
         first = 0 if state.settings.batch_first or free < 2 else 1
@@ -476,8 +473,7 @@ class PSLayer(_Layer):
     def _ps_unattributable(self, x: Tensor, call: int) -> bool:
         """Whether tracking has shown that the rows of this call's input are no one sample's, or several's."""
         return (
-            any(p.requires_grad for p in self.parameters())
-            and self._ps_state().layouts.get((self.training, call, FIRST, x.ndim)) == MIXED
+            any(p.requires_grad for p in self.parameters()) and self._ps_layout(call, FIRST, x.ndim) == MIXED
         )
 
     def _attributable(self, layout: Layout, x: Tensor, free: int, size: int) -> Layout:

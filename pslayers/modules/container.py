@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from .. import compiled, general, torch_api
-from ..core.context import by_original_layers, local, transforming
-from ..core.trees import ndims
+from ..core.context import by_original_layers, form_of, local, transforming
 from ..parameters.per_sample import NoRuleError
 from .converted import Converted
 
@@ -71,10 +70,10 @@ class PSContainer(Converted):
             return original(self, *args, **kwargs)
         if batch.size <= 1:
             return general.run_single(self, original, args, kwargs, given)
-        how = ndims((args, kwargs))
-        plan = state.plans.get((call, self.training, bool(given), how))
+        how = batch.form, form_of(args, kwargs)
+        plan = state.plans.get((call, self.training, bool(given), *how))
         if plan is None and given and transforming():  # where nothing can be proved
-            plan = state.plans.get((call, self.training, False, how))
+            plan = state.plans.get((call, self.training, False, *how))
         if plan is None or not general.fits(plan, (args, kwargs), batch.size):
             if batch.give_up():
                 return original(self, *args, **kwargs)

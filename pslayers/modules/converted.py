@@ -18,7 +18,7 @@ from ..attribution.gathered import gathering, without_gathered_rows
 from ..attribution.ragged import Seen, of_jagged
 from ..attribution.tracking import Layout, batch_dim, run_tracked
 from ..core import sharding
-from ..core.context import Batch, Settings, clear, local, transforming
+from ..core.context import Batch, Form, Settings, clear, form_of, local, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.recorder import Recorder, recorder_of
 from ..core.trees import own_parameters, tensors_in
@@ -44,8 +44,8 @@ class State:
         self.token = torch.tensor(self.number, device="cpu")
         # kinds of calls in which rows were proved to be the samples', and whether per-sample weights were
         # given
-        self.proved: set[tuple[bool, tuple[tuple[int, bool], ...], bool]] = set()
-        self.drawless: set[tuple[bool, tuple[tuple[int, bool], ...]]] = set()  # that draw no random numbers
+        self.proved: set[tuple[bool, Form, tuple[tuple[int, bool], ...], bool]] = set()
+        self.drawless: set[Kind] = set()  # that draw no random numbers
         # what torch.compile was at when the last of these was proved while it traced
         self.proved_in: Any = ""
         # dims of the inputs: which of them holds the batch, if not the first
@@ -62,16 +62,18 @@ class State:
         self.ragged_proved: set[bool] = set()  # in which modes it was looked for that
         # callers of layers that take what all samples share, in these ways, are run whole
         self.shared: set[Layout] = set()
-        # how: (number of the call, training, whether per-sample weights were given, dims of the inputs)
-        self.plans: dict[tuple[int, bool, bool, tuple[int, ...]], Any] = {}
+        # how: (number of the call, training, whether per-sample weights were given, the form of the outermost
+        # call, and of this one)
+        self.plans: dict[tuple[int, bool, bool, Form, Form], Any] = {}
         self.ndims = {name: p.ndim for name, p in own_parameters(module)}
         # what the weights are computed from
         if (makers := module._modules.get("parametrizations")) is not None:
             self.ndims |= {f"parametrizations.{name}": p.ndim for name, p in makers.named_parameters()}
         # that was set on the instance, where it was one of its own methods
         self.forward: MethodType | None = None
-        # tracked: (training, number of the call, place of the tensor, its dims): layout
-        self.layouts: dict[tuple[bool, int, tuple[str, int], int], Layout] = {}
+        # tracked: (training, the form of the outermost call, number of the call, place of the tensor,
+        # its dims): layout
+        self.layouts: dict[tuple[bool, Form, int, tuple[str, int], int], Layout] = {}
         self.inventory: Inventory | None = None
         self.preallocated_size = -1  # the batch size that there is memory for
 
@@ -80,8 +82,8 @@ class State:
 
     def layouts_of(self, training: bool, call: int, slot: str, ndim: int) -> list[Layout]:
         """The layouts of what a call takes ("in") or returns ("out")."""
-        of = training, call, slot, ndim
-        return [layout for (t, c, (s, _), d), layout in self.layouts.items() if (t, c, s, d) == of]
+        of = training, local.form, call, slot, ndim
+        return [layout for (t, f, c, (s, _), d), layout in self.layouts.items() if (t, f, c, s, d) == of]
 
     def learned(self) -> tuple[Any, ...]:
         """What tracking has taught so far."""
@@ -144,6 +146,11 @@ class Converted(_Mixin):
                 found.append((t.ndim, t.shape[batch_dim(t, settings)]))
         return found
 
+    def _ps_layout(self, call: int, place: tuple[str, int], ndim: int) -> Layout | None:
+        """How a tensor of a call that is as this one holds the samples, as tracked."""
+        form = local.form if local.batch is None else local.batch.form
+        return (self._ps or self._ps_state()).layouts.get((self.training, form, call, place, ndim))
+
     def _ps_told(self, sizes: list[tuple[int, int]]) -> int:
         """The batch size that inputs of these sizes tell: the first one's, unless another's was seen to be
         the outputs', too.
@@ -162,10 +169,14 @@ class Converted(_Mixin):
         if not self._ps_layer and not recorded and not transforming() and not self._ps_given():
             with nullcontext() if nested else settings.turns.reading:
                 return run_plain(self, args, kwargs)
-        if nested:  # whoever runs the backward pass has its turn
-            return self._ps_in_turn(run, args, kwargs, recorded)
-        with settings.turns.writing:
-            return self._ps_in_turn(run, args, kwargs, recorded)
+        before, local.form = local.form, form_of(args, kwargs)
+        try:
+            if nested:  # whoever runs the backward pass has its turn
+                return self._ps_in_turn(run, args, kwargs, recorded)
+            with settings.turns.writing:
+                return self._ps_in_turn(run, args, kwargs, recorded)
+        finally:
+            local.form = before
 
     def _ps_in_turn(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recorded: bool
@@ -249,7 +260,7 @@ class Converted(_Mixin):
 
     def _ps_kind(self, sizes: list[tuple[int, int]], size: int) -> Kind:
         """The kind of a call with inputs of these sizes."""
-        return self.training, tuple((ndim, n == size) for ndim, n in sizes)
+        return self.training, local.form, tuple((ndim, n == size) for ndim, n in sizes)
 
     def _ps_proved(self, kind: Kind) -> bool:
         """Whether a kind of call was proved, with such weights: per-sample ones that were given tell nothing

@@ -31,7 +31,7 @@ from ..attribution.proof import (
 from ..attribution.snapshot import Snapshot, gradients_unchanged, trial
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
 from ..core import sharding
-from ..core.context import Batch, changed, local
+from ..core.context import Batch, Form, changed, local
 from ..core.trees import map_tensors, tensors_in
 from .how_modules_run import choose_how_modules_run
 
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 
 UNDECIDED: Any = object()
 
-# of a call: training, and of every input its dims, and whether it has as many rows as there are samples
-Kind = tuple[bool, tuple[tuple[int, bool], ...]]
+# of a call: training, its form, and of every input its dims, and whether it has as many rows as there are
+# samples
+Kind = tuple[bool, Form, tuple[tuple[int, bool], ...]]
 
 # what is tried in turn: for which inputs that all samples share not the layer, but the module that calls it
 # is run with per-sample parameters; and whether the whole model is
@@ -313,7 +314,7 @@ class ModelCall:
             found, tracker = track(run, model, self.args, self.kwargs, batch)
             for (key, call, place, ndim), layout in found.items():
                 module = modules[key]
-                module._ps_state().layouts[module.training, call, place, ndim] = layout
+                module._ps_state().layouts[module.training, local.form, call, place, ndim] = layout
             choose_how_modules_run(model, run, self.args, self.kwargs, tracker, batch)
 
     def _proved(self) -> Any:
@@ -330,8 +331,7 @@ class ModelCall:
         output, batch = self._watched(self.args, self.kwargs)
         problem = None if given else disagreement(output, plain)
         tensors = list(tensors_in([output]))
-        learned = state.layouts
-        layouts = [learned.get((model.training, 0, ("out", i), t.ndim)) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
+        layouts = [model._ps_layout(0, ("out", i), t.ndim) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
         own = batched_outputs(output, batch, layouts)
         numbers = all(
             isinstance(t, Tensor) and not t.ndim

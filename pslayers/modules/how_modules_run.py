@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .. import general
 from ..attribution.tracking import PICKED, TABLE, Tracker, parameters_used
-from ..core.context import Batch, in_place_of, places_of
-from ..core.trees import ndims, tensors_in
+from ..core.context import Batch, form_of, in_place_of, places_of
+from ..core.trees import tensors_in
 from ..general.plan import Plan
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def choose_how_modules_run(
             *(general.places(module, call, slot, value) for slot, value in slots.items())
         )
         given = bool(module._ps_given(own=not state.includes_children))
-        how = (call, module.training, given, ndims((taken, named)))
+        how = (call, module.training, given, batch.form, form_of(taken, named))
         try:
             forward, picks = (
                 module._ps_forward(),

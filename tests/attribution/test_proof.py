@@ -16,7 +16,7 @@ from pslayers import general
 from pslayers.attribution import proof
 from pslayers.modules import first_call
 from tests.composition.common import batch, both, right
-from tests.oracle import assert_rows, loop, square, squares
+from tests.oracle import assert_rows, loop, square, squares, true_rows
 
 
 class Leaks(nn.Module):
@@ -380,3 +380,57 @@ def test_a_first_call_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "_start_new_thread", start)  # of threading.Thread
     model, ours = both(nn.Sequential(nn.Linear(3, 2)))
     right(ours, model, batch(4, 3))
+
+
+class Flagged(nn.Module):
+    """Reads its input as it is told to."""
+
+    def __init__(self, below: bool) -> None:
+        super().__init__()
+        self.first, self.scale, self.last, self.below = nn.Linear(3, 4), Scaled(4), nn.Linear(4, 2), below
+        self.inner = Flagged(False) if below else None
+
+    def forward(self, x: Tensor, by: str | None = None, turned: bool = False) -> Tensor:
+        if self.inner is not None:
+            return self.inner(x, by, turned=turned)
+        if by == "time" or turned:
+            return self.last(self.scale(self.first(x.transpose(0, 1))).tanh()).mean(0)
+        return self.last(self.scale(self.first(x.flip(1))).tanh().cumsum(1)).sum(1)
+
+
+@pytest.mark.parametrize("below", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2)])
+def test_what_a_call_with_one_flag_has_shown_is_not_true_of_another(
+    order: tuple[int, ...], below: bool
+) -> None:
+    calls: tuple[dict[str, Any], ...] = ({}, {"by": "time"}, {"turned": True}, {"by": None, "turned": False})
+    model, ours = both(Flagged(below))
+    for steps in (5, 9, 5, 9):
+        for call in order:
+            x, flags = batch(9, steps, 3), calls[call]
+            ours.zero_grad()
+            squares(ours(x, **flags)).mean().backward()
+            assert_rows(
+                ours, true_rows(lambda i, x=x, f=flags: square(model(x[i : i + 1], **f), i), model, 9)
+            )
+
+
+class WithAnother(nn.Module):
+    """Reads its input another way where it is given a second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        if other is None:
+            return self.last(self.first(x.transpose(0, 1)).tanh()).mean(0)
+        return self.last(self.first(x.flip(1)).tanh().cumsum(1)).sum(1) + other
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_a_call_with_fewer_inputs_has_shown_is_not_true_of_one_with_more(first: int) -> None:
+    model, ours = both(WithAnother())
+    for steps in (5, 9, 5, 9):
+        for more in (first, not first):
+            right(ours, model, batch(9, steps, 3), *([batch(9, 2)] if more else []))
