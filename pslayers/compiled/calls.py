@@ -163,9 +163,9 @@ def _as_it_is(reason: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], A
 
 
 _proving = _as_it_is(
-    "a converted model has not been proved right for this kind of call (training or not, dims of the inputs),"
-    " which cannot be done while it is compiled: call it once without torch.compile, with more than one"
-    " sample and gradients enabled, or give an example batch, convert_model(model, example=x)"
+    "a converted model has not been proved right for this kind of call (training or not, flags, dims of the"
+    " inputs), which cannot be done while it is compiled: call it once without torch.compile, with more than"
+    " one sample and gradients enabled, or give an example batch, convert_model(model, example=x)"
 )
 
 
