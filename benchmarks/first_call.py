@@ -1,6 +1,7 @@
 """What a first step costs, in which it is found out and proved which rows are whose.
 
     python -m benchmarks.first_call --threads 2 --batch-size 64
+    python -m benchmarks.first_call --model benchmarks.architectures:vit --batch-size 16
 
 Each cell of the study in a process of its own, so that nothing is warm but plain training, which has run some
 steps: the first step of the converted model, a later one, and the first one in eval mode, over a plain step.
@@ -35,7 +36,7 @@ def seconds(run: Callable[[], object]) -> float:
 def measured(name: str, batch_size: int, threads: int) -> dict[str, float]:
     """Seconds of each step."""
     torch.set_num_threads(threads)
-    (case,) = choice.chosen_cells([name])
+    (case,) = choice.chosen_cells([], [name]) if ":" in name else choice.chosen_cells([name])
     torch.manual_seed(0)
     problem: Problem = case.build(batch_size, case.sizes[0])
     model = copy.deepcopy(problem.model)
@@ -64,7 +65,7 @@ def row(name: str, found: dict[str, float]) -> tuple[str, ...]:
     """Of the table."""
     plain = found["plain"]
     ratios = (found[what] / plain for what in ("first", "first in eval mode", "later", "memory"))
-    return name, f"{plain * 1e3:.1f}", *(f"{ratio:.1f}x" for ratio in ratios)
+    return name.rpartition(":")[2], f"{plain * 1e3:.1f}", *(f"{ratio:.1f}x" for ratio in ratios)
 
 
 def main() -> None:
@@ -72,12 +73,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cells", nargs="+", default=list(CELLS))
+    parser.add_argument("--cells", nargs="*", default=list(CELLS))
+    parser.add_argument("--model", nargs="+", default=[], help="in their place, by import path")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     rows = []
-    for name in options.cells:
+    for name in options.model or options.cells:
         with get_context("spawn").Pool(1) as pool:
             rows.append(row(name, pool.apply(measured, (name, options.batch_size, options.threads))))
     heads = ("cell", "plain: ms", "first / plain", "first in eval mode", "later", "memory of the rows, once")

@@ -1,8 +1,12 @@
 """The cost of first calls: what a run measures and prints."""
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from benchmarks import first_call
+from benchmarks.registry import Problem
 
 
 def test_a_small_cell() -> None:
@@ -10,6 +14,17 @@ def test_a_small_cell() -> None:
     assert set(found) == {"plain", "first", "later", "first in eval mode", "memory"}
     assert all(seconds > 0 for seconds in found.values())
     assert found["first"] > found["plain"]
+
+
+def build(batch_size: int) -> Problem:
+    """A user's."""
+    return Problem(nn.Linear(3, 2), (torch.randn(batch_size, 3),), torch.randn(batch_size, 2), F.mse_loss)
+
+
+def test_a_model_of_ones_own() -> None:
+    found = first_call.measured(f"{__name__}:build", 4, 1)
+    assert found["first"] > 0
+    assert first_call.row("my.module:build", found)[0] == "build"
 
 
 def test_ratios_by_hand() -> None:
