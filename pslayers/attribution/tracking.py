@@ -212,7 +212,7 @@ def track(
     inputs = dict[int, int]()  # the dims of the inputs that hold the batch
     layouts: dict[Key, Layout] = {}
     mixed = set[Key]()
-    groups, runs = _groups(batch.size), list[dict[Key, Tensor | None] | None]()
+    groups, everyone = _groups(batch.size), range(batch.size)
     with torch.no_grad(), torch_api.reparametrized(model, _noisy(model)):
         run = _without_dropout(run)
         tracker, _ = run_tracked(run, model, args, kwargs)
@@ -222,8 +222,8 @@ def track(
             for dim in dims:
                 found: dict[Key, set[Layout]] = {}  # those that explain what has changed
                 others = set[Key]()  # of picked rows, some of other samples' have changed
-                of_one = [_rerun(run, model, args, kwargs, {place: dim}, g, batch, plain) for g in groups]
-                for samples, changed in zip(groups, of_one, strict=True):
+                for samples in groups:
+                    changed = _rerun(run, model, args, kwargs, {place: dim}, samples, batch, plain)
                     blind = blind or changed is None
                     for key, where in (changed or {}).items():
                         if where is None or not where.numel():
@@ -245,30 +245,24 @@ def track(
                 theirs = [fits for known, fits in returned if known in fits or (known is None and fits)]
                 if not theirs and any(known not in (None, MIXED) for known, _ in returned):
                     continue
-                inputs[place], runs = dim, of_one
+                inputs[place] = dim
                 mixed |= others
                 layouts = {**_decided(found, plain), **layouts}
                 break
-        if len(inputs) > 1:
-            runs = [_rerun(run, model, args, kwargs, inputs, g, batch, plain) for g in groups]
-            for samples, together in zip(groups, runs, strict=True):
-                _note_interactions(layouts, together or {}, samples, batch.size)
-        told = bool(runs) and None not in runs
+        for samples in groups if len(inputs) > 1 else ():
+            together = _rerun(run, model, args, kwargs, inputs, samples, batch, plain) or {}
+            _note_interactions(layouts, together, samples, batch.size)
+        changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
         refused = set() if local.gathered_rows is None else local.gathered_rows.refused
         for key, x in plain.items():
-            changes = [changed.get(key) for changed in runs if changed is not None]
+            where = None if changed is None else changed.get(key)
             if (owners := picked_by(x)) is not None and owners.sample_ids is not None:
                 layouts[key] = MIXED if key in mixed else PICKED
-            elif told and any(where is None for where in changes):
+            elif changed is not None and where is None:
                 layouts[key] = MIXED  # how many rows there are depends on the data
             elif key[0] in refused and key[2][0] == "in":
                 layouts[key] = MIXED
-            elif (
-                key not in layouts
-                and told
-                and not blind
-                and not any(where.numel() for where in changes if where is not None)
-            ):
+            elif key not in layouts and where is not None and not where.numel() and not blind:
                 layouts[key] = _of_constant(x, batch.size)
     return layouts, tracker
 
@@ -596,21 +590,14 @@ def _explains(layout: Layout, where: Tensor, samples: Sequence[int], size: int) 
 
 
 def _groups(size: int) -> list[list[int]]:
-    """Groups of samples that hold every one, and tell neighbours and ends apart: the first, the last, every
-    other one or pair.
+    """Groups of samples that tell neighbours and ends apart, where it is also known what changes with all of
+    them: the first, the last, and of more than three every other one or pair.
     """
-    groups = [
-        [0],
-        [size - 1],
-        *(list(range(start, size, 2)) for start in (0, 1)),
-        [i for i in range(size) if i & 2],
-    ]
-    groups = [group for i, group in enumerate(groups) if group and group not in groups[:i]]
-
-    def told(group: list[int]) -> bool:  # by others that are parts of it
-        return {*group} == {i for part in groups if {*part} < {*group} for i in part}
-
-    return [group for group in groups if not told(group)]
+    groups = [[0], [size - 1]]
+    if size > 3:
+        groups += [[i for i in range(size) if i & 1 == odd] for odd in (0, 1)]
+        groups += [[i for i in range(size) if i & 2]]
+    return groups
 
 
 def fits_layout(layout: Layout, x: Tensor, size: int) -> bool:
