@@ -56,7 +56,7 @@ class Tuning:
         self.chosen: dict[Key, str] = {}
         # of shapes for which that is not settled: how often they were used, and what was the fastest so far
         self.tried: dict[Key, tuple[int, list[str]]] = {}
-        self.held = False  # what was measured once is not measured again for now
+        self.holders: set[object] = set()  # while there are some, nothing is measured a second time
 
     def fastest(self, key: Key, ways: Mapping[str, Callable[[], object]], rule: str) -> str:
         """The name of the way that is the fastest here; that of the rule where it is not to be measured.
@@ -73,7 +73,7 @@ class Tuning:
         if new := chosen is None or chosen not in ways:
             chosen, self.tried[key] = rule, (0, [])
         # what is measured where somebody watches would be counted, too
-        if key in self.tried and (new or not self.held) and not torch_api.watched():
+        if key in self.tried and (new or not self.holders) and not torch_api.watched():
             self.chosen[key] = chosen = self._tried(key, ways, rule)
         return chosen
 
@@ -97,11 +97,12 @@ class Tuning:
     @contextmanager
     def holding(self) -> Iterator[None]:
         """Inside the block what is chosen stays so: passes are compared to the last bit."""
-        before, self.held = self.held, True
+        holder = object()  # threads may be in such blocks at once, and leave them in any order
+        self.holders.add(holder)
         try:
             yield
         finally:
-            self.held = before
+            self.holders.remove(holder)
 
     def forget(self) -> None:
         """Measure everything anew."""

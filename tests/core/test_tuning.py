@@ -143,6 +143,25 @@ def test_what_is_held_is_not_measured_again(clock: Clock) -> None:
     assert len(clock.runs) > runs
 
 
+def test_blocks_that_hold_end_in_any_order(clock: Clock) -> None:
+    """As those of several threads do."""
+    tuning = Tuning()
+    ways = {"slow": clock.way("slow", 2), "fast": clock.way("fast", 1)}
+    tuning.fastest(("key",), ways, "slow")
+    first, second = tuning.holding(), tuning.holding()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    runs = len(clock.runs)
+    for _ in range(2 * AGAIN):
+        tuning.fastest(("key",), ways, "slow")
+    assert len(clock.runs) == runs
+    second.__exit__(None, None, None)
+    for _ in range(AGAIN):
+        tuning.fastest(("key",), ways, "slow")
+    assert len(clock.runs) > runs
+
+
 @pytest.mark.parametrize(("values", "measured"), [(1, 5), (1 << 20, 4), (1 << 21, 2), (1 << 30, 2), (0, 5)])
 def test_of_large_results_fewer_are_measured(values: int, measured: int) -> None:
     assert samples_measured(5, values, 4) == measured
