@@ -96,11 +96,17 @@ def _likeness(value: Any, seen: dict[int, int]) -> Any:
     """What modules that compute alike have in common, and calls of them: all but the numbers in tensors, of
     which `seen` tells which are one. What is no plain value is like itself alone.
     """
+    if id(value) in seen:  # as a module that its parts refer to
+        return type(value), seen[id(value)]
+    if isinstance(value, (Tensor, nn.Module, dict, tuple, list, set)):
+        seen[id(value)] = len(seen)
     if isinstance(value, Tensor):
-        kind = type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
-        return *kind, seen.setdefault(id(value), len(seen))
+        dense = value.layout == torch.strided and not value.is_nested
+        lies = value.stride() if dense else value.layout
+        return type(value), value.shape, lies, value.dtype, value.device, value.requires_grad
     if isinstance(value, nn.Module):
-        return type(value), _likeness({n: v for n, v in vars(value).items() if n != "_ps"}, seen)
+        held = ((name, v) for name, v in vars(value).items() if name != "_ps")
+        return type(value), tuple((name, _likeness(v, seen)) for name, v in held)
     if isinstance(value, dict):
         return type(value), tuple((name, _likeness(v, seen)) for name, v in value.items())
     if isinstance(value, (tuple, list)):

@@ -260,6 +260,16 @@ def test_modules_that_compute_alike_are_chosen_for_once(monkeypatch: pytest.Monk
     assert found == ["1", "3", "8", "10"]
 
 
+def test_modules_that_refer_to_what_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = chosen(monkeypatch)
+    model, ours = both(nn.Sequential(nn.Linear(6, 6), Scaled(6), Scaled(6), nn.Linear(6, 2)))
+    for net in (model, ours):
+        for part in net:
+            part.__dict__["whole"], part.whole_again = net, [net]
+    right(ours, model, batch(5, 4, 6))
+    assert {*found} == {"1", "2"}
+
+
 class OtherInEval(nn.Module):
     """Reads its input another way where it is evaluated."""
 
