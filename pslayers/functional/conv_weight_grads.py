@@ -249,6 +249,7 @@ PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_PATCH, PRODUCT_RUN, PRODUCT_CALL = 0.0
 WORTH_TRYING = 4.0  # times as slow as the fastest, by the model
 MOST = 8  # chunks that a sample's patches may take, for a product with them to be tried: fused is faster then
 NARROW = 4  # channels in, for which a convolution by the output gradient may be the fastest
+WIDE = 768  # positions, from which it may be so for more channels
 
 
 def fastest(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> str:
@@ -285,10 +286,9 @@ def _promising(
     """The methods that a linear model of what one sample's rows cost gives a chance, the best first."""
     groups, positions = geometry.groups, gy[0] * gy[2:].numel() // shape[0]
     o, i, kernel = shape[1] // groups, shape[2], shape[3:].numel()
-    # depthwise: oneDNN's weight gradient has a kernel for 3 x 3 alone, which is no faster, and once was a
-    # hundred times as slow, on a busy machine
-    if o == i == 1:
-        return ["turned", "im2col"]
+    if o == i == 1:  # depthwise: oneDNN's weight gradient has kernels for one dim and for 3 x 3, no others
+        own = ["fused"] if len(shape) == 4 or shape[3:] == (3, 3) else []
+        return ["turned", *own, "im2col"]
     values, inputs, patches = (
         groups * o * i * kernel,
         (x.numel() + gy.numel()) / shape[0],
@@ -322,7 +322,9 @@ def _promising(
         costs["product"] = product + groups * PRODUCT_CALL
     least = min(costs.values())
     found = sorted((m for m in costs if costs[m] <= WORTH_TRYING * least), key=costs.__getitem__)
-    return [*found, "turned"] if i <= NARROW else found  # of which the model knows nothing
+    # of which the model knows nothing
+    turned = i <= NARROW or (groups == 1 and kernel > 1 and positions >= WIDE)
+    return [*found, "turned"] if turned else found
 
 
 def _copied(gy: torch.Size, shape: torch.Size, geometry: Geometry) -> int:

@@ -68,6 +68,34 @@ def test_the_model_gives_every_method_a_chance() -> None:
     assert first == promising == set(conv_weight_grads.ROWS)
 
 
+@pytest.mark.parametrize(
+    ("channels", "out", "groups", "kernel", "space", "tried", "left"),
+    [
+        (192, 64, 1, (3, 3), (32, 32), {"turned"}, set()),  # wide, over a large map
+        (192, 64, 1, (3, 3), (8, 8), set(), {"turned"}),
+        (192, 64, 1, (1, 1), (56, 56), set(), {"turned"}),
+        (32, 32, 32, (3, 3), (56, 56), {"fused", "turned"}, set()),  # depthwise, where oneDNN has a kernel
+        (32, 32, 32, (31,), (200,), {"fused", "turned"}, set()),
+        (32, 32, 32, (7, 7), (14, 14), {"turned"}, {"fused"}),  # and where it has none
+    ],
+)
+def test_what_is_tried(
+    channels: int,
+    out: int,
+    groups: int,
+    kernel: tuple[int, ...],
+    space: tuple[int, ...],
+    tried: set[str],
+    left: set[str],
+) -> None:
+    n = len(kernel)
+    geometry = conv_weight_grads.Geometry((1,) * n, tuple(k // 2 for k in kernel), (1,) * n, groups)
+    shapes = (4, channels, *space), (4, out, *space), (4, out, channels // groups, *kernel)
+    found = set(conv_weight_grads._promising(*map(torch.Size, shapes), geometry, True))
+    assert tried <= found
+    assert not left & found
+
+
 def test_methods_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever was the fastest, the rows are right, those of the samples that were measured too."""
     seen: dict[Any, str] = {}
