@@ -136,7 +136,7 @@ def check_model(
         raise ValueError(
             f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model."
         )
-    if local.explicit is None and local.ragged is None and next(tensors_in((inputs, keywords)), None) is None:
+    if local.explicit is None and local.ragged is None and not tensors_in((inputs, keywords)):
         raise ValueError("check_model was given no tensor, so the batch size is unknown.")
     if dtype is not None:
         for copied in (plain, twin, call):

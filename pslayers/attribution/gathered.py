@@ -27,6 +27,8 @@ from .provenance import WEAK, PaddedRows, RowProvenance
 from .row_rules import RULES, default_rule, mark_unknown
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Layout, owners_of_packed
 
+_READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
+
 
 class _Notes:
     """Something known of tensors, for as long as they are there."""
@@ -59,9 +61,10 @@ class GatheredRows(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if (
-            local.gathered_rows is not self
+            type(result) in _READ  # what a tensor says
+            or local.gathered_rows is not self
             or torch_api.level() != self.level
-            or not (self._any(args) or self._any(kwargs.values()))
+            or not (self._any(args) or (kwargs and self._any(kwargs.values())))
         ):
             return result
         name = getattr(func, "__name__", "")
@@ -88,10 +91,13 @@ class GatheredRows(TorchFunctionMode):
 
     def _any(self, values: Iterable[Any]) -> bool:
         """Whether one of them, or in one of them, may be known; never wrong where none is."""
-        return any(
-            id(v) in self.tags.of if isinstance(v, Tensor) else isinstance(v, (tuple, list)) and self._any(v)
-            for v in values
-        )
+        for v in values:
+            if isinstance(v, Tensor):
+                if id(v) in self.tags.of:
+                    return True
+            elif isinstance(v, (tuple, list)) and self._any(v):
+                return True
+        return False
 
     def owners(self, t: Any) -> RowProvenance | None:
         """Whose the rows of a tensor are, where that is followed; None for others."""
@@ -218,7 +224,7 @@ class GatheredRows(TorchFunctionMode):
         self.entering = module
         output = forward(*args, **kwargs)
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
-            returned = list(tensors_in([output]))
+            returned = tensors_in(output)
             self.tag(returned[0] if returned else None, owners)
             for t in returned[1:] if isinstance(module, nn.RNNBase) else ():
                 self.tag_second(t, owners)
@@ -237,7 +243,7 @@ class GatheredRows(TorchFunctionMode):
         )
         if given is None or first is None:
             return
-        packed, *states = tensors_in([output])
+        packed, *states = tensors_in(output)
         self.tag(packed.data, owners)
         for t in states:
             self.tag_second(t, first if given.unsorted_indices is None else first.at(given.unsorted_indices))
@@ -295,7 +301,7 @@ class GatheredRows(TorchFunctionMode):
         return taken
 
     def _back(self, batch: PaddedRows, output: Any, owners: RowProvenance, states: bool) -> Any:
-        first = next(tensors_in([output]), None)
+        first = next(iter(tensors_in(output)), None)
 
         def back(t: Tensor) -> Tensor:
             dim = 1 if states and t is not first else 0

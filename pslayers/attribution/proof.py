@@ -73,7 +73,7 @@ def batched_outputs(
     whose rows are whose.
     """
     found: list[tuple[Tensor, int, Tensor]] = []
-    for place, t in enumerate(tensors_in([output])):
+    for place, t in enumerate(tensors_in(output)):
         if not isinstance(t, Tensor) or not t.requires_grad or not t.ndim or not t.numel() or t.is_complex():
             continue
         picked = picked_by(t)
@@ -409,7 +409,7 @@ def _edges(output: Any) -> set[tuple[Any, int]]:
     """All edges of the graph of an output: its nodes, and which of their outputs."""
     todo = [
         (t.grad_fn, t.output_nr)
-        for t in tensors_in([output])
+        for t in tensors_in(output)
         if isinstance(t, Tensor) and t.grad_fn is not None
     ]
     seen, nodes = set(todo), set()
@@ -428,7 +428,7 @@ def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
     own ops.
     """
     watched = {id(p) for p in params if p.requires_grad}
-    todo = [t.grad_fn for t in tensors_in([output]) if isinstance(t, Tensor) and t.grad_fn is not None]
+    todo = [t.grad_fn for t in tensors_in(output) if isinstance(t, Tensor) and t.grad_fn is not None]
     seen = set(todo)
     while todo:
         node = todo.pop()

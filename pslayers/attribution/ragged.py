@@ -595,7 +595,7 @@ class RaggedCall:
 
 def _rows_of(output: Any) -> list[Tensor]:
     """The tensors of an output by which gradients come in; of nested ones all rows."""
-    found = [t for t in tensors_in([output]) if isinstance(t, Tensor) and t.requires_grad]
+    found = [t for t in tensors_in(output) if isinstance(t, Tensor) and t.requires_grad]
     return [t.values() if t.is_nested else t for t in found]
 
 

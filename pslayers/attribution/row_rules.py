@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core import op_kinds
-from ..core.trees import tensors_in
+from ..core.trees import tensors_in, tensors_of
 from ..parameters.per_sample import lies_in
 from .provenance import UNKNOWN, WEAK, RowProvenance
 
@@ -266,7 +266,7 @@ def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: 
     found, lost = _followed(picks, args, kwargs)
     if any(o.sample_ids is not None and s.is_floating_point() for o, s in found):
         found = [(o, s) for o, s in found if o.sample_ids is not None or s.is_floating_point()]
-    for t in tensors_in([result]) if found else ():
+    for t in tensors_in(result) if found else ():
         known = [
             o
             for o, s in found
@@ -291,7 +291,7 @@ def _of_first(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs:
     if name in op_kinds.PRODUCTS and isinstance(args[1], Tensor) and picks.owners(args[1]) is not None:
         (_rowwise if result.ndim > 2 else default_rule)(picks, result, name, args, kwargs)
         return
-    for t in tensors_in([result]):
+    for t in tensors_in(result):
         picks.tag(t, of)
 
 
@@ -302,7 +302,7 @@ def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
         _rowwise(picks, result, name, args, kwargs)
         return
     dims = dims or (0,) if dims is None or isinstance(dims, tuple | list) else (int(dims),)
-    n, made = max(args[0].ndim, 1), list[Any](tensors_in([result]))
+    n, made = max(args[0].ndim, 1), tensors_of(result)
     if all(d % n for d in dims):
         _of_first(picks, result, name, args, kwargs)
     elif (of := picks.owners(args[0])) is not None and of.sample_ids is not None and name in op_kinds.PARTS:
@@ -417,7 +417,7 @@ def _made(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwa
 def default_rule(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Views of what each row holds; anything else that comes of rows may be anybody's."""
     found, lost = _followed(picks, args, kwargs)
-    for t in tensors_in([result]) if found else ():
+    for t in tensors_in(result) if found else ():
         if isinstance(t, Tensor) and t.ndim and all(t is not s for _, s in found):
             kept = [
                 o
@@ -430,7 +430,7 @@ def default_rule(picks: "GatheredRows", result: Any, name: str, args: Args, kwar
 _KINDS: dict[Callable[..., None], Iterable[str]] = {
     _rowwise: [
         *op_kinds.with_in_place([*op_kinds.OF_ONE, *op_kinds.BY_ROW]),
-        *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.CONVERTED),
+        *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.CONVERTED, *op_kinds.COPIED),
     ],
     _of_first: op_kinds.OF_FIRST,
     _along: op_kinds.ALONG,

@@ -387,7 +387,7 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = [t for t in tensors_in((args, kwargs)) if isinstance(t, nn.Parameter) and t.requires_grad]
-        if given and any(isinstance(t, Tensor) and t.requires_grad for t in tensors_in([result])):
+        if given and any(isinstance(t, Tensor) and t.requires_grad for t in tensors_in(result)):
             inner = self.tracker.inner[-1] if self.tracker.inner else None
             if inner is not None:
                 own = {id(p) for _, p in own_parameters(self.modules[inner])}

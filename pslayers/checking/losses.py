@@ -121,7 +121,7 @@ class LowestPrecision(torch_api.dispatch_mode):  # type: ignore[misc, name-defin
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         finer = [t for t in tensors_in([args, kwargs]) if isinstance(t, Tensor) and t.is_floating_point()]
-        for t in tensors_in([result]):
+        for t in tensors_in(result):
             if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
                 eps = torch.finfo(t.dtype).eps
                 if eps > torch.finfo(self.dtype).eps and any(torch.finfo(f.dtype).eps < eps for f in finer):

@@ -41,7 +41,8 @@ OF_ONE = _names("""
     leaky_relu softplus softsign logsigmoid hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink
     threshold __neg__ __abs__ __invert__
 """)
-CONVERTED = _names("float double half bfloat16 long int bool to type_as cpu contiguous clone detach")
+CONVERTED = _names("float double half bfloat16 long int bool to type_as cpu contiguous")
+COPIED = _names("clone detach")
 # of several tensors, which broadcast
 _OF_SEVERAL = """
     add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow maximum minimum

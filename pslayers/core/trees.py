@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+_LEAVES = {type(None), bool, int, float, str}  # by far the most of what holds none
 _CLOSED = (nn.Module, type, FunctionType, MethodType, ModuleType, str, int, float, complex, bytes)
 
 
@@ -23,38 +24,35 @@ def opens(value: Any) -> bool:
     )
 
 
-def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor | PackedSequence]:
-    """Every tensor in a value, its containers and objects opened in order, each once."""
+def tensors_in(value: Any) -> list[Tensor | PackedSequence]:
+    """Every tensor in a value, its containers and objects opened in order, each of these once."""
     if isinstance(value, (Tensor, PackedSequence)):
-        yield value
+        return [value]
+    if torch.compiler.is_compiling():
+        return _traced_tensors(value)
+    found: list[Tensor | PackedSequence] = []
+    _collect(value, found, set())
+    return found
+
+
+def _collect(value: Any, found: list[Tensor | PackedSequence], seen: set[int]) -> None:
+    if isinstance(value, (Tensor, PackedSequence)):
+        found.append(value)
+    elif isinstance(value, tuple):
+        for item in value:
+            _collect(item, found, seen)
+    elif type(value) in _LEAVES or id(value) in seen:
         return
-    if seen is None:
-        if torch.compiler.is_compiling():
-            yield from _traced_tensors(value)
-            return
-        seen = set()
-    if isinstance(value, tuple):
-        items: list[Any] = list(value)
-    elif isinstance(value, (list, Mapping)) or opens(value):
-        if id(value) in seen:
-            return
+    elif isinstance(value, (list, dict, Mapping)) or opens(value):
         seen.add(id(value))
-        items = list(
-            value
-            if isinstance(value, list)
-            else value.values()
-            if isinstance(value, Mapping)
-            else vars(value).values()
-        )
-    else:
-        return
-    for item in items:
-        yield from tensors_in(item, seen)
+        held = value if isinstance(value, (list, dict, Mapping)) else vars(value)
+        for item in list(held if isinstance(held, list) else held.values()):
+            _collect(item, found, seen)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in a value, packed sequences left out."""
-    return [t for t in tensors_in([value]) if isinstance(t, Tensor)]
+    return [t for t in tensors_in(value) if isinstance(t, Tensor)]
 
 
 def _traced_tensors(value: Any) -> list[Any]:

@@ -63,7 +63,7 @@ def run(
     if plain is not None:
         _check_plain(module, output, *plain, plan.layouts.outputs)
     if local.gathered_rows is not None and not plan.follows:
-        for t, layout in zip(tensors_in([output]), plan.layouts.outputs, strict=True):
+        for t, layout in zip(tensors_in(output), plan.layouts.outputs, strict=True):
             if layout in (BATCH_MAJOR, ("dim", 0)):
                 local.gathered_rows.tag_batch(t)
             elif layout != PICKED:
@@ -76,11 +76,11 @@ def run(
     if batch.outputs is not None:
         if plan.way == "direct":  # the caller may index what now has a row for each sample
             batch.outputs.add([(w, 0, None) for w in weights.values()])
-            _note(batch, tensors_in([output]), plan.layouts.outputs)
+            _note(batch, tensors_in(output), plan.layouts.outputs)
         else:  # inside, the way itself keeps samples apart
             _note(
                 batch,
-                [*tensors_in([output]), *written_to(call, taken)],
+                [*tensors_in(output), *written_to(call, taken)],
                 (*plan.layouts.outputs, *plan.layouts.written),
             )
     return output
@@ -88,6 +88,9 @@ def run(
 
 def _laid_out(output: Any, plan: Plan, taken: set[int]) -> Any:
     """An output that lies in memory as the plain module's does: dropout fills its masks in that order."""
+    natural = isinstance(output, Tensor) and output.is_contiguous()  # by far the most are
+    if natural and plan.orders == (tuple(range(output.ndim)),):
+        return output
     pairs = zip(tensors_of(output), plan.orders, strict=False)
     orders = {
         id(t): order
@@ -188,7 +191,7 @@ def _weights(
             and state.settings.recording
             and torch.is_grad_enabled()
         ):
-            holder = module.get_submodule(name.rpartition(".")[0])
+            holder = module.get_submodule(name.rpartition(".")[0]) if "." in name else module
             recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
             recorder.unexpanded = name in idle
             if name not in idle:

@@ -75,7 +75,7 @@ def run_by(
             dict(zip(map(id, tensors), itertools.count())),
             {id(t): i for i, t in enumerate(written)},
         ]
-        return (*(t for t in tensors_in([output]) if isinstance(t, Tensor)), *written)
+        return (*(t for t in tensors_in(output) if isinstance(t, Tensor)), *written)
 
     both = (*plan.layouts.outputs, *plan.layouts.written)
     if plan.way == "vmap":
@@ -99,7 +99,7 @@ def run_by(
     mean = module._ps_state().settings.loss_reduction == "mean"  # type: ignore[operator, union-attr]
     together = [_together(parts, layout, mean) for parts, layout in zip(outputs, both, strict=True)]
     output, taken, given, written = skeleton
-    originals, count = list(tensors_in(call)), len(plan.layouts.outputs)
+    originals, count = tensors_in(call), len(plan.layouts.outputs)
 
     def real(t: Tensor) -> Tensor:
         return originals[given[id(t)]] if id(t) in given else together[count + written[id(t)]]  # type: ignore[return-value]
@@ -134,7 +134,7 @@ def _directly(
             if not any(isinstance(t, PerSample) for t, _ in layouts):
                 output = _of_the_batch(output, plan.layouts.outputs)
             if plan.follows:
-                _check_owners(tensors_in([output]), plan.layouts.outputs)
+                _check_owners(tensors_in(output), plan.layouts.outputs)
         return output
 
 
@@ -167,7 +167,7 @@ def _of_the_batch(output: Any, layouts: tuple[Layout, ...]) -> Any:
     """An output in which no parameter stands for each sample's own: what all samples share in the plain one
     has a batch dim.
     """
-    tensors = list(tensors_in([output]))
+    tensors = tensors_in(output)
     if not any(isinstance(t, PerSample) for t in tensors):
         return output
     rest = iter(layouts)

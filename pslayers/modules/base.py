@@ -188,7 +188,7 @@ class PSLayer(_Layer):
 
     # ------------------------------------------------------------------ one call
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        x = args[0] if args and isinstance(args[0], Tensor) else next(tensors_in([args, kwargs]), None)
+        x = args[0] if args and isinstance(args[0], Tensor) else next(iter(tensors_in((args, kwargs))), None)
         if isinstance(x, Tensor) and self.event_dims is not None and 0 < x.ndim == self.event_dims:
             return 1  # no batch dim: one sample
         return super()._ps_batch_size(args, kwargs)

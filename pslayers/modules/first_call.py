@@ -330,7 +330,7 @@ class ModelCall:
                 plain = run_plainly(functools.partial(self.run, model), model, self.args, self.kwargs)
         output, batch = self._watched(self.args, self.kwargs)
         problem = None if given else disagreement(output, plain)
-        tensors = list(tensors_in([output]))
+        tensors = tensors_in(output)
         layouts = [model._ps_layout(0, ("out", i), t.ndim) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
         own = batched_outputs(output, batch, layouts)
         numbers = all(

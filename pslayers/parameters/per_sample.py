@@ -35,7 +35,7 @@ from ..core.context import (
     transforming,
 )
 from ..core.converted_module import ConvertedModule
-from ..core.expansion import Expansion
+from ..core.expansion import Expansion, Op
 from ..core.trees import map_tensors, tensors_of
 from ..functional.each import for_each
 
@@ -236,13 +236,15 @@ class PerSample(Tensor):
         That holds as many rows as the module's input, or rows of which it is known whose they are
         (`provenance.RowProvenance`).
         """
-        size, shape = self.each.shape[0], (*(1,) * (x_ndim - self.ndim), *self.shape)
+        size, *own = self.each.shape  # asking a tensor like this one for its shape costs as much as an op
+        shape = (*(1,) * (x_ndim - len(own)), *own)
         inputs = () if local.stand_ins is None else local.stand_ins.inputs
-        if self.ndim > x_ndim or shape[0] != 1 or (owners is None and all(rows != len(t) for t in inputs)):
+        told = owners is not None or any(rows == t.shape[0] for t in inputs)
+        if len(own) > x_ndim or shape[0] != 1 or not told:
             raise NoRuleError(
-                f"a parameter of shape {tuple(self.shape)} has no place in {rows} rows of {size} samples"
+                f"a parameter of shape {tuple(own)} has no place in {rows} rows of {size} samples"
             )
-        each = self.each.reshape(size, *shape[1:])
+        each = self.each if shape[1:] == tuple(own) else self.each.reshape(size, *shape[1:])
         if owners is not None and owners.picked:
             return each.index_select(0, owners.sample_ids)
         return each if rows == size else each.repeat_interleave(rows // size, 0)
@@ -531,17 +533,46 @@ def _of_each(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
     return t.like(func(t.each, *args, **kwargs))
 
 
+def _converted(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """To another dtype, or order in memory; what is as wanted stays itself, as in torch."""
+    if not isinstance(t, PerSample) or not t.same or is_vector(t.shape):
+        return _of_each(func, t, *args, **kwargs)
+    if any(isinstance(a, PerSample) for a in (*args, *kwargs.values())):
+        return NotImplemented
+    like = plainly(func, t, *args, **kwargs)
+    if like is t:
+        return t
+    if (like.dtype, like.device) != (t.dtype, t.device) or torch_api.functions_transformed():
+        return NotImplemented
+    return t.like(_Laid.apply(t.each, like.stride()))
+
+
+class _Laid(Op):
+    """An expansion (B, *S) over values that lie in memory with these strides."""
+
+    @staticmethod
+    def forward(ctx: Any, each: Tensor, strides: tuple[int, ...]) -> Tensor:
+        one = torch.empty_strided(each.shape[1:], strides, dtype=each.dtype, device=each.device)
+        return one.copy_(each[0]).expand_as(each)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
 def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """With numbers and other such parameters another one; with the batch, in whose rows each sample's meets
     its own, a tensor.
     """
     if any(isinstance(a, Tensor) for a in kwargs.values()):
         return NotImplemented
-    tensors = [a for a in args if isinstance(a, Tensor)]
-    own, ndim = [t for t in tensors if isinstance(t, PerSample)], max(t.ndim for t in tensors)
-    batch = [t for t in tensors if t.ndim and not isinstance(t, PerSample)]
+    own = [a for a in args if isinstance(a, PerSample)]
+    others = [a for a in args if isinstance(a, Tensor) and not isinstance(a, PerSample)]
+    ndim = max(*(t.each.ndim - 1 for t in own), *(t.ndim for t in others), 0)
+    batch = [t for t in others if t.ndim]
     if not batch:
-        if all(t.same for t in own) and not is_vector(torch.broadcast_shapes(*(t.shape for t in tensors))):
+        shapes = (t.shape for t in (*own, *others))
+        if all(t.same for t in own) and not is_vector(torch.broadcast_shapes(*shapes)):
             return NotImplemented
         aligned = [
             a.each.reshape(len(a.each), *(1,) * (ndim - a.ndim), *a.shape) if isinstance(a, PerSample) else a
@@ -555,7 +586,8 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     try:
         return func(
-            *(a.over(ndim, len(batch[0]), owners) if isinstance(a, PerSample) else a for a in args), **kwargs
+            *(a.over(ndim, batch[0].shape[0], owners) if isinstance(a, PerSample) else a for a in args),
+            **kwargs,
         )
     except NoRuleError:
         return NotImplemented
@@ -640,7 +672,8 @@ _KINDS: dict[Rule, Iterable[str]] = {
     _expanded: ["expand", "repeat"],
     _indexed: ["__getitem__"],
     _set: ["__setitem__"],
-    _of_each: [*op_kinds.OF_ONE, *op_kinds.CONVERTED],
+    _converted: op_kinds.CONVERTED,
+    _of_each: [*op_kinds.OF_ONE, *op_kinds.COPIED],
     _pointwise: op_kinds.OF_SEVERAL,
     _in_place: op_kinds.INTO_FIRST,
     _attention: ["scaled_dot_product_attention"],

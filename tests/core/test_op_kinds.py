@@ -77,12 +77,13 @@ def test_rules_are_made_of_all_that_they_are_for() -> None:
     assert F.dropout in random and not per_sample._RULES.keys() & set(random)
 
 
-@named([*op_kinds.OF_ONE, *op_kinds.CONVERTED])
+@named([*op_kinds.OF_ONE, *op_kinds.CONVERTED, *op_kinds.COPIED])
 def test_value_by_value_of_one_tensor(function: Any) -> None:
     x, more = values(function, 3, 4), MORE.get(function.__name__.strip("_"), ())
     each = torch.stack([function(v, *more) for v in x.flatten()]).view(3, 4)
     torch.testing.assert_close(function(x, *more), each, equal_nan=True)
-    assert per_sample._RULES[function] is per_sample._of_each
+    converts = function in op_kinds.functions(op_kinds.CONVERTED)
+    assert per_sample._RULES[function] is (per_sample._converted if converts else per_sample._of_each)
     check(function, [x], lambda i, t: PerSample.of(t), *more)
 
 
@@ -103,10 +104,10 @@ def test_value_by_value_of_several_tensors(function: Any) -> None:
             check(lambda t, *others: function(t.clone() if writes else t, *others), given, mark)
 
 
-@named([*op_kinds.OF_ONE, *op_kinds.CONVERTED, *op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST])
+@named([*op_kinds.OF_ONE, *op_kinds.CONVERTED, *op_kinds.COPIED, *op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST])
 def test_rows_are_followed(function: Any) -> None:
     picks, x, name = GatheredRows(3), values(function, 3, 4), function.__name__.strip("_")
-    several = function not in op_kinds.functions([*op_kinds.OF_ONE, *op_kinds.CONVERTED])
+    several = function not in op_kinds.functions([*op_kinds.OF_ONE, *op_kinds.CONVERTED, *op_kinds.COPIED])
     others = [x] * (1 + (name in THREE)) if several else MORE.get(name, ())
     picks.tag_batch(x)
     with changed(gathered_rows=picks), picks:

@@ -377,7 +377,22 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "by-their-names": lambda w: torch.mul(input=w, other=torch.exp(input=w)),
     "by-mask": lambda w: w[torch.tensor([True, False, True, True])],
     "linear": lambda w: F.linear(torch.outer(w, w), torch.diag(w), w),
+    "laid-out": lambda w: torch.outer(w, w.exp()).t().contiguous().view(2, 8),
+    "as-it-is": lambda w: torch.outer(w, w).contiguous().to(w).double(),
+    "converted": lambda w: torch.outer(w, w.exp()).t().to(torch.float32, copy=True).to(w.dtype),
+    "in-place-in-a-copy": lambda w: torch.outer(w, w.exp()).t().contiguous().mul_(2),
+    "detached": lambda w: torch.outer(w, w.exp()).detach() * w,
 }
+
+
+def test_what_a_conversion_leaves_alone() -> None:
+    each = torch.randn(4, 5).expand(3, 4, 5).requires_grad_()
+    one = PerSample.of(each, same=True)
+    for same in (one.contiguous(), one.to(one.dtype), one.float(), one.cpu(), one.type_as(each)):
+        assert same is one
+    turned = one.t().contiguous()
+    assert isinstance(turned, PerSample) and turned.is_contiguous() and turned.each.stride(0) == 0
+    assert type(turned.each.grad_fn).__name__ == "_LaidBackward"  # no run for each sample
 
 
 @pytest.mark.parametrize("same", [True, False])
