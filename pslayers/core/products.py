@@ -79,17 +79,18 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """``out += left @ right``: left (N, t), right (t, O), out (N, O). Not differentiable."""
+def adder(like: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """``out += left @ right`` as add(out, left), for many products like one: left, and `like`, (N, t), right
+    (t, O), out (N, O). Not differentiable.
+    """
     width = right.shape[1]
-    if width >= NARROW and left.numel() * width >= WORTH_IT and has_onednn(left):
-        ways = (
-            lambda: torch.zeros_like(out).addmm_(left, right),
-            lambda: torch.zeros_like(out).add_(_onednn(left, right.t(), None)),
-        )
-        if _by_onednn("add product", (*left.shape, width), *ways):
-            return out.add_(_onednn(left, right.t(), None))
-    return out.addmm_(left, right)
+    if width >= NARROW and like.numel() * width >= WORTH_IT and has_onednn(like):
+        out = like.new_zeros(len(like), width)
+        turned = right.t()
+        ways = (lambda: out.addmm_(like, right)), (lambda: out.add_(_onednn(like, turned, None)))
+        if _by_onednn("add product", (*like.shape, width), *ways):
+            return lambda out, left: out.add_(_onednn(left, turned, None))
+    return lambda out, left: out.addmm_(left, right)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..core.products import add_product, affine
+from ..core.products import adder, affine
 from . import kept_gates
 from .kept_gates import Weights
 from .sequences import Steps
@@ -130,7 +130,7 @@ class _LSTM(Cell):
             return self.gate_grads(p._replace(gates=None))
         m = p.after if w_hr is None else by_gate[:, :, 3] * c_after.tanh()
 
-        later, gc_each = None, gc.unsqueeze(1)
+        later, gc_each, add = None, gc.unsqueeze(1), adder(p.first(gates), w_hh)
         space = c_before.new_empty(3, *c_before[: spans[0].stop - spans[0].start].shape)
         for span in reversed(spans):
             ig, keep, through = space[:, : len(c_before[span])]
@@ -140,7 +140,7 @@ class _LSTM(Cell):
                 not p.reverse, gates[span], ifgo[:, :, :3], ifgo[:, :, 3], through, keep, p.g_after[span]
             ):
                 if later is not None:
-                    add_product(gh, later, w_hh)
+                    add(gh, later)
                 gm = gh if w_hr is None else gh @ w_hr
                 gc.addcmul_(gm, through_t)
                 ifg.mul_(gc_each)
@@ -229,9 +229,10 @@ class _GRU(Cell):
         torch.mul(n, r, out=to_n)
 
         later: tuple[Tensor, ...] | None = None
+        add = adder(p.first(hh), w_hh)
         for hh_t, by_gate, z_t, gh in _in_time(not p.reverse, hh, hh.unflatten(-1, (3, -1)), z, p.g_after):
             if later is not None:
-                add_product(gh, later[0], w_hh).addcmul_(*later[1:])
+                add(gh, later[0]).addcmul_(*later[1:])
             by_gate.mul_(gh.unsqueeze(1))
             later = hh_t, z_t, gh
         g_h0 = torch.addcmul(p.first(hh) @ w_hh, p.first(z), p.first(p.g_after))
@@ -260,10 +261,10 @@ class _RNN(Cell):
             slope = torch.addcmul(p.after.new_ones(()), p.after, p.after, value=-1)
         if p.steps.padding is not None:
             slope[p.steps.padding] = 0
-        later = None
+        later, add = None, adder(p.first(p.g_after), p.weights["hh"])
         for gh, slope_t in _in_time(not p.reverse, p.g_after, slope):
             if later is not None:
-                add_product(gh, later, p.weights["hh"])
+                add(gh, later)
             later = gh.mul_(slope_t)
         return GateGrads(p.g_after, p.g_after, (p.first(p.g_after) @ p.weights["hh"],))
 

@@ -39,7 +39,7 @@ def test_affine_and_outer(n: int, i: int, o: int, dtype: torch.dtype, onednn: bo
             torch.testing.assert_close(products.affine(x, w, b), expected, **tol)
             torch.testing.assert_close(products.product(x, w) + b, expected, **tol)
             total = b.repeat(n, 1)
-            assert products.add_product(total, x, w.t()) is total
+            assert products.adder(x, w.t())(total, x) is total
             torch.testing.assert_close(total, expected, **tol)
             for other in (x, w):
                 out = torch.zeros(len(x), len(other), dtype=dtype)
