@@ -59,9 +59,12 @@ class _Each(Op):
         alone = count == len(tensors)
 
         def together(*tensors: Tensor) -> tuple[Tensor, ...]:
-            """The same by truly different weights."""
+            """The same by truly different weights: where samples' values share memory, torch takes the
+            gradient of `as_strided` for one of what they share.
+            """
+            own = [t.contiguous() for t in tensors[:count]]
             with torch_api.quiet_vmap():
-                found = torch.func.vmap(fn)(*tensors[:count], *_apart(tensors[count:], size))
+                found = torch.func.vmap(fn)(*own, *_apart(tensors[count:], size))
             return found if alone else tuple(t.flatten(0, 1) for t in found)
 
         if torch.is_grad_enabled():

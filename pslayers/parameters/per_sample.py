@@ -362,7 +362,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 found = for_each(one, each, together)
             else:
                 found = torch.func.vmap(one, randomness="same")(
-                    *each, *(t.unflatten(0, (size, -1)) for t in together)
+                    *(t.contiguous() for t in each), *(t.unflatten(0, (size, -1)) for t in together)
                 )
                 found = map_tensors(lambda t: t.flatten(0, 1), found) if batch else found
             if batch and local.stand_ins is not None and local.stand_ins.choices is None:
@@ -407,15 +407,27 @@ def is_vector(shape: Sequence[int]) -> bool:
 def _written(t: Any, result: Any) -> Any:
     """What a function that works in place leaves: `t`, with the result in it."""
     if isinstance(t, PerSample):
-        if not isinstance(result, PerSample) or (
-            local.stand_ins is not None and any(t.each is w for w in local.stand_ins.weights.values())
-        ):
-            raise NoRuleError("a parameter of each sample's own would be written to")
+        if not isinstance(result, PerSample) or _shares_memory(t):
+            raise NoRuleError("a parameter of each sample's own, or a view of one, would be written to")
         t.each, t.same, t.names, t.parts = result.each, result.same, result.names, ()
         return t
     if isinstance(result, PerSample):
         raise NoRuleError("samples' own values would be written into what they share")
     return t.copy_(result)
+
+
+def _shares_memory(t: PerSample) -> bool:
+    """Whether it is a parameter, or others are views of it, or it is one: they would not see what is written
+    to it.
+    """
+    if local.stand_ins is None:
+        return False
+    others = (ref() for ref in local.stand_ins.made)
+    held = [o.each for o in others if o is not None and o is not t]
+    mine = behind(t.each).untyped_storage().data_ptr()
+    return any(
+        behind(e).untyped_storage().data_ptr() == mine for e in (*held, *local.stand_ins.weights.values())
+    )
 
 
 def _check(one: Callable[..., Any], each: list[Tensor], held: list[Tensor], found: Any, size: int) -> None:

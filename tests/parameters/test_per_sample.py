@@ -344,6 +344,45 @@ def test_a_forward_that_does_something_new_later_is_proved_anew() -> None:
     assert ways == ["direct"] * 4
 
 
+def _clamped(w: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
+    copy = w * 1
+    view(copy).clamp_(max=9.0)
+    return copy
+
+
+def _clamped_behind_a_view(w: Tensor) -> Tensor:
+    copy = w * 1
+    view = copy.t()
+    copy.clamp_(max=9.0)
+    return view.t()
+
+
+WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda w: _clamped(w, lambda t: t.view(-1)),
+    "transposed": lambda w: _clamped(w, Tensor.t),
+    "part": lambda w: _clamped(w, lambda t: t[1]),
+    "slice": lambda w: _clamped(w, lambda t: t[:, 1:]),
+    "itself": lambda w: _clamped(w, Tensor.contiguous),
+    "detached": lambda w: _clamped(w, Tensor.detach),
+    "data": lambda w: _clamped(w, lambda t: t.data),
+    "behind-a-view": _clamped_behind_a_view,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample")
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_to_a_view_is_written_to_what_it_is_of(name: str) -> None:
+    """Nothing is clamped when this is proved."""
+    model = nn.Sequential(Leaf(lambda x, w: F.linear(x, WRITTEN[name](w)), w=(3, 4))).double()
+    ours = assert_rows_right(model, torch.randn(3, *SEQUENCE, dtype=torch.float64))
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), ours.parameters(), strict=True):
+            p.copy_(torch.linspace(-20, 20, 12).view(3, 4))
+            q.copy_(p)
+    ours.zero_grad()
+    assert_rows_right(model, torch.randn(3, *SEQUENCE, dtype=torch.float64), converted=ours)
+
+
 def test_what_meets_tensors_that_are_not_followed_is_refused() -> None:
     one = PerSample.of(torch.randn(3, 4))
     x = torch.randn(3, 5, 4)
