@@ -230,6 +230,18 @@ class PerSample(Tensor):
         self.parts = self.parts or self.each.unbind(1)
         return self.like(self.parts[index])
 
+    def expand_again(self) -> None:
+        """Stand for the parameter's values anew, which have been changed in place: autograd refuses what was
+        expanded before.
+        """
+        before, tag = self.each, getattr(self.each, "_ps_expansion", None)
+        if tag is not None:
+            with torch.enable_grad():
+                self.each, self.parts = tag.tensor(len(before)), ()
+            if local.stand_ins is not None:
+                weights = local.stand_ins.weights
+                weights.update({name: self.each for name, w in weights.items() if w is before})
+
     def over(self, x_ndim: int, rows: int, owners: Any = None) -> Tensor:
         """`each` as it broadcasts with a tensor of `x_ndim` dims; NoRuleError.
 
@@ -265,13 +277,26 @@ class _Unfollowed:
 
 
 def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """By the rule for `func`, or for each sample."""
+    """By the rule for `func`, or for each sample.
+
+    Raises:
+        NoRuleError: the function has written to its first argument and does not say so in its name, as in
+            ``F.relu(w, inplace=True)``: what is written has no gradient.
+    """
+    own = args[0] if args and isinstance(args[0], PerSample) else None
+    each = None if own is None else own.each
+    version = None if each is None else behind(each)._version
     result = NotImplemented
     if func in _RULES:
         result = _RULES[func](func, *args, **kwargs)
     elif func in OPS:
         result = OPS[func](*args, **kwargs)
-    return _for_each(func, args, kwargs) if result is NotImplemented else result
+    if result is NotImplemented:
+        result = _for_each(func, args, kwargs)
+    written = own is not None and own.each is each and behind(each)._version != version
+    if written and not _writes(getattr(func, "__name__", "")):
+        raise NoRuleError("a parameter of each sample's own was written to")
+    return result
 
 
 def expansion_of(t: PerSample) -> Expansion:
@@ -344,12 +369,16 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     same, name = all(t.same for t in own), getattr(func, "__name__", str(func))
     # no gradient, so there is nothing of each sample's own
     if same and (name in op_kinds.TO_NUMBERS or not torch.is_grad_enabled()):
-        return plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
+        result = plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
+        if _writes(name) and isinstance(args[0], PerSample):
+            args[0].expand_again()
+            return args[0]
+        return result
     if followed() is None and len(own) < len(given):  # which of the others are the batch's?
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
     if kwargs.get("out") is not None:
         raise NoRuleError(f"`{name}` would write to a tensor that all samples share")
-    if name.endswith("_") and not name.endswith("__"):
+    if _writes(name):
         return _written(args[0], _for_each(getattr(Tensor, name[:-1]), args, kwargs))
     size, names = len(own[0].each), names_of(own)
     rows = _Rows(size, name)
@@ -374,6 +403,11 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if local.stand_ins is not None:
         local.stand_ins.slow |= names
     return map_tensors(rows.back, found)
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of this name writes its result into its first argument."""
+    return name.endswith("_") and not name.endswith("__")
 
 
 def function_of(
@@ -547,13 +581,12 @@ def _of_each(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 def _converted(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
     """To another dtype, or order in memory; what is as wanted stays itself, as in torch."""
-    if not isinstance(t, PerSample) or not t.same or is_vector(t.shape):
-        return _of_each(func, t, *args, **kwargs)
-    if any(isinstance(a, PerSample) for a in (*args, *kwargs.values())):
+    if not isinstance(t, PerSample) or any(isinstance(a, PerSample) for a in (*args, *kwargs.values())):
         return NotImplemented
-    like = plainly(func, t, *args, **kwargs)
-    if like is t:
+    if (like := plainly(func, t, *args, **kwargs)) is t:
         return t
+    if not t.same or is_vector(t.each.shape[1:]):
+        return _of_each(func, t, *args, **kwargs)
     if (like.dtype, like.device) != (t.dtype, t.device) or torch_api.functions_transformed():
         return NotImplemented
     return t.like(_Laid.apply(t.each, like.stride()))

@@ -366,6 +366,8 @@ WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": lambda w: _clamped(w, Tensor.detach),
     "data": lambda w: _clamped(w, lambda t: t.data),
     "behind-a-view": _clamped_behind_a_view,
+    "inplace-by-name": lambda w: (copy := w * 1, F.hardtanh(copy, -9, 9, inplace=True))[0],
+    "inplace-by-position": lambda w: (copy := w.clone(), F.threshold(copy, -9, 1.0, True))[0],
 }
 
 
@@ -381,6 +383,42 @@ def test_what_is_written_to_a_view_is_written_to_what_it_is_of(name: str) -> Non
             q.copy_(p)
     ours.zero_grad()
     assert_rows_right(model, torch.randn(3, *SEQUENCE, dtype=torch.float64), converted=ours)
+
+
+def _without_gradient(w: Tensor) -> None:
+    with torch.no_grad():
+        w.clamp_(0.1, 0.5)
+
+
+CONSTRAINTS: dict[str, Callable[[Tensor], object]] = {
+    "no_grad": _without_gradient,
+    "data": lambda w: w.data.clamp_(0.1, 0.5),
+    "laid-out-data": lambda w: w.data.contiguous().to(w.dtype).clamp_(0.1, 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample")
+@pytest.mark.parametrize("shape", [(1,), (4,), (3, 4)])
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_a_parameter_that_its_forward_keeps_in_a_range(name: str, shape: tuple[int, ...]) -> None:
+    """As BLIP keeps its temperature: in the plain model and in ours it is the same after each call."""
+
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        CONSTRAINTS[name](w)
+        return x / w if len(shape) == 1 else F.linear(x, w)
+
+    model = nn.Sequential(Leaf(forward, w=shape)).double()
+    nn.init.constant_(model[0].w, 0.3)
+    ours = ps.convert_model(copy.deepcopy(model))
+    for factor in (1, 7, 0.1, 2):
+        x = torch.randn(3, *SEQUENCE, dtype=torch.float64)
+        for m in (model, ours):
+            with torch.no_grad():
+                m[0].w.mul_(factor)
+        each = [torch.autograd.grad(squares(model(x[i : i + 1])).sum(), model[0].w)[0] for i in range(3)]
+        squares(ours(x)).mean().backward()
+        torch.testing.assert_close(ours[0].w.grad_sample, torch.stack(each))
+        assert torch.equal(ours[0].w, model[0].w)
 
 
 def test_what_meets_tensors_that_are_not_followed_is_refused() -> None:
