@@ -57,6 +57,9 @@ def run_by(
     map_tensors(take, call)
     skeleton: list[Any] = []
 
+    def memory(own: dict[str, Tensor]) -> list[int]:
+        return [w.data_ptr() for w in own.values()] if plan.way == "loop" else []
+
     def one(own: dict[str, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         parts = iter(tensors)
         args, kwargs = taken = map_tensors(lambda _: next(parts), call)
@@ -67,7 +70,10 @@ def run_by(
             in_place_of(places_of(module, own, tied=True)),
             redirect,
         ):
+            places = memory(own)
             output = forward(module, *args, **kwargs)
+        if memory(own) != places:
+            raise NoRuleError("its forward replaces the `.data` of a parameter, which only it would see")
         written = written_to(taken, {id(t) for t in tensors})
         skeleton[:] = [
             output,

@@ -231,16 +231,15 @@ class PerSample(Tensor):
         return self.like(self.parts[index])
 
     def expand_again(self) -> None:
-        """Stand for the parameter's values anew, which have been changed in place: autograd refuses what was
+        """Stand for a parameter's values anew, which have been changed in place: autograd refuses what was
         expanded before.
         """
         before, tag = self.each, getattr(self.each, "_ps_expansion", None)
-        if tag is not None:
+        if tag is not None and local.stand_ins is not None:
             with torch.enable_grad():
                 self.each, self.parts = tag.tensor(len(before)), ()
-            if local.stand_ins is not None:
-                weights = local.stand_ins.weights
-                weights.update({name: self.each for name, w in weights.items() if w is before})
+            weights = local.stand_ins.weights
+            weights.update({name: self.each for name, w in weights.items() if w is before})
 
     def over(self, x_ndim: int, rows: int, owners: Any = None) -> Tensor:
         """`each` as it broadcasts with a tensor of `x_ndim` dims; NoRuleError.
@@ -368,12 +367,14 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     own = [t for t in given if isinstance(t, PerSample)]
     same, name = all(t.same for t in own), getattr(func, "__name__", str(func))
     # no gradient, so there is nothing of each sample's own
-    if same and (name in op_kinds.TO_NUMBERS or not torch.is_grad_enabled()):
+    graph = torch.is_grad_enabled() and not (_writes(name) and not any(t.each.requires_grad for t in own))
+    if same and (name in op_kinds.TO_NUMBERS or not graph):
         result = plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
-        if _writes(name) and isinstance(args[0], PerSample):
-            args[0].expand_again()
-            return args[0]
-        return result
+        if not (_writes(name) and isinstance(args[0], PerSample)):
+            return result
+        for other in _of_the_memory(args[0]):
+            other.expand_again()
+        return args[0]
     if followed() is None and len(own) < len(given):  # which of the others are the batch's?
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
     if kwargs.get("out") is not None:
@@ -450,17 +451,21 @@ def _written(t: Any, result: Any) -> Any:
     return t.copy_(result)
 
 
+def _of_the_memory(t: PerSample) -> list[PerSample]:
+    """What stands for values in the same memory: the parameter, copies that are none, views."""
+    made = () if local.stand_ins is None else (ref() for ref in local.stand_ins.made)
+    mine = behind(t.each).untyped_storage().data_ptr()
+    return [o for o in made if o is not None and behind(o.each).untyped_storage().data_ptr() == mine]
+
+
 def _shares_memory(t: PerSample) -> bool:
     """Whether it is a parameter, or others are views of it, or it is one: they would not see what is written
     to it.
     """
-    if local.stand_ins is None:
-        return False
-    others = (ref() for ref in local.stand_ins.made)
-    held = [o.each for o in others if o is not None and o is not t]
+    weights = () if local.stand_ins is None else local.stand_ins.weights.values()
     mine = behind(t.each).untyped_storage().data_ptr()
-    return any(
-        behind(e).untyped_storage().data_ptr() == mine for e in (*held, *local.stand_ins.weights.values())
+    return any(o is not t for o in _of_the_memory(t)) or any(
+        behind(w).untyped_storage().data_ptr() == mine for w in weights
     )
 
 
@@ -679,6 +684,11 @@ def _in_place(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented if isinstance(t, PerSample) else _pointwise(func, t, *args, **kwargs)
 
 
+def _replaced(func: Any, t: Any, *values: Any) -> Any:
+    """``t.data = values``, which the parameter would not see."""
+    raise NoRuleError("the `.data` of a parameter of each sample's own would be replaced")
+
+
 def _set(func: Any, t: Any, index: Any, value: Any) -> Any:
     """A sample's own values written to rows of the batch that a mask or an index picks."""
     owners = NotImplemented if followed() is None or isinstance(t, PerSample) else _owners([t])
@@ -727,4 +737,5 @@ _RULES: dict[Any, Rule] = {f: rule for rule, names in _KINDS.items() for f in op
 _RULES |= {getattr(Tensor, name).__get__: plainly for name in op_kinds.PROPERTIES}
 _RULES |= dict.fromkeys((Tensor.mT.__get__, Tensor.T.__get__), _turned)  # type: ignore[attr-defined]
 _RULES[Tensor.requires_grad.__get__] = lambda func, t: t.each.requires_grad  # type: ignore[attr-defined]
+_RULES[Tensor.data.__set__] = _replaced  # type: ignore[attr-defined]
 _RULES[Tensor.data.__get__] = lambda func, t: t.like(t.each.detach())  # type: ignore[attr-defined]

@@ -385,19 +385,25 @@ def test_what_is_written_to_a_view_is_written_to_what_it_is_of(name: str) -> Non
     assert_rows_right(model, torch.randn(3, *SEQUENCE, dtype=torch.float64), converted=ours)
 
 
-def _without_gradient(w: Tensor) -> None:
-    with torch.no_grad():
-        w.clamp_(0.1, 0.5)
+def _without_gradient(change: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
+    def changed(w: Tensor) -> None:
+        with torch.no_grad():
+            change(w)
+
+    return changed
 
 
 CONSTRAINTS: dict[str, Callable[[Tensor], object]] = {
-    "no_grad": _without_gradient,
+    "no_grad": _without_gradient(lambda w: w.clamp_(0.1, 0.5)),
+    "no_grad-data": _without_gradient(lambda w: w.data.clamp_(0.1, 0.5)),
+    "no_grad-view": _without_gradient(lambda w: w.view(-1).clamp_(0.1, 0.5)),
+    "no_grad-part": _without_gradient(lambda w: w[0].clamp_(0.1, 0.5)),
+    "no_grad-copy": _without_gradient(lambda w: w.copy_(w.clamp(0.1, 0.5))),
     "data": lambda w: w.data.clamp_(0.1, 0.5),
     "laid-out-data": lambda w: w.data.contiguous().to(w.dtype).clamp_(0.1, 0.5),
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*is run sample by sample")
 @pytest.mark.parametrize("shape", [(1,), (4,), (3, 4)])
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_a_parameter_that_its_forward_keeps_in_a_range(name: str, shape: tuple[int, ...]) -> None:
@@ -419,6 +425,18 @@ def test_a_parameter_that_its_forward_keeps_in_a_range(name: str, shape: tuple[i
         squares(ours(x)).mean().backward()
         torch.testing.assert_close(ours[0].w.grad_sample, torch.stack(each))
         assert torch.equal(ours[0].w, model[0].w)
+    assert ps.report(ours).fast == 1
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 4)])
+def test_a_parameter_whose_data_are_replaced_is_refused(shape: tuple[int, ...]) -> None:
+    def forward(x: Tensor, w: Tensor) -> Tensor:
+        w.data = w.data.clamp(max=9)
+        return x * w.sum()
+
+    ours = ps.convert_model(nn.Sequential(nn.Linear(4, 4), Leaf(forward, w=shape)))
+    with pytest.raises(ValueError, match=r"replaces the `\.data` of a parameter"):
+        ours(torch.randn(3, *SEQUENCE))
 
 
 def test_what_meets_tensors_that_are_not_followed_is_refused() -> None:
