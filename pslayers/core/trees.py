@@ -1,5 +1,6 @@
 """Tensors inside what a module is called with, or returns; parameters inside a module; dims in memory."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -89,17 +90,24 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, An
     if not (isinstance(value, (list, Mapping)) or opens(value)):
         return value
     if id(value) not in copies:
+        new: Any
         if isinstance(value, list):
             copies[id(value)] = new = type(value)()
             new.extend([map_tensors(fn, v, copies) for v in value])
         elif isinstance(value, dict) or (isinstance(value, Mapping) and not opens(value)):
             mapped = {k: map_tensors(fn, v, copies) for k, v in value.items()}
             make: Any = type(value)
-            copies[id(value)] = (
-                mapped if make is dict else make(**mapped) if is_dataclass(value) else make(mapped)
-            )
+            if isinstance(value, dict) and make is not dict and not is_dataclass(value):
+                (new := copy.copy(value)).update(mapped)  # a defaultdict
+            else:
+                new = mapped if make is dict else make(**mapped) if is_dataclass(value) else make(mapped)
+            copies[id(value)] = new
         else:
-            copies[id(value)] = new = object.__new__(type(value))
+            try:
+                new = object.__new__(type(value))
+            except TypeError:  # types.SimpleNamespace
+                new = copy.copy(value)
+            copies[id(value)] = new
             for name, item in list(vars(value).items()):
                 vars(new)[name] = map_tensors(fn, item, copies)
     return copies[id(value)]
