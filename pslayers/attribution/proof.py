@@ -407,11 +407,7 @@ def _of_sums(t: Tensor, dim: int, factors: Tensor) -> Tensor:
 
 def _edges(output: Any) -> set[tuple[Any, int]]:
     """All edges of the graph of an output: its nodes, and which of their outputs."""
-    todo = [
-        (t.grad_fn, t.output_nr)
-        for t in tensors_in(output)
-        if isinstance(t, Tensor) and t.grad_fn is not None
-    ]
+    todo = [(t.grad_fn, t.output_nr) for t in tensors_of(output) if t.grad_fn is not None]
     seen, nodes = set(todo), set()
     while todo:
         node, _ = todo.pop()
@@ -428,7 +424,7 @@ def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
     own ops.
     """
     watched = {id(p) for p in params if p.requires_grad}
-    todo = [t.grad_fn for t in tensors_in(output) if isinstance(t, Tensor) and t.grad_fn is not None]
+    todo = [t.grad_fn for t in tensors_of(output) if t.grad_fn is not None]
     seen = set(todo)
     while todo:
         node = todo.pop()

@@ -29,7 +29,7 @@ from .. import torch_api
 from ..core.context import changed, local
 from ..core.expansion import Expansion
 from ..core.factors import Owners
-from ..core.trees import map_tensors, tensors_in, tensors_of
+from ..core.trees import map_tensors, tensors_of
 from .proof import factors_of, gradients_of, last_edges, letters_for, quiet_pass
 
 # by the names of parameters that were verified, the kinds of rows of their uses; none where one had others
@@ -595,7 +595,7 @@ class RaggedCall:
 
 def _rows_of(output: Any) -> list[Tensor]:
     """The tensors of an output by which gradients come in; of nested ones all rows."""
-    found = [t for t in tensors_in(output) if isinstance(t, Tensor) and t.requires_grad]
+    found = [t for t in tensors_of(output) if t.requires_grad]
     return [t.values() if t.is_nested else t for t in found]
 
 
@@ -633,7 +633,7 @@ class _Exit(torch.autograd.Function):
 @contextmanager
 def of_jagged(call: Any) -> Iterator[None]:
     """Around a call with jagged nested tensors, which say themselves whose their rows are."""
-    found: list[Any] = [t for t in tensors_in([call]) if isinstance(t, Tensor) and t.is_nested]
+    found: list[Any] = [t for t in tensors_of(call) if t.is_nested]
     if not found or found[0].layout != torch.jagged:
         yield
         return

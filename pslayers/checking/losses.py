@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from .. import torch_api
-from ..core.trees import tensors_in
+from ..core.trees import tensors_in, tensors_of
 from .samples import each_leaf, fresh
 
 SKETCH = 4096
@@ -120,9 +120,9 @@ class LowestPrecision(torch_api.dispatch_mode):  # type: ignore[misc, name-defin
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        finer = [t for t in tensors_in([args, kwargs]) if isinstance(t, Tensor) and t.is_floating_point()]
-        for t in tensors_in(result):
-            if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
+        finer = [t for t in tensors_of((args, kwargs)) if t.is_floating_point()]
+        for t in tensors_of(result):
+            if t.is_floating_point() and t.numel():
                 eps = torch.finfo(t.dtype).eps
                 if eps > torch.finfo(self.dtype).eps and any(torch.finfo(f.dtype).eps < eps for f in finer):
                     self.dtype = t.dtype

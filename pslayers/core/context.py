@@ -424,7 +424,7 @@ def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) ->
     found: list[Place] = []
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")
-        found.append(((module.get_submodule(path) if path else module)._parameters, last, tensor))
+        found.append((module.get_submodule(path)._parameters, last, tensor))
     if tied:
         known = {id(held[name]): tensor for held, name, tensor in found if held[name] is not None}
         named = {(id(held), name) for held, name, _ in found}

@@ -28,6 +28,11 @@ def with_in_place(names: Iterable[str]) -> list[str]:
     return [form for name in names for form in (name, f"{name}_")]
 
 
+def writes(name: str) -> bool:
+    """Whether a function of this name writes its result into its first argument."""
+    return name.endswith("_") and not name.endswith("__")
+
+
 def _names(text: str, *forms: str) -> list[str]:
     return [form.format(name) for name in text.split() for form in forms or ("{}",)]
 

@@ -97,10 +97,15 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, An
         elif isinstance(value, dict) or (isinstance(value, Mapping) and not opens(value)):
             mapped = {k: map_tensors(fn, v, copies) for k, v in value.items()}
             make: Any = type(value)
-            if isinstance(value, dict) and make is not dict and not is_dataclass(value):
-                (new := copy.copy(value)).update(mapped)  # a defaultdict
+            if make is dict:
+                new = mapped
+            elif is_dataclass(value):
+                new = make(**mapped)
+            elif isinstance(value, dict):  # a defaultdict has more to be made of
+                new = copy.copy(value)
+                new.update(mapped)
             else:
-                new = mapped if make is dict else make(**mapped) if is_dataclass(value) else make(mapped)
+                new = make(mapped)
             copies[id(value)] = new
         else:
             try:
@@ -117,7 +122,7 @@ def written_to(value: Any, given: set[int]) -> list[Tensor]:
     """The tensors that a call has written into what it was called with (a cache): those that were not
     `given`, by identity.
     """
-    return [t for t in tensors_in(value) if isinstance(t, Tensor) and id(t) not in given]
+    return [t for t in tensors_of(value) if id(t) not in given]
 
 
 def assign(

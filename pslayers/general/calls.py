@@ -191,7 +191,7 @@ def _weights(
             and state.settings.recording
             and torch.is_grad_enabled()
         ):
-            holder = module.get_submodule(name.rpartition(".")[0]) if "." in name else module
+            holder = module.get_submodule(name.rpartition(".")[0])
             recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
             recorder.unexpanded = name in idle
             if name not in idle:

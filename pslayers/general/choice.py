@@ -189,7 +189,7 @@ class _Proof:
             return {}
         # asked for too where a real run needs them: torch's group_norm crashes on channels_last images that
         # need none
-        taken = [t for t in tensors_in(self.call) if isinstance(t, Tensor) and t.requires_grad]
+        taken = [t for t in tensors_of(self.call) if t.requires_grad]
         with quiet_pass():
             found = torch.autograd.grad(loss, [*of.values(), *taken], allow_unused=True, retain_graph=True)
         return {name: g for name, g in zip(of, found, strict=False) if g is not None}

@@ -23,7 +23,7 @@ from ..attribution.tracking import (
 )
 from ..core.context import Batch, by_original_layers, in_place_of, local, places_of
 from ..core.converted_module import ConvertedModule
-from ..core.trees import assign, map_tensors, tensors_in, written_to
+from ..core.trees import assign, map_tensors, tensors_in, tensors_of, written_to
 from ..parameters.op_dispatch import Redirect
 from ..parameters.per_sample import NoRuleError, PerSample, Standing, standing_in
 from .plan import Call, Forward, Plan
@@ -81,7 +81,7 @@ def run_by(
             dict(zip(map(id, tensors), itertools.count())),
             {id(t): i for i, t in enumerate(written)},
         ]
-        return (*(t for t in tensors_in(output) if isinstance(t, Tensor)), *written)
+        return (*tensors_of(output), *written)
 
     both = (*plan.layouts.outputs, *plan.layouts.written)
     if plan.way == "vmap":

@@ -292,7 +292,7 @@ class PSLayer(_Layer):
         if not own and not isinstance(x, PerSample):
             return None
         standing.check_level()
-        given = [t for t in tensors_in((args, kwargs)) if isinstance(t, Tensor)]
+        given = tensors_of((args, kwargs))
         if in_ragged() and not all(isinstance(t, PerSample) for t in given):
             args, kwargs = map_tensors(as_rows, (args, kwargs))
             x = next(iter(tensors_in((args, kwargs))), None)
@@ -361,13 +361,13 @@ class PSLayer(_Layer):
 
     def _ps_tracked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The input whose rows are to be attributed to samples."""
-        return next((t for t in tensors_in([args, kwargs]) if isinstance(t, Tensor)), None)
+        return next(iter(tensors_of((args, kwargs))), None)
 
     def _ps_plain(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that computes as the original does."""
         if self.replaces is not None:
             return self.replaces.forward(self, *args, **kwargs)
-        x = next((t for t in tensors_in([args, kwargs]) if isinstance(t, Tensor)), None)
+        x = next(iter(tensors_of((args, kwargs))), None)
         with Call(self, len(x) if x is not None and x.ndim else 1, Scale()):
             return ps_forward(self, *args, **kwargs)
 
@@ -397,7 +397,7 @@ class PSLayer(_Layer):
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], int, Callable[[Tensor], Tensor] | None]:
         """As `arrange`, for rows that belong to given samples: dims before those of an event are rows."""
-        inputs = [t for t in tensors_in((args, kwargs)) if isinstance(t, Tensor) and t.ndim]
+        inputs = [t for t in tensors_of((args, kwargs)) if t.ndim]
         if not inputs:
             return args, kwargs, 1, None
         x, n = inputs[0], 0 if self.event_dims is None else inputs[0].ndim - self.event_dims

@@ -279,7 +279,7 @@ class Converted(_Mixin):
         if dims in state.places:
             return
         with torch.no_grad(), without_gathered_rows():
-            outputs = list(tensors_in([run_tracked(functools.partial(run, self), self, args, kwargs)[1]]))
+            outputs = tensors_in(run_tracked(functools.partial(run, self), self, args, kwargs)[1])
         shapes: list[tuple[int, ...]] = [
             t.shape[:2] for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.ndim
         ]

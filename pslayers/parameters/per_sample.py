@@ -284,7 +284,7 @@ def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     own = args[0] if args and isinstance(args[0], PerSample) else None
     each = None if own is None else own.each
-    version = None if each is None else behind(each)._version
+    version = None if each is None else _version(each)
     result = NotImplemented
     if func in _RULES:
         result = _RULES[func](func, *args, **kwargs)
@@ -292,10 +292,16 @@ def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = OPS[func](*args, **kwargs)
     if result is NotImplemented:
         result = _for_each(func, args, kwargs)
-    written = own is not None and own.each is each and behind(each)._version != version
-    if written and not _writes(getattr(func, "__name__", "")):
+    written = own is not None and own.each is each and _version(each) != version
+    if written and not op_kinds.writes(getattr(func, "__name__", "")):
         raise NoRuleError("a parameter of each sample's own was written to")
     return result
+
+
+def _version(t: Tensor) -> int:
+    """How often its memory has been written to; of inference tensors nobody counts."""
+    t = behind(t)
+    return 0 if t.is_inference() else t._version
 
 
 def expansion_of(t: PerSample) -> Expansion:
@@ -328,16 +334,16 @@ def of_the_input(x: Tensor) -> bool:
 def lies_in(x: Tensor, t: Tensor) -> bool:
     """Whether the rows of `x` lie in those of `t`, one or several in each, in order."""
     x, t = behind(x), behind(t)
-    if (
-        not x.ndim
-        or x.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
-        or not x.numel()
-        or len(x) % len(t)
-    ):
+    if not x.ndim or _memory(x) != _memory(t) or not x.numel() or len(x) % len(t):
         return False
     block, k, offset = t.stride(0), len(x) // len(t), x.storage_offset() - t.storage_offset()
     apart = _extent(t) < block and x.stride(0) * k == block  # rows that are blocks of memory
     return apart and offset >= 0 and offset + (k - 1) * x.stride(0) + _extent(x) < block
+
+
+def _memory(t: Tensor) -> int:
+    """Where in memory lies what it is a view of."""
+    return behind(t).untyped_storage().data_ptr()
 
 
 def behind(t: Tensor) -> Tensor:
@@ -366,11 +372,12 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = list({id(t): t for t in tensors_of((args, kwargs))}.values())
     own = [t for t in given if isinstance(t, PerSample)]
     same, name = all(t.same for t in own), getattr(func, "__name__", str(func))
+    writes = op_kinds.writes(name)
+    graph = torch.is_grad_enabled() and (not writes or any(t.each.requires_grad for t in own))
     # no gradient, so there is nothing of each sample's own
-    graph = torch.is_grad_enabled() and not (_writes(name) and not any(t.each.requires_grad for t in own))
     if same and (name in op_kinds.TO_NUMBERS or not graph):
         result = plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
-        if not (_writes(name) and isinstance(args[0], PerSample)):
+        if not (writes and isinstance(args[0], PerSample)):
             return result
         for other in _of_the_memory(args[0]):
             other.expand_again()
@@ -379,7 +386,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
     if kwargs.get("out") is not None:
         raise NoRuleError(f"`{name}` would write to a tensor that all samples share")
-    if _writes(name):
+    if writes:
         return _written(args[0], _for_each(getattr(Tensor, name[:-1]), args, kwargs))
     size, names = len(own[0].each), names_of(own)
     rows = _Rows(size, name)
@@ -404,11 +411,6 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if local.stand_ins is not None:
         local.stand_ins.slow |= names
     return map_tensors(rows.back, found)
-
-
-def _writes(name: str) -> bool:
-    """Whether a function of this name writes its result into its first argument."""
-    return name.endswith("_") and not name.endswith("__")
 
 
 def function_of(
@@ -454,8 +456,7 @@ def _written(t: Any, result: Any) -> Any:
 def _of_the_memory(t: PerSample) -> list[PerSample]:
     """What stands for values in the same memory: the parameter, copies that are none, views."""
     made = () if local.stand_ins is None else (ref() for ref in local.stand_ins.made)
-    mine = behind(t.each).untyped_storage().data_ptr()
-    return [o for o in made if o is not None and behind(o.each).untyped_storage().data_ptr() == mine]
+    return [o for o in made if o is not None and _memory(o.each) == _memory(t.each)]
 
 
 def _shares_memory(t: PerSample) -> bool:
@@ -463,10 +464,7 @@ def _shares_memory(t: PerSample) -> bool:
     to it.
     """
     weights = () if local.stand_ins is None else local.stand_ins.weights.values()
-    mine = behind(t.each).untyped_storage().data_ptr()
-    return any(o is not t for o in _of_the_memory(t)) or any(
-        behind(w).untyped_storage().data_ptr() == mine for w in weights
-    )
+    return any(o is not t for o in _of_the_memory(t)) or any(_memory(w) == _memory(t.each) for w in weights)
 
 
 def _check(one: Callable[..., Any], each: list[Tensor], held: list[Tensor], found: Any, size: int) -> None:

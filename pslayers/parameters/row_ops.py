@@ -37,7 +37,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     args, kwargs = map_tensors(_past_its_layer, (args, kwargs))
     given = tensors_of((args, kwargs))
     others = [t for t in given if not isinstance(t, PerSample)]
-    if kwargs.get("out") is not None or (any(t is args[0] for t in own) and name[-1:] == "_" != name[-2:-1]):
+    if kwargs.get("out") is not None or (any(t is args[0] for t in own) and op_kinds.writes(name)):
         raise NoRuleError(f"`{name}` writes to a parameter, or to what all samples share")
     if func in _ASSIGNMENTS and args[-1] is own[-1] and len(own) == 1:
         into = args[0] if len(args) == 2 else args[0][args[1]]

@@ -439,6 +439,19 @@ def test_a_parameter_whose_data_are_replaced_is_refused(shape: tuple[int, ...]) 
         ours(torch.randn(3, *SEQUENCE))
 
 
+def test_weights_of_inference_mode() -> None:
+    """Of which no version is counted."""
+    ours = ps.convert_model(Leaf(lambda x, w, m: F.linear(x * w, m.t().contiguous()), w=(4,), m=(4, 5)))
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        ours(x)
+    given = {name: torch.randn(3, *p.shape) for name, p in ours.named_parameters()}
+    expected = torch.func.functional_call(ours, given, (x,))
+    with torch.inference_mode():
+        inside = {name: w.clone() for name, w in given.items()}
+        torch.testing.assert_close(torch.func.functional_call(ours, inside, (x,)), expected)
+
+
 def test_what_meets_tensors_that_are_not_followed_is_refused() -> None:
     one = PerSample.of(torch.randn(3, 4))
     x = torch.randn(3, 5, 4)
