@@ -29,7 +29,7 @@ from ..core.context import (
     transforming,
 )
 from ..core.converted_module import ConvertedModule
-from ..core.trees import map_tensors, own_parameters, tensors_in, written_to
+from ..core.trees import map_tensors, own_parameters, tensors_in, tensors_of, written_to
 from .snapshot import trial
 
 # how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's
@@ -93,6 +93,7 @@ class Tracker:
 
     def __init__(self) -> None:
         self.seen: dict[Key, Tensor] = {}
+        self.eps = 0.0  # of the coarsest precision that the run has computed in
         self.calls: dict[int, int] = {}
         self.pickers: set[int] = set()  # modules whose forward picks rows by a mask
         self.level = torch_api.level()  # of transforms of torch.func around the run
@@ -155,11 +156,11 @@ class _Comparison(Tracker):
     the memory.
     """
 
-    def __init__(self, first: dict[Key, Tensor]) -> None:
+    def __init__(self, first: Tracker) -> None:
         super().__init__()
         # where; of no values where nothing has changed, and None where it cannot be compared (rows that are
         # picked by data)
-        self.first, self.differs = first, dict[Key, Tensor | None]()
+        self.first, self.eps, self.differs = first.seen, first.eps, dict[Key, Tensor | None]()
 
     def see(self, module: nn.Module, x: Tensor) -> None:
         with torch_api.without_torch_function():
@@ -184,9 +185,9 @@ class _Comparison(Tracker):
             if (x := self.first.get(key)) is not None:
                 owners, where = (picked_by(x), picked_by(t)), None
                 if all(o is not None and o.sample_ids is not None for o in owners):
-                    where = _changes_by_sample(x, owners[0].sample_ids, t, owners[1].sample_ids)
+                    where = _changes_by_sample(x, owners[0].sample_ids, t, owners[1].sample_ids, self.eps)
                 elif x.shape == t.shape:
-                    where = _changes(x, t)
+                    where = _changes(x, t, self.eps)
                 self.differs[key] = where if where is None or where.any() else _NOWHERE
 
 
@@ -215,15 +216,16 @@ def track(
     groups, everyone = _groups(batch.size), range(batch.size)
     with torch.no_grad(), torch_api.reparametrized(model, _noisy(model)):
         run = _without_dropout(run)
-        tracker, _ = run_tracked(run, model, args, kwargs)
-        plain, blind = tracker.seen, False
+        with (coarsest := Coarsest((args, kwargs), model.parameters())):
+            tracker, _ = run_tracked(run, model, args, kwargs)
+        tracker.eps, plain, blind = coarsest.eps, tracker.seen, False
         for place, dims in _batched(args, kwargs, batch).items():
             # the first input that reaches a call decides: a mask may be as large as the batch by chance
             for dim in dims:
                 found: dict[Key, set[Layout]] = {}  # those that explain what has changed
                 others = set[Key]()  # of picked rows, some of other samples' have changed
                 for samples in groups:
-                    changed = _rerun(run, model, args, kwargs, {place: dim}, samples, batch, plain)
+                    changed = _rerun(run, model, args, kwargs, {place: dim}, samples, batch, tracker)
                     blind = blind or changed is None
                     for key, where in (changed or {}).items():
                         if where is None or not where.numel():
@@ -250,9 +252,9 @@ def track(
                 layouts = {**_decided(found, plain), **layouts}
                 break
         for samples in groups if len(inputs) > 1 else ():
-            together = _rerun(run, model, args, kwargs, inputs, samples, batch, plain) or {}
+            together = _rerun(run, model, args, kwargs, inputs, samples, batch, tracker) or {}
             _note_interactions(layouts, together, samples, batch.size)
-        changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, plain)
+        changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, tracker)
         refused = set() if local.gathered_rows is None else local.gathered_rows.refused
         for key, x in plain.items():
             where = None if changed is None else changed.get(key)
@@ -263,7 +265,7 @@ def track(
             elif key[0] in refused and key[2][0] == "in":
                 layouts[key] = MIXED
             elif key not in layouts and where is not None and not where.numel() and not blind:
-                layouts[key] = _of_constant(x, batch.size)
+                layouts[key] = _of_constant(x, batch.size, tracker.eps)
     return layouts, tracker
 
 
@@ -301,10 +303,10 @@ def _rerun(
     dims: dict[int, int],
     samples: Sequence[int],
     batch: Batch,
-    plain: dict[Key, Tensor],
+    plain: Tracker,
 ) -> dict[Key, Tensor | None] | None:
-    """Where what is seen differs from `plain` when these samples are changed in these inputs; None where they
-    cannot be.
+    """Where what is seen differs from a `plain` run when these samples are changed in these inputs; None
+    where they cannot be.
 
     Changed integers may be no ids, no lengths, no mask of as many ones: what the model says to that is no
     error of the user's.
@@ -318,7 +320,7 @@ def _rerun(
         return None
 
 
-def _of_constant(x: Tensor, size: int) -> Layout:
+def _of_constant(x: Tensor, size: int, eps: float) -> Layout:
     """The layout of what no input reaches: copies for the samples are alike, the entries of a table are
     not.
     """
@@ -330,7 +332,7 @@ def _of_constant(x: Tensor, size: int) -> Layout:
             else x.unflatten(0, (size, -1) if layout == BATCH_MAJOR else (-1, size))
         )
         rows = rows.transpose(0, 1) if layout == TIME_MAJOR else rows
-        if not bool(_changes(rows, rows[:1].expand_as(rows)).any()):
+        if not bool(_changes(rows, rows[:1].expand_as(rows), eps).any()):
             return layout
     return SHARED if x.ndim and x.shape[0] == 1 else TABLE
 
@@ -375,6 +377,31 @@ class _WithoutDropout(TorchFunctionMode):
             elif len(args) == 3:  # torch.dropout(x, p, train) and its like
                 args = (*args[:2], False)
         return func(*args, **kwargs)
+
+
+class Coarsest(TorchFunctionMode):
+    """Watches a call for the coarsest precision that it computes in: parts of a model in double precision may
+    compute in single.
+    """
+
+    def __init__(self, call: Any, params: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.eps = 0.0  # the relative error of one number
+        given = [t for t in (*tensors_in(call), *params) if isinstance(t, Tensor)]
+        self._look(given)
+        for device in {t.device.type for t in given}:
+            if torch.is_autocast_enabled(device):
+                self.eps = max(self.eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
+
+    def _look(self, values: Any) -> None:
+        for t in tensors_of(values):
+            if t.is_floating_point():
+                self.eps = max(self.eps, torch.finfo(t.dtype).eps)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._look(result)
+        return result
 
 
 class _Uses(TorchFunctionMode):
@@ -437,7 +464,7 @@ def run_plainly(
     run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What the original layers return, of which nothing else is noted."""
-    return run_tracked(run, model, args, kwargs, _Comparison({}))[1]
+    return run_tracked(run, model, args, kwargs, _Comparison(Tracker()))[1]
 
 
 def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dict[int, list[int]]:
@@ -534,13 +561,13 @@ def noise(t: Tensor) -> Tensor:
     return numbers[start : start + count].view(t.shape).to(t)
 
 
-def _changes(x: Tensor, y: Tensor) -> Tensor:
-    """Where two tensors differ by more than rounding."""
+def _changes(x: Tensor, y: Tensor, eps: float) -> Tensor:
+    """Where two tensors differ by more than rounding; `eps`: that of what they were made of."""
     if not x.is_floating_point() or not x.numel():
         return x != y
-    # sums in another order round in another way, parts may compute in float32: that is no change
+    # sums in another order, or of other rows beside, round in another way: that is no change
     # (in narrow formats rounding is coarse, but of the same numbers the same each time)
-    small = min(max(torch.finfo(x.dtype).eps ** 0.75, 1e-8), 1e-5)
+    small = max(min(max(torch.finfo(x.dtype).eps, eps) ** 0.75, 1e-5), 1e-8)
     gap, largest = (x - y).abs_(), x.abs().max()
     if bool((gap.max() + largest).isfinite()):
         return gap > small * largest
@@ -548,13 +575,13 @@ def _changes(x: Tensor, y: Tensor) -> Tensor:
     return (gap > small * largest) | (x.isfinite() != y.isfinite())
 
 
-def _changes_by_sample(x: Tensor, ids: Tensor, y: Tensor, other_ids: Tensor) -> Tensor:
+def _changes_by_sample(x: Tensor, ids: Tensor, y: Tensor, other_ids: Tensor, eps: float) -> Tensor:
     """Where rows that were picked differ, which may be in another order: each sample's with its own."""
     where = torch.ones_like(x, dtype=torch.bool)
     for sample in ids.unique():
         rows, others = (ids == sample).nonzero()[:, 0], (other_ids == sample).nonzero()[:, 0]
         if len(rows) == len(others) and x.shape[1:] == y.shape[1:]:
-            where[rows] = _changes(x[rows], y[others])
+            where[rows] = _changes(x[rows], y[others], eps)
     return where
 
 

@@ -3,14 +3,13 @@ are proved right on the very inputs of the call.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
 from ..attribution.proof import quiet_hooks, quiet_pass, separating_groups
@@ -20,6 +19,7 @@ from ..attribution.tracking import (
     PICKED,
     SHARED,
     TABLE,
+    Coarsest,
     Layout,
     noise,
     samples_of_rows,
@@ -126,7 +126,7 @@ class _Proof:
         }
         self.names = sorted(names)
         self.factors = 0.5 + noise(torch.empty(size, dtype=torch.float64))  # one for each sample
-        coarsest = _Coarsest(call, self.values.values())
+        coarsest = Coarsest(call, self.values.values())
         before, plain = Snapshot(module), {n: self.values[n].clone().requires_grad_() for n in self.names}
         with self._run_by_itself(plain):
             args, kwargs = copied(call)
@@ -316,31 +316,6 @@ class _Proof:
                 n in found and torch.allclose(found[n], g, *close, equal_nan=True)
                 for n, g in expected.items()
             )
-
-
-class _Coarsest(TorchFunctionMode):
-    """Watches a call for the coarsest precision that it computes in: parts of a model in double precision may
-    compute in single.
-    """
-
-    def __init__(self, call: Call, params: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.eps = 0.0  # the relative error of one number
-        given = [t for t in (*tensors_in(call), *params) if isinstance(t, Tensor)]
-        self._look(given)
-        for device in {t.device.type for t in given}:
-            if torch.is_autocast_enabled(device):
-                self.eps = max(self.eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
-
-    def _look(self, values: Any) -> None:
-        for t in tensors_of(values):
-            if t.is_floating_point():
-                self.eps = max(self.eps, torch.finfo(t.dtype).eps)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._look(result)
-        return result
 
 
 def _factors(each: Tensor, like: Tensor, layout: Layout) -> Tensor:

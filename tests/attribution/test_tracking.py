@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import pslayers as ps
 
-from ..oracle import assert_rows, assert_rows_right, loop, true_rows
+from ..oracle import assert_rows, assert_rows_right, loop, square, squares, true_rows
 
 
 class Positions(nn.Module):
@@ -493,3 +493,26 @@ def test_a_batch_that_is_not_a_number_proves_nothing() -> None:
     ours(torch.full((3, 4), torch.nan)).sum().backward()
     with pytest.raises(ValueError, match="samples interact in it"):
         ours(torch.randn(3, 4))
+
+
+class Rounded(nn.Module):
+    """In single precision within a model in double, as experts are that compute all their rows at once: how a
+    row is rounded depends on the others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(4, dtype=torch.float64) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        all_rows = h.detach().abs().sum()
+        return ((h + all_rows) - all_rows).to(x) * self.w
+
+
+def test_rounding_that_depends_on_others_is_no_interaction() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Rounded(), nn.Linear(4, 4), Rounded()).double()
+    x = torch.randn(3, 3, 4, dtype=torch.float64)
+    ours = ps.convert_model(copy.deepcopy(model), on_unsupported="general")
+    squares(ours(x)).mean().backward()
+    assert_rows(ours, loop(model, square, (x,)), rtol=1e-5, atol=1e-5)
