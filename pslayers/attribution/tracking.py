@@ -185,9 +185,10 @@ class _Comparison(Tracker):
             if (x := self.first.get(key)) is not None:
                 owners, where = (picked_by(x), picked_by(t)), None
                 if all(o is not None and o.sample_ids is not None for o in owners):
-                    where = _changes_by_sample(x, owners[0].sample_ids, t, owners[1].sample_ids, self.eps)
+                    ids = owners[0].sample_ids, owners[1].sample_ids
+                    where = _changes_by_sample(x, ids[0], t.detach(), ids[1], self.eps)
                 elif x.shape == t.shape:
-                    where = _changes(x, t, self.eps)
+                    where = _changes(x, t.detach(), self.eps)
                 self.differs[key] = where if where is None or where.any() else _NOWHERE
 
 
@@ -214,10 +215,10 @@ def track(
     layouts: dict[Key, Layout] = {}
     mixed = set[Key]()
     groups, everyone = _groups(batch.size), range(batch.size)
-    with torch.no_grad(), torch_api.reparametrized(model, _noisy(model)):
+    with torch_api.reparametrized(model, _noisy(model)):
         run = _without_dropout(run)
         with (coarsest := Coarsest((args, kwargs), model.parameters())):
-            tracker, _ = run_tracked(run, model, args, kwargs)
+            tracker = run_tracked(run, model, args, kwargs)[0]
         tracker.eps, plain, blind = coarsest.eps, tracker.seen, False
         for place, dims in _batched(args, kwargs, batch).items():
             # the first input that reaches a call decides: a mask may be as large as the batch by chance
@@ -445,7 +446,7 @@ def run_tracked(
     tracker: Tracker | None = None,
 ) -> tuple[Tracker, Any]:
     """Run by the original layers, noting what calls take and return; every run sees the random numbers of the
-    real one.
+    real one, and records gradients if that one does, by which a forward may choose what it does.
     """
     with torch_api.without_torch_function():
         # a model may change its inputs in place

@@ -71,7 +71,7 @@ def run(
     if plan.counts:
         first = {n: w[0] for n, w in weights.items() if n in given} if given else {}
         by_them = in_place_of(places_of(module, first, tied=True))
-        with torch.no_grad(), torch.random.fork_rng(), by_original_layers(), without_gathered_rows(), by_them:
+        with torch.random.fork_rng(), by_original_layers(), without_gathered_rows(), by_them:
             forward(module, *copied(call)[0], **copied(call)[1])
     if batch.outputs is not None:
         if plan.way == "direct":  # the caller may index what now has a row for each sample
@@ -200,21 +200,21 @@ def _weights(
     return weights
 
 
-def _plainly(module: ConvertedModule, forward: Forward, call: Call) -> tuple[Any, bool]:
+def _plainly(module: ConvertedModule, forward: Forward, call: Call) -> tuple[list[Tensor], bool]:
     """What a call returns by the original layers, and whether it draws random numbers."""
     random, (args, kwargs) = torch.get_rng_state(), copied(call)
-    with torch.no_grad(), trial(module), by_original_layers():
-        output = forward(module, *args, **kwargs)
-        return output, not torch.equal(random, torch.get_rng_state())
+    with trial(module), by_original_layers():
+        found = [t.detach() for t in tensors_of(forward(module, *args, **kwargs))]
+        return found, not torch.equal(random, torch.get_rng_state())
 
 
 def _check_plain(
-    module: ConvertedModule, output: Any, plain: Any, drawn: bool, layouts: Sequence[Layout]
+    module: ConvertedModule, output: Any, theirs: list[Tensor], drawn: bool, layouts: Sequence[Layout]
 ) -> None:
     """An error where samples by themselves do not return what they do together: what masks pick may be put in
     any order.
     """
-    ours, theirs = tensors_of(output), tensors_of(plain)
+    ours = tensors_of(output)
     size = local.batch.size if local.batch is not None else 1
     pairs = zip(theirs, layouts, strict=True)
     theirs = [

@@ -278,7 +278,7 @@ class Converted(_Mixin):
         state, dims = self._ps_state(), tuple([ndim for ndim, _ in sizes])
         if dims in state.places:
             return
-        with torch.no_grad(), without_gathered_rows():
+        with without_gathered_rows():
             outputs = tensors_in(run_tracked(functools.partial(run, self), self, args, kwargs)[1])
         shapes: list[tuple[int, ...]] = [
             t.shape[:2] for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.ndim

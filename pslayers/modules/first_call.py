@@ -326,8 +326,9 @@ class ModelCall:
         model, state = self.model, self.state
         given, plain = model._ps_given(), None
         if not given:  # per-sample weights have no plain counterpart
-            with torch.no_grad(), without_gathered_rows():
+            with without_gathered_rows():
                 plain = run_plainly(functools.partial(self.run, model), model, self.args, self.kwargs)
+                plain = [t.detach() if isinstance(t, Tensor) else t for t in tensors_in(plain)]
         output, batch = self._watched(self.args, self.kwargs)
         problem = None if given else disagreement(output, plain)
         tensors = tensors_in(output)

@@ -405,3 +405,26 @@ def test_a_later_call_that_is_run_again_draws_the_same_numbers(rate: float) -> N
     torch.manual_seed(1)
     torch.testing.assert_close(ours(x), expected)
     assert torch.equal(torch.get_rng_state(), after)
+
+
+class Caching(nn.Module):
+    """Returns what it would use again, too, where no gradients are recorded, as language models do; calls its
+    layers in another order there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.a, self.b = nn.Parameter(torch.randn(4)), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return self.b(torch.tanh(self.a(x * self.w)))
+        kept = self.a(x)
+        return self.a(self.b(kept)), kept
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_runs_that_prove_record_gradients_as_the_real_one(nested: bool) -> None:
+    model, ours = both(nn.Sequential(nn.Linear(4, 4), Caching()) if nested else Caching())
+    for n in (4, 9, 2):
+        right(ours, model, batch(n, 4, 4))
