@@ -29,8 +29,13 @@ def with_in_place(names: Iterable[str]) -> list[str]:
 
 
 def writes(name: str) -> bool:
-    """Whether a function of this name writes its result into its first argument."""
-    return name.endswith("_") and not name.endswith("__")
+    """Whether a function of this name writes into its first argument."""
+    return name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+
+
+def apart(name: str) -> str:
+    """What a function that writes its result into its first argument is called where it does not."""
+    return f"__{name[3:]}" if name in _WRITES else name[:-1]
 
 
 def _names(text: str, *forms: str) -> list[str]:
@@ -61,6 +66,7 @@ OF_SEVERAL = [
     *_names("eq ne lt le gt ge", "__{}__"),
 ]
 INTO_FIRST = [*_names(_OF_SEVERAL, "{}_"), *_names(_OPERATORS, "__i{}__")]
+_WRITES = {"__setitem__", *_names(_OPERATORS, "__i{}__")}
 
 # ----------------------------------------------------------------------------------------------- row by row
 RANDOM = _names("""

@@ -117,6 +117,11 @@ class Converted(_Mixin):
             " per-sample gradients: script the original, ps.restore_model(model), or a copy of it."
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and self.__dict__.get("_parameters", {}).get(name) is value:
+            return  # `self.weight *= factor`, and what stands for a parameter is none
+        super().__setattr__(name, value)
+
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
         super().__setstate__(state)
         if self._ps is not None:

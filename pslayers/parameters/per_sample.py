@@ -241,6 +241,18 @@ class PerSample(Tensor):
             weights = local.stand_ins.weights
             weights.update({name: self.each for name, w in weights.items() if w is before})
 
+    def replace(self, values: Tensor) -> None:
+        """Stand for a parameter whose `.data` becomes these values; in a run that proves, which leaves the
+        parameter as it is, too.
+        """
+        if (tag := getattr(self.each, "_ps_expansion", None)) is None:
+            with torch.enable_grad():
+                self.each, self.parts = _Valued.apply(self.each, (values,)), ()
+        else:
+            for t in (tag.weight, *(() if tag.recorder is None else (tag.recorder.param(),))):
+                t.data = values
+            self.expand_again()
+
     def over(self, x_ndim: int, rows: int, owners: Any = None) -> Tensor:
         """`each` as it broadcasts with a tensor of `x_ndim` dims; NoRuleError.
 
@@ -387,7 +399,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("out") is not None:
         raise NoRuleError(f"`{name}` would write to a tensor that all samples share")
     if writes:
-        return _written(args[0], _for_each(getattr(Tensor, name[:-1]), args, kwargs))
+        return _written(args[0], _for_each(getattr(Tensor, op_kinds.apart(name)), args, kwargs))
     size, names = len(own[0].each), names_of(own)
     rows = _Rows(size, name)
     batch = [(t, held) for t in given if not isinstance(t, PerSample) and (held := rows.take(t)) is not None]
@@ -592,16 +604,16 @@ def _converted(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
         return _of_each(func, t, *args, **kwargs)
     if (like.dtype, like.device) != (t.dtype, t.device) or torch_api.functions_transformed():
         return NotImplemented
-    return t.like(_Laid.apply(t.each, like.stride()))
+    one = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return t.like(_Valued.apply(t.each, (one.copy_(values_of(t)),)))
 
 
-class _Laid(Op):
-    """An expansion (B, *S) over values that lie in memory with these strides."""
+class _Valued(Op):
+    """An expansion (B, *S) over other values (S), the only ones in a tuple: they have no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, each: Tensor, strides: tuple[int, ...]) -> Tensor:
-        one = torch.empty_strided(each.shape[1:], strides, dtype=each.dtype, device=each.device)
-        return one.copy_(each[0]).expand_as(each)
+    def forward(ctx: Any, each: Tensor, values: tuple[Tensor]) -> Tensor:
+        return values[0].detach().expand_as(each)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -682,13 +694,19 @@ def _in_place(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented if isinstance(t, PerSample) else _pointwise(func, t, *args, **kwargs)
 
 
-def _replaced(func: Any, t: Any, *values: Any) -> Any:
-    """``t.data = values``, which the parameter would not see."""
-    raise NoRuleError("the `.data` of a parameter of each sample's own would be replaced")
+def _replaced(func: Any, t: Any, values: Any) -> None:
+    """``t.data = values``: those of the parameter, too."""
+    values = values_of(values).detach()
+    own = isinstance(t, PerSample) and t.same
+    if not own or (values.shape, values.dtype, values.device) != (t.shape, t.dtype, t.device):
+        raise NoRuleError("the `.data` of a parameter of each sample's own would be replaced")
+    t.replace(values)
 
 
 def _set(func: Any, t: Any, index: Any, value: Any) -> Any:
     """A sample's own values written to rows of the batch that a mask or an index picks."""
+    if isinstance(t, PerSample) and t.same and not (torch.is_grad_enabled() and t.each.requires_grad):
+        return NotImplemented  # nothing of each sample's own
     owners = NotImplemented if followed() is None or isinstance(t, PerSample) else _owners([t])
     if not isinstance(value, PerSample) or owners is NotImplemented:
         raise NoRuleError(
@@ -704,6 +722,7 @@ def _set(func: Any, t: Any, index: Any, value: Any) -> Any:
             -1, *ids.shape
         )
         t[parts] = each.gather(0, ids.unsqueeze(0)).squeeze(0)
+    return None
 
 
 def _attention(

@@ -29,6 +29,11 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     own = [t for t in given if isinstance(t, PerSample)]
     others = [t for t in given if not isinstance(t, PerSample)]
     name = getattr(func, "__name__", str(func))
+    first = args[0] if args and isinstance(args[0], PerSample) else None
+    free = first is not None and not (torch.is_grad_enabled() and first.each.requires_grad)
+    # to values, which all samples share
+    if (free and op_kinds.writes(name)) or func == Tensor.data.__set__:  # type: ignore[attr-defined]
+        return rule()
     if not torch.is_grad_enabled():
         return plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
     if not own or all(map(_shared, others)) or _of_constants(func, own, others):

@@ -428,3 +428,68 @@ def test_runs_that_prove_record_gradients_as_the_real_one(nested: bool) -> None:
     model, ours = both(nn.Sequential(nn.Linear(4, 4), Caching()) if nested else Caching())
     for n in (4, 9, 2):
         right(ours, model, batch(n, 4, 4))
+
+
+class Constrained(nn.Linear):
+    """Constrains its own weight in each forward, as networks for EEG do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(4, 4)
+        self.way = way
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.float64).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        CONSTRAINTS[self.way](self)
+        return super().forward(x)
+
+
+def _data(layer: Constrained) -> None:
+    layer.weight.data = torch.renorm(layer.weight.data, p=2, dim=0, maxnorm=0.5)
+
+
+def _normalized(layer: Constrained) -> None:
+    layer.weight.data = F.normalize(layer.weight.data)
+
+
+@torch.no_grad()
+def _clamped(layer: Constrained) -> None:
+    layer.weight.data = layer.weight.clamp(-0.1, 0.1)
+
+
+@torch.no_grad()
+def _where(layer: Constrained) -> None:
+    layer.weight[layer.weight > 0.1] = 0.1
+
+
+@torch.no_grad()
+def _masked(layer: Constrained) -> None:
+    layer.weight *= layer.mask
+
+
+def _data_where(layer: Constrained) -> None:
+    layer.weight.data[layer.mask == 0] = 0
+
+
+CONSTRAINTS = {f.__name__: f for f in (_data, _normalized, _clamped, _where, _masked, _data_where)}
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["", "sample-ids"])
+@pytest.mark.parametrize("way", CONSTRAINTS)
+def test_a_forward_that_constrains_its_own_weight(way: str, ragged: bool) -> None:
+    model, ours = both(nn.Sequential(nn.Linear(4, 4), Constrained(way), nn.Tanh(), nn.Linear(4, 2)))
+    for n in (4, 9, 2):
+        with torch.no_grad():  # as a step of training does
+            for p, q in zip(model.parameters(), ours.parameters(), strict=True):
+                step = torch.randn_like(p)
+                p += step
+                q += step
+        x = batch(n, 4)
+        if ragged:
+            ours.zero_grad()
+            with ps.sample_ids(torch.arange(n), n):
+                squares(ours(x)).mean().backward()
+            assert_rows(ours, loop(model, square, (x,)))
+        else:
+            right(ours, model, x)
+        for p, q in zip(model.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
