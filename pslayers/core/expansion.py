@@ -249,6 +249,12 @@ def of_one(weight: Tensor) -> Tensor:
     return weight[0] if len(weight) else weight.new_zeros(weight.shape[1:]) + weight.sum(0)
 
 
+def take_data(param: Tensor, alias: Tensor) -> None:
+    """What a forward may have set as the `.data` of an alias of the parameter becomes the parameter's."""
+    if alias.data_ptr() != param.data_ptr():
+        param.data = alias.data
+
+
 def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
     """The one weight behind `weight`, or None where the samples truly have different weights.
 
