@@ -326,6 +326,11 @@ def expansion_of(t: PerSample) -> Expansion:
     return made
 
 
+def recorded(own: Iterable[PerSample]) -> bool:
+    """Whether what is made of one of these, or written to it, has a gradient of each sample's own."""
+    return torch.is_grad_enabled() and any(t.each.requires_grad for t in own)
+
+
 def names_of(own: Iterable[PerSample]) -> frozenset[str]:
     """Of the parameters that all of these were made of."""
     return frozenset[str]().union(*(t.names for t in own))
@@ -385,7 +390,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     own = [t for t in given if isinstance(t, PerSample)]
     same, name = all(t.same for t in own), getattr(func, "__name__", str(func))
     writes = op_kinds.writes(name)
-    graph = torch.is_grad_enabled() and (not writes or any(t.each.requires_grad for t in own))
+    graph = recorded(own) if writes else torch.is_grad_enabled()
     # no gradient, so there is nothing of each sample's own
     if same and (name in op_kinds.TO_NUMBERS or not graph):
         result = plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
@@ -705,7 +710,8 @@ def _replaced(func: Any, t: Any, values: Any) -> None:
 
 def _set(func: Any, t: Any, index: Any, value: Any) -> Any:
     """A sample's own values written to rows of the batch that a mask or an index picks."""
-    if isinstance(t, PerSample) and t.same and not (torch.is_grad_enabled() and t.each.requires_grad):
+    own = [p for p in tensors_of((t, index, value)) if isinstance(p, PerSample)]
+    if isinstance(t, PerSample) and all(p.same for p in own) and not recorded(own):
         return NotImplemented  # nothing of each sample's own
     owners = NotImplemented if followed() is None or isinstance(t, PerSample) else _owners([t])
     if not isinstance(value, PerSample) or owners is NotImplemented:

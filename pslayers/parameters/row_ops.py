@@ -20,7 +20,16 @@ from ..core.expansion import Op, needed_grads
 from ..core.trees import map_tensors, memory_order, tensors_of
 from ..functional.each import for_each
 from .op_dispatch import RULES
-from .per_sample import RAGGED, PerSample, expansion_of, function_of, names_of, plainly, values_of
+from .per_sample import (
+    RAGGED,
+    PerSample,
+    expansion_of,
+    function_of,
+    names_of,
+    plainly,
+    recorded,
+    values_of,
+)
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callable[..., Any]) -> Any:
@@ -29,10 +38,9 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     own = [t for t in given if isinstance(t, PerSample)]
     others = [t for t in given if not isinstance(t, PerSample)]
     name = getattr(func, "__name__", str(func))
-    first = args[0] if args and isinstance(args[0], PerSample) else None
-    free = first is not None and not (torch.is_grad_enabled() and first.each.requires_grad)
+    first = [t for t in args[:1] if isinstance(t, PerSample)]
     # to values, which all samples share
-    if (free and op_kinds.writes(name)) or func == Tensor.data.__set__:  # type: ignore[attr-defined]
+    if (first and op_kinds.writes(name) and not recorded(first)) or func == Tensor.data.__set__:  # type: ignore[attr-defined]
         return rule()
     if not torch.is_grad_enabled():
         return plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))

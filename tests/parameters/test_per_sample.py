@@ -439,6 +439,16 @@ def test_a_parameter_that_each_call_changes_further_is_refused(shape: tuple[int,
         ours(torch.randn(3, *SEQUENCE))
 
 
+def test_a_value_with_a_gradient_written_to_data_is_refused() -> None:
+    def forward(x: Tensor, w: Tensor, other: Tensor) -> Tensor:
+        w.data[0] = other[0]
+        return F.linear(x, w)
+
+    ours = ps.convert_model(nn.Sequential(nn.Linear(4, 4), Leaf(forward, w=(4, 4), other=(4, 4))))
+    with pytest.raises(ValueError, match="is written to"), ps.sample_ids(torch.arange(3), 3):
+        ours(torch.randn(3, 4))
+
+
 def test_weights_of_inference_mode() -> None:
     """Of which no version is counted."""
     ours = ps.convert_model(Leaf(lambda x, w, m: F.linear(x * w, m.t().contiguous()), w=(4,), m=(4, 5)))
