@@ -19,7 +19,8 @@ from .tuning import samples_measured, tuning
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch_api.onednn_linear is not None
 WORTH_IT = 1 << 20  # multiplications, from which oneDNN's dearer call may have paid
 NARROW = 16  # columns, below which it never does
-MEASURED = 1 << 27  # multiplications of a product that is measured: of more rows, a part
+# multiplications of a product that is measured, and rows that it has at least: of more, a part
+MEASURED, FEWEST = 1 << 25, 64
 
 
 def has_onednn(x: Tensor) -> bool:
@@ -47,7 +48,7 @@ def _by_onednn(
 
 def _part(each: int) -> int:
     """How many rows of a product are measured, `each` of so many multiplications."""
-    return max(MEASURED // each, NARROW)
+    return max(MEASURED // each, FEWEST)
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

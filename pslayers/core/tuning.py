@@ -19,7 +19,7 @@ Key = tuple[Any, ...]
 # ways that are so many times as slow as the fastest after a round are not in the next one: in the first ones,
 # the machine may have been busy with something else
 ROUNDS = 3.0, 1.0
-LONG = 0.02  # seconds, of which one round tells enough
+LONG = 0.004  # seconds, of which one round tells enough
 # uses after which a shape is measured again: at first memory was new, or the machine busy
 AGAIN = 8
 

@@ -240,16 +240,18 @@ def patch_products(x: Tensor, lengths: torch.Size, shape: torch.Size, geometry: 
 # slow for few columns, and a little slower for long sums.
 FUSED_MULTIPLY, FUSED_RESULT, FUSED_INPUT, FUSED_CALL = 0.0065, 0.3, 0.17, 65e3
 FUSED_ODD, FUSED_LARGE, FUSED_FAR, FAR = 2.8, 1.1, 0.8, 32
-FEW, FEW_MULTIPLY, FEW_RESULT, FEW_PATCH = 8, 0.008, 0.15, 0.4
+FEW, FEW_MULTIPLY, FEW_RESULT, FEW_PATCH, FEW_CALL = 8, 0.008, 0.15, 0.4, 45e3
 IM2COL_MULTIPLY, IM2COL_RESULT, IM2COL_PATCH, IM2COL_RUN, IM2COL_CALL = 0.0083, 0.22, 0.035, 1.9, 28e3
 IM2COL_LONG, LONG = 1.2, 256
 PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_PATCH, PRODUCT_RUN, PRODUCT_CALL = 0.0064, 0.15, 0.1, 2.3, 25e3
 
 
-WORTH_TRYING = 4.0  # times as slow as the fastest, by the model
+# times as slow as the fastest, by the model: beyond, none of some 200 shapes on two machines had it the fastest
+WORTH_TRYING = {"fused": 2.0, "im2col": 4.0, "product": 1.5}
 MOST = 8  # chunks that a sample's patches may take, for a product with them to be tried: fused is faster then
-NARROW = 4  # channels in, for which a convolution by the output gradient may be the fastest
-WIDE = 768  # positions, from which it may be so for more channels
+# positions, from which a convolution by the output gradient may be the fastest: in one dim with so few channels
+# in, else with twice as many as out, or many more positions
+WIDE, NARROW, NARROWING, WIDEST = 768, 4, 2, 2048
 
 
 def fastest(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> str:
@@ -297,7 +299,7 @@ def _promising(
     copied = _copied(gy, shape, geometry)
     wide = groups * math.prod(math.ceil(n / 32) * 32 for n in (o, i * kernel))
     if i < FEW:
-        fused = values * (FEW_RESULT + FEW_MULTIPLY * positions) + patches * FEW_PATCH
+        fused = values * (FEW_RESULT + FEW_MULTIPLY * positions) + patches * FEW_PATCH + FEW_CALL
     else:
         slower = (FUSED_ODD if o % 8 and o > 2 else 1.0) * (FUSED_LARGE if max(shape[3:]) > 3 else 1.0)
         far = patches * FUSED_FAR if max(*geometry.dilation, *geometry.padding) >= FAR else 0.0
@@ -321,9 +323,13 @@ def _promising(
         )
         costs["product"] = product + groups * PRODUCT_CALL
     least = min(costs.values())
-    found = sorted((m for m in costs if costs[m] <= WORTH_TRYING * least), key=costs.__getitem__)
+    found = sorted((m for m in costs if costs[m] <= WORTH_TRYING[m] * least), key=costs.__getitem__)
     # of which the model knows nothing
-    turned = i <= NARROW or (groups == 1 and kernel > 1 and positions >= WIDE)
+    if i <= NARROW:
+        turned = len(shape) == 4
+    else:
+        turned = groups == 1 and kernel > 1 and (i >= NARROWING * o or positions >= WIDEST)
+    turned = turned and positions >= WIDE
     return [*found, "turned"] if turned else found
 
 
