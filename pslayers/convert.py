@@ -175,9 +175,7 @@ converted.adopt = _adopt
 def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not isinstance(model, PSContainer):
         return
-    # a forward may write to its inputs, and to parameters (max_norm)
-    args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))
-    before = [(p, p.detach().clone(), p._version) for p in model.parameters()]
+    args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a forward may write to its inputs
     jagged = of_jagged((args, kwargs)) if local.ragged is None else nullcontext()
     with trial(model), jagged:
         try:
@@ -192,11 +190,6 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             raise ConversionError(
                 f"{type(model).__name__} cannot be converted, and has not been changed: {error}"
             ) from error
-        finally:
-            with torch.no_grad():
-                for param, value, version in before:
-                    if param._version != version:
-                        param.copy_(value)
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -4,13 +4,18 @@ real run's.
 
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
+from .. import torch_api
+from ..core.op_kinds import writes
 from ..core.trees import tensors_of
 
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "_hooks" in name)
@@ -40,16 +45,34 @@ def _equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and isinstance(one, bool | int | float | str) and one == other
 
 
-class Snapshot:
-    """Buffers, hooks and attributes of a model's modules, with what is in their dicts, lists and sets; and
-    what it is called with.
+_OF_GRAPHS = {"requires_grad_", "detach_"}  # methods that write no values
+# names of a module's parameters that a forward was seen to write to: in a trial, others stand in their place
+_written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
-    A forward may keep what it has computed (a cache of masks, of position biases), and must not find there
-    what a run on other inputs, or with other weights, has left. It may change its inputs in place.
+
+def _has_memory(t: Tensor) -> bool:
+    """Of its own: it is no subclass's, nor what a transform has wrapped."""
+    return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not torch_api.is_wrapped(t)
+
+
+class Snapshot:
+    """Parameters, buffers, hooks and attributes of a model's modules, with what is in their dicts, lists and
+    sets; and what it is called with.
+
+    A forward may keep what it has computed (a cache of masks, of position biases, a moving average of
+    weights), and must not find there what a run on other inputs, or with other weights, has left. It may
+    change its inputs in place.
     """
 
     def __init__(self, model: nn.Module, call: Any = ()) -> None:
         self.name = type(model).__name__
+        each = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        self.slots = [slot for slot in each if not is_lazy(slot[2])]
+        with torch_api.without_torch_function():
+            own = [slot for slot in self.slots if isinstance(slot[2], nn.Parameter)]
+            self.data = [(m, name, p, data) for m, name, p in own if _has_memory(data := p.data)]
+        # they take memory: only of what is known to be written to
+        self.values = {id(p): data.clone() for m, name, p, data in self.data if name in _written.get(m, ())}
         self.inputs = [
             (t, t.detach().clone(), t._version, t.grad_fn) for t in tensors_of(call) if not t.is_inference()
         ]
@@ -79,8 +102,33 @@ class Snapshot:
         """Whether what the model was called with was written to."""
         return any(t._version != version for t, _, version, _ in self.inputs)
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside the block, parameters are copied before a forward writes to them."""
+        storages = {slot[3].untyped_storage()._cdata: slot for slot in self.data}
+
+        def written(t: Tensor) -> None:
+            if (slot := storages.get(t.untyped_storage()._cdata)) is not None:
+                module, name, p, data = slot
+                if id(p) not in self.values:
+                    _written.setdefault(module, set()).add(name)
+                    self.values[id(p)] = data.clone()
+
+        with _Writes(written):
+            yield
+
+    def parameters_differ(self) -> bool:
+        """Whether a parameter is another now, or was written to."""
+        return (
+            bool(self.values)
+            or any(module._parameters.get(name) is not p for module, name, p in self.slots)
+            or any(p.data_ptr() != data.data_ptr() for *_, p, data in self.data)
+        )
+
     def differs(self) -> bool:
         """Whether something that modules hold has another value now, or is not there any more."""
+        if self.parameters_differ():
+            return True
         for held, values in self.attributes:
             now, then = ({n: v for n, v in d.items() if n not in _IGNORED} for d in (held, values))
             if len(now) != len(then) or not _alike(now, then):
@@ -96,6 +144,15 @@ class Snapshot:
         Raises:
             ValueError: an input was changed in place, and the graph that it belongs to with it.
         """
+        with torch_api.without_torch_function():
+            for module, name, p in self.slots:
+                if module._parameters.get(name) is not p:
+                    module._parameters[name] = p
+            for *_, p, data in self.data:
+                if p.data_ptr() != data.data_ptr():
+                    p.data = data
+                if (value := self.values.get(id(p))) is not None:
+                    data.copy_(value)
         for held, values in self.attributes:
             for name in held.keys() - values.keys() - _KEPT:
                 del held[name]
@@ -127,12 +184,33 @@ class Snapshot:
                 self.inputs[place] = t, value, t._version, node
 
 
+class _Writes(TorchFunctionMode):
+    """Has `look` see each tensor before a function writes to it."""
+
+    def __init__(self, look: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.look = look
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, into = getattr(func, "__name__", ""), [kwargs.get("out")]
+        if name in ("embedding", "embedding_bag"):
+            if (kwargs.get("max_norm") or args[3:4]) not in (None, (None,), ()):
+                into += [args[1:2], kwargs.get("weight")]
+        elif (writes(name) and name not in _OF_GRAPHS) or kwargs.get("inplace"):
+            into += args[:1] or kwargs.values()
+        with torch_api.without_torch_function():
+            for t in filter(_has_memory, tensors_of(into)):
+                self.look(t)
+        return func(*args, **kwargs)
+
+
 @contextmanager
-def unchanged(model: nn.Module, hooks: bool = True) -> Iterator[None]:
+def unchanged(model: nn.Module, hooks: bool = True) -> Iterator[Snapshot]:
     """After the block, the model's modules hold what they held before."""
     before = Snapshot(model)
     try:
-        yield
+        yield before
     finally:
         before.restore(hooks)
 
@@ -165,7 +243,12 @@ def trial(model: nn.Module) -> Iterator[None]:
     # it bypasses the layers of torch's Transformers where no gradient is asked for
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.random.fork_rng(devices), unchanged(model), gradients_unchanged(model):
+        with (
+            torch.random.fork_rng(devices),
+            unchanged(model) as before,
+            gradients_unchanged(model),
+            before.watching(),
+        ):
             yield
     finally:
         random.setstate(state)

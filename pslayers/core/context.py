@@ -400,10 +400,15 @@ def transforming() -> bool:
 
 # --------------------------------------------------------------------------------- in the place of parameters
 @contextmanager
-def in_place_of(places: Sequence[Place], anew: Callable[[], Sequence[Place]] | None = None) -> Iterator[None]:
+def in_place_of(
+    places: Sequence[Place],
+    anew: Callable[[], Sequence[Place]] | None = None,
+    left: Callable[[Any, str], Any] = lambda value, name: value,
+) -> Iterator[None]:
     """Tensors in the place of parameters inside the block, and in whatever a checkpoint computes of it again.
 
-    `anew` makes them for that, where those of the first run cannot be used once more.
+    `anew` makes them for that, where those of the first run cannot be used once more. What the block puts
+    there itself stays, as `left` makes it of that and the name.
     """
     before = [held[name] for held, name, _ in places]
     outer, local.places = local.places, (*local.places, anew or (lambda: places))
@@ -413,8 +418,9 @@ def in_place_of(places: Sequence[Place], anew: Callable[[], Sequence[Place]] | N
         yield
     finally:
         local.places = outer
-        for (held, name, _), param in zip(places, before, strict=True):
-            held[name] = param
+        for (held, name, tensor), param in zip(places, before, strict=True):
+            if name in held:
+                held[name] = param if held[name] is tensor else left(held[name], name)
 
 
 def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) -> list[Place]:

@@ -255,6 +255,24 @@ def take_data(param: Tensor, alias: Tensor) -> None:
         param.data = alias.data
 
 
+def untrained(value: Any, name: str) -> Any:
+    """A parameter that a forward has put in the place of another: what it is used for in this call is an
+    error by name.
+    """
+
+    def refuse(grad: Tensor) -> None:
+        if "_ps_recorder" not in value.__dict__:
+            raise RuntimeError(
+                f"`{name}` was replaced by a parameter that its forward has made, and got a gradient in the"
+                " same call, of which there are no rows: write to the parameter that there is, under"
+                " torch.no_grad()."
+            )
+
+    if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
+        value.register_hook(refuse)
+    return value
+
+
 def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
     """The one weight behind `weight`, or None where the samples truly have different weights.
 

@@ -246,11 +246,11 @@ IM2COL_LONG, LONG = 1.2, 256
 PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_PATCH, PRODUCT_RUN, PRODUCT_CALL = 0.0064, 0.15, 0.1, 2.3, 25e3
 
 
-# times as slow as the fastest, by the model: beyond, none of some 200 shapes on two machines had it the fastest
+# times as slow as the fastest, by the model: beyond, it was the fastest for none of some 200 shapes
 WORTH_TRYING = {"fused": 2.0, "im2col": 4.0, "product": 1.5}
 MOST = 8  # chunks that a sample's patches may take, for a product with them to be tried: fused is faster then
-# positions, from which a convolution by the output gradient may be the fastest: in one dim with so few channels
-# in, else with twice as many as out, or many more positions
+# positions, from which a convolution by the output gradient may be the fastest: in one dim with few channels
+# in, else with twice as many as out, or for many more positions
 WIDE, NARROW, NARROWING, WIDEST = 768, 4, 2, 2048
 
 

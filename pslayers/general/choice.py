@@ -127,8 +127,9 @@ class _Proof:
         self.names = sorted(names)
         self.factors = 0.5 + noise(torch.empty(size, dtype=torch.float64))  # one for each sample
         coarsest = Coarsest(call, self.values.values())
-        before, plain = Snapshot(module), {n: self.values[n].clone().requires_grad_() for n in self.names}
+        plain = {n: self.values[n].clone().requires_grad_() for n in self.names}
         with self._run_by_itself(plain):
+            before = Snapshot(module)
             args, kwargs = copied(call)
             given = {id(t) for t in tensors_in((args, kwargs))}
             with coarsest:

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -62,10 +62,7 @@ _log = logging.getLogger(__name__.partition(".")[0])
 class ModelCall:
     """A call of a converted model, `run(model, *args, **kwargs)`, for `size` samples, more than one."""
 
-    __slots__ = (
-        *("args", "forget", "kind", "kwargs", "model", "plain", "random", "run", "settings", "size"),
-        "state",
-    )
+    __slots__ = ("args", "forget", "kind", "kwargs", "model", "random", "run", "settings", "size", "state")
 
     def __init__(
         self,
@@ -83,7 +80,6 @@ class ModelCall:
         # to be drawn again by a further run
         self.random = None if kind in self.state.drawless else random_state()
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
-        self.plain: list[Any] | None = None  # what the original layers return, once that is known
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
@@ -192,13 +188,13 @@ class ModelCall:
             if not (proving or self.settings.has_gathered_rows):
                 output = self.run(model, *self.args, **self.kwargs)
                 return UNDECIDED if batch.undecided else output
-            hooks = quiet_hooks(model) if proving else nullcontext()
-            with gathering(self.size, self.settings, self.args, self.kwargs), hooks:
+            with ExitStack() as around:
+                around.enter_context(gathering(self.size, self.settings, self.args, self.kwargs))
+                if before is not None:
+                    around.enter_context(quiet_hooks(model))
+                    around.enter_context(before.watching())
                 output = self.run(model, *self.args, **self.kwargs)
                 if batch.undecided:
-                    # layers alone ran, which change no value
-                    if proving and not any(state.plans for state in self._states()):
-                        self.plain = _values(output)
                     return UNDECIDED
                 return output if before is None or self._verified(batch, output, before) else UNDECIDED
         except Exception:
@@ -276,7 +272,8 @@ class ModelCall:
     @contextmanager
     def _kept_if_proved(self) -> Iterator[None]:
         """After an error in the block, what was learned there is forgotten."""
-        before = [(state, state.learned()) for state in self._states()]
+        states = [s for m in self.model.modules() if (s := getattr(m, "_ps", None)) is not None]
+        before = [(state, state.learned()) for state in states]
         proved, shared, picked = set(self.state.proved), self.state.shared, self.settings.has_gathered_rows
         try:
             yield
@@ -286,10 +283,6 @@ class ModelCall:
             self.state.proved, self.state.shared = proved, shared
             self.settings.has_gathered_rows = picked
             raise
-
-    def _states(self) -> list[Any]:
-        """What each module below knows."""
-        return [s for m in self.model.modules() if (s := getattr(m, "_ps", None)) is not None]
 
     def _make_room(self) -> None:
         """Have memory for the rows of all samples, where rows are recorded."""
@@ -334,13 +327,13 @@ class ModelCall:
             ValueError: the outputs or the owners of rows differ.
         """
         model, state = self.model, self.state
-        given = model._ps_given()
-        if not given and self.plain is None:  # per-sample weights have no plain counterpart
+        given, plain = model._ps_given(), None
+        if not given:  # per-sample weights have no plain counterpart
             with without_gathered_rows():
-                run = functools.partial(self.run, model)
-                self.plain = _values(run_plainly(run, model, self.args, self.kwargs))
+                plain = run_plainly(functools.partial(self.run, model), model, self.args, self.kwargs)
+                plain = [t.detach() if isinstance(t, Tensor) else t for t in tensors_in(plain)]
         output, batch = self._watched(self.args, self.kwargs)
-        problem = None if given else disagreement(output, self.plain)
+        problem = None if given else disagreement(output, plain)
         tensors = tensors_in(output)
         layouts = [model._ps_layout(0, ("out", i), t.ndim) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
         own = batched_outputs(output, batch, layouts)
@@ -393,11 +386,6 @@ def _sized(value: Any, size: int) -> bool:
     if isinstance(value, (Tensor, str, bool, float, type(None), torch.dtype, torch.device)):
         return True
     return isinstance(value, int) and value != size
-
-
-def _values(output: Any) -> list[Any]:
-    """The tensors of an output by themselves: not its graph, nor what may be written over."""
-    return [t.detach().clone() if isinstance(t, Tensor) else t for t in tensors_in(output)]
 
 
 def random_state() -> list[Tensor]:

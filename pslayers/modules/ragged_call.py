@@ -71,7 +71,8 @@ def _call(
         forget()
         past, mixed = True, set[str]()
         try:
-            output, call = _output(model, run, args, kwargs, proving=True)
+            with before.watching():
+                output, call = _output(model, run, args, kwargs, proving=True)
             past, mixed = past_expansions(output, params), call.mixed_without_rows(output) - asked
         except general.ParametersReturnedError:
             pass

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import torch_api
 from ..core import op_kinds
@@ -35,7 +35,7 @@ from ..core.context import (
     transforming,
 )
 from ..core.converted_module import ConvertedModule
-from ..core.expansion import Expansion, Op
+from ..core.expansion import Expansion, Op, untrained
 from ..core.trees import map_tensors, tensors_of
 from ..functional.each import for_each
 
@@ -144,7 +144,7 @@ def standing_in(module: ConvertedModule, standing: Standing) -> Iterator[None]:
         return places_of(module, standing.stand_ins(), tied=standing.includes_children)
 
     try:
-        with in_place_of(places(), places):
+        with in_place_of(places(), places, _left):
             yield
         if any(ref() is not None for ref in standing.made):
             _leave_values(module)
@@ -154,6 +154,17 @@ def standing_in(module: ConvertedModule, standing: Standing) -> Iterator[None]:
             )
     finally:
         local.stand_ins = before
+
+
+def _left(value: Any, name: str) -> Any:
+    """What a forward has put in a parameter's place: a parameter that it has made of one of each sample's
+    own has its values.
+    """
+    if not isinstance(value, PerSample):
+        return untrained(value, name)
+    if value.requires_grad:
+        untrained(value.each, name)
+    return nn.Parameter(value.each.detach()[0].clone(), value.requires_grad)
 
 
 def _leave_values(module: ConvertedModule) -> None:
@@ -390,6 +401,8 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     own = [t for t in given if isinstance(t, PerSample)]
     same, name = all(t.same for t in own), getattr(func, "__name__", str(func))
     writes = op_kinds.writes(name)
+    if writes and not args:  # as torch.nn.init's are handed on
+        raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
     graph = recorded(own) if writes else torch.is_grad_enabled()
     # no gradient, so there is nothing of each sample's own
     if same and (name in op_kinds.TO_NUMBERS or not graph):

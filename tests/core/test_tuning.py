@@ -199,10 +199,10 @@ def test_layers_measure_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "_measured", noted)
     monkeypatch.setattr(ps.tuning, "chosen", {})
-    model = ps.convert_model(torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.Conv2d(16, 16, 3)))
+    model = ps.convert_model(torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Conv2d(16, 16, 3)))
     for size in (4, 4, 4):
-        model(torch.randn(size, 3, 12, 12)).square().mean((1, 2, 3)).mean().backward()
+        model(torch.randn(size, 8, 12, 12)).square().mean((1, 2, 3)).mean().backward()
     assert len(measured) == 2
     with FlopCounterMode(display=False):  # sees the rule's ways, once each
-        model(torch.randn(5, 3, 20, 20)).square().mean((1, 2, 3)).mean().backward()
+        model(torch.randn(5, 8, 20, 20)).square().mean((1, 2, 3)).mean().backward()
     assert len(measured) == 2

@@ -3,6 +3,7 @@ loop over samples.
 """
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -101,6 +102,8 @@ def test_methods_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[Any, str] = {}
     monkeypatch.setattr(tuning, "enabled", True)
     monkeypatch.setattr(tuning, "chosen", seen)
+    monkeypatch.setattr(conv_weight_grads, "WORTH_TRYING", dict.fromkeys(conv_weight_grads.ROWS, math.inf))
+    monkeypatch.setattr(conv_weight_grads, "_promising", conv_weight_grads._promising.__wrapped__)
     for channels, out, groups, space in SHAPES:
         for size in (3, 11):
             x, weight, bias = data(2, size, 2, channels, out, groups, space, dtype=torch.float32)
