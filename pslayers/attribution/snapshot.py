@@ -117,17 +117,13 @@ class Snapshot:
         with _Writes(written):
             yield
 
-    def parameters_differ(self) -> bool:
-        """Whether a parameter is another now, or was written to."""
-        return (
-            bool(self.values)
-            or any(module._parameters.get(name) is not p for module, name, p in self.slots)
-            or any(p.data_ptr() != data.data_ptr() for *_, p, data in self.data)
-        )
-
     def differs(self) -> bool:
         """Whether something that modules hold has another value now, or is not there any more."""
-        if self.parameters_differ():
+        if (
+            self.values
+            or any(module._parameters.get(name) is not p for module, name, p in self.slots)
+            or any(p.data_ptr() != data.data_ptr() for *_, p, data in self.data)
+        ):
             return True
         for held, values in self.attributes:
             now, then = ({n: v for n, v in d.items() if n not in _IGNORED} for d in (held, values))

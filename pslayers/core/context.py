@@ -403,12 +403,12 @@ def transforming() -> bool:
 def in_place_of(
     places: Sequence[Place],
     anew: Callable[[], Sequence[Place]] | None = None,
-    left: Callable[[Any, str], Any] = lambda value, name: value,
+    left: Callable[[Any], Any] = lambda value: value,
 ) -> Iterator[None]:
     """Tensors in the place of parameters inside the block, and in whatever a checkpoint computes of it again.
 
     `anew` makes them for that, where those of the first run cannot be used once more. What the block puts
-    there itself stays, as `left` makes it of that and the name.
+    there itself stays, as what `left` makes of it.
     """
     before = [held[name] for held, name, _ in places]
     outer, local.places = local.places, (*local.places, anew or (lambda: places))
@@ -420,7 +420,7 @@ def in_place_of(
         local.places = outer
         for (held, name, tensor), param in zip(places, before, strict=True):
             if name in held:
-                held[name] = param if held[name] is tensor else left(held[name], name)
+                held[name] = param if held[name] is tensor else left(held[name])
 
 
 def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) -> list[Place]:

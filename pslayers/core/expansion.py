@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from .context import UNSCALED, Scale, in_ragged, local, transforming
+from .context import UNSCALED, Scale, Settings, in_ragged, local, transforming
 from .factors import Factor
 from .products import number
 from .sinks import UNRECORDED
@@ -255,22 +255,18 @@ def take_data(param: Tensor, alias: Tensor) -> None:
         param.data = alias.data
 
 
-def untrained(value: Any, name: str) -> Any:
-    """A parameter that a forward has put in the place of another: what it is used for in this call is an
-    error by name.
-    """
+def refuse_rows(param: Tensor, name: str, settings: Settings) -> None:
+    """Of a parameter that a forward makes, what it is used for in this call is an error by name."""
 
     def refuse(grad: Tensor) -> None:
-        if "_ps_recorder" not in value.__dict__:
+        if settings.recording and "_ps_recorder" not in param.__dict__:
             raise RuntimeError(
-                f"`{name}` was replaced by a parameter that its forward has made, and got a gradient in the"
-                " same call, of which there are no rows: write to the parameter that there is, under"
-                " torch.no_grad()."
+                f"`{name}` was made by its forward just now, and got a gradient of which there are no rows:"
+                " write to the one that there is, under torch.no_grad(), or make it before the call."
             )
 
-    if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
-        value.register_hook(refuse)
-    return value
+    if param.requires_grad and param.is_leaf:
+        param.register_hook(refuse)
 
 
 def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:

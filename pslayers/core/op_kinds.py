@@ -120,7 +120,7 @@ DRAWN_LIKE = _names("rand randn randint", "{}_like")
 # whatever its values are
 PROPERTIES = _names("""
     shape dtype device ndim layout is_cuda is_cpu is_leaf is_sparse is_quantized is_meta itemsize nbytes grad
-    is_nested
+    grad_fn is_nested
 """)
 READ = _names("""
     size dim ndimension numel nelement element_size stride storage_offset get_device is_floating_point

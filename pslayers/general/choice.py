@@ -196,9 +196,13 @@ class _Proof:
         return {name: g for name, g in zip(of, found, strict=False) if g is not None}
 
     def idle(self) -> list[frozenset[str]]:
-        """The parameters that reach but outputs in which samples interact, if there are any beside others."""
-        idle = frozenset(n for n in self.names if n not in self.sums[0] and n in self.sums[1])
-        return [idle] if idle and any(layout != MIXED for layout in self.layouts) else []
+        """The parameters that reach but outputs in which samples interact, if there are any beside others;
+        with these, those that reach none at all, as codes that follow a moving average.
+        """
+        mixed = any(layout != MIXED for layout in self.layouts)
+        idle = frozenset(n for n in self.names if mixed and n not in self.sums[0] and n in self.sums[1])
+        none = frozenset(n for n in self.names if n not in self.sums[0] and n not in self.sums[1])
+        return [*([idle] if idle else []), *([idle | none] if none else [])]
 
     def of_layers(self) -> frozenset[str]:
         """The module's own parameters that are a layer's below, too (tied ones), which alone uses them."""

@@ -40,9 +40,9 @@ class Plan:
     `names`: the parameters of which each sample has its own; `includes_children`: of all modules below. For
     "direct", `follows`: rows of other tensors are followed, and `choices`: see `Standing`. For "vmap",
     `fresh`: tensors that the forward makes anew are made for each sample, to be written into. `idle`:
-    parameters that reach but outputs in which samples interact. `others`: those that are left to a layer
-    below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps, which
-    vmap and the loop do not. `orders`: in which order the dims of what the plain module returns lie in
+    parameters that reach but outputs in which samples interact, or none. `others`: those that are left to a
+    layer below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps,
+    which vmap and the loop do not. `orders`: in which order the dims of what the plain module returns lie in
     memory.
     """
 

@@ -63,12 +63,17 @@ def run_by(
     def one(own: dict[str, Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         parts = iter(tensors)
         args, kwargs = taken = map_tensors(lambda _: next(parts), call)
-        with without_gathered_rows(), by_original_layers(), unchanged(module, hooks=False) as before:
-            with in_place_of(places_of(module, own, tied=True)), redirect:
-                places = memory(own)
-                output = forward(module, *args, **kwargs)
-            if memory(own) != places or before.parameters_differ():
-                raise NoRuleError("its forward replaces a parameter, or its `.data`, which only it would see")
+        with (
+            without_gathered_rows(),
+            by_original_layers(),
+            unchanged(module, hooks=False),
+            in_place_of(places_of(module, own, tied=True)),
+            redirect,
+        ):
+            places = memory(own)
+            output = forward(module, *args, **kwargs)
+        if memory(own) != places:
+            raise NoRuleError("its forward replaces the `.data` of a parameter, which only it would see")
         written = written_to(taken, {id(t) for t in tensors})
         skeleton[:] = [
             output,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import torch_api
 from ..core.context import Place, Settings, by_original_layers, in_place_of
-from ..core.expansion import Op, of_one, take_data, untrained, will_execute
+from ..core.expansion import Op, of_one, take_data, will_execute
 from ..core.recorder import Recorder, recorder_of
 from ..core.sinks import store_single
 from .inventory import Inventory
@@ -145,7 +145,7 @@ def run_alone(
         return own + (trained.aliased(_Alone if size else _OfNone) if recorded else [])
 
     flat, put = functools.partial(_flat_weights, inventory), places()
-    with in_place_of(put, places, untrained), in_place_of(flat(), flat):
+    with in_place_of(put, places), in_place_of(flat(), flat):
         output = run_plain(model, args, kwargs)
     if recorded and size:
         for (_, _, alias), (_, _, param, _) in zip(put[len(own) :], trained.places, strict=True):

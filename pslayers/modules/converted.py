@@ -20,6 +20,7 @@ from ..attribution.tracking import Layout, batch_dim, run_tracked
 from ..core import sharding
 from ..core.context import Batch, Form, Settings, clear, form_of, local, transforming
 from ..core.converted_module import ConvertedModule
+from ..core.expansion import refuse_rows
 from ..core.recorder import Recorder, recorder_of
 from ..core.trees import own_parameters, tensors_in
 from .batch_of_one import run_alone, run_plain
@@ -120,6 +121,9 @@ class Converted(_Mixin):
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, Tensor) and self.__dict__.get("_parameters", {}).get(name) is value:
             return  # `self.weight *= factor`, and what stands for a parameter is none
+        if type(value) is nn.Parameter and (local.batch is not None or local.use_original_forward):
+            state = self._ps_state()
+            refuse_rows(value, f"{state.prefix}{name}", state.settings)
         super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles

@@ -35,7 +35,7 @@ from ..core.context import (
     transforming,
 )
 from ..core.converted_module import ConvertedModule
-from ..core.expansion import Expansion, Op, untrained
+from ..core.expansion import Expansion, Op, refuse_rows
 from ..core.trees import map_tensors, tensors_of
 from ..functional.each import for_each
 
@@ -138,13 +138,15 @@ def standing_in(module: ConvertedModule, standing: Standing) -> Iterator[None]:
             others.
     """
     before, local.stand_ins = local.stand_ins, standing
-    standing.path = module._ps_state().path
+    state = module._ps_state()
+    standing.path = state.path
 
     def places() -> list[Place]:
         return places_of(module, standing.stand_ins(), tied=standing.includes_children)
 
     try:
-        with in_place_of(places(), places, _left):
+        prefix = "" if standing.prefix else state.prefix
+        with in_place_of(places(), places, lambda value: _values_left(value, prefix, state.settings)):
             yield
         if any(ref() is not None for ref in standing.made):
             _leave_values(module)
@@ -156,14 +158,13 @@ def standing_in(module: ConvertedModule, standing: Standing) -> Iterator[None]:
         local.stand_ins = before
 
 
-def _left(value: Any, name: str) -> Any:
-    """What a forward has put in a parameter's place: a parameter that it has made of one of each sample's
-    own has its values.
+def _values_left(value: Any, prefix: str, settings: Any) -> Any:
+    """A parameter that a forward has made of one of each sample's own, and put in its place, is one of its
+    values.
     """
     if not isinstance(value, PerSample):
-        return untrained(value, name)
-    if value.requires_grad:
-        untrained(value.each, name)
+        return value
+    refuse_rows(value.each, ", ".join(f"{prefix}{name}" for name in value.names), settings)
     return nn.Parameter(value.each.detach()[0].clone(), value.requires_grad)
 
 
@@ -721,6 +722,17 @@ def _replaced(func: Any, t: Any, values: Any) -> None:
     t.replace(values)
 
 
+def _trained(func: Any, t: Any, requires_grad: bool = True) -> Any:
+    """What is cut off from the parameter's graph, to be differentiated by itself."""
+    if not isinstance(t, PerSample):
+        return NotImplemented
+    if t.each.requires_grad != requires_grad:
+        if not t.each.is_leaf:
+            raise NoRuleError("a parameter of each sample's own would have no gradient")
+        t.each.requires_grad_(requires_grad)
+    return t
+
+
 def _set(func: Any, t: Any, index: Any, value: Any) -> Any:
     """A sample's own values written to rows of the batch that a mask or an index picks."""
     own = [p for p in tensors_of((t, index, value)) if isinstance(p, PerSample)]
@@ -767,6 +779,7 @@ _KINDS: dict[Rule, Iterable[str]] = {
     _of_each: [*op_kinds.OF_ONE, *op_kinds.COPIED],
     _pointwise: op_kinds.OF_SEVERAL,
     _in_place: op_kinds.INTO_FIRST,
+    _trained: ["requires_grad_"],
     _attention: ["scaled_dot_product_attention"],
 }
 _RULES: dict[Any, Rule] = {f: rule for rule, names in _KINDS.items() for f in op_kinds.functions(names)}

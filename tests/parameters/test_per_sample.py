@@ -428,17 +428,6 @@ def test_a_parameter_that_its_forward_keeps_in_a_range(name: str, shape: tuple[i
     assert ps.report(ours).fast == 1
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 4)])
-def test_a_parameter_that_each_call_changes_further_is_refused(shape: tuple[int, ...]) -> None:
-    def forward(x: Tensor, w: Tensor) -> Tensor:
-        w.data = w.data * 0.9
-        return x * w.sum()
-
-    ours = ps.convert_model(nn.Sequential(nn.Linear(4, 4), Leaf(forward, w=shape)))
-    with pytest.raises(ValueError, match="samples interact"):
-        ours(torch.randn(3, *SEQUENCE))
-
-
 def test_a_value_with_a_gradient_written_to_data_is_refused() -> None:
     def forward(x: Tensor, w: Tensor, other: Tensor) -> Tensor:
         w.data[0] = other[0]
