@@ -86,6 +86,14 @@ class State:
         of = training, local.form, call, slot, ndim
         return [layout for (t, f, c, (s, _), d), layout in self.layouts.items() if (t, f, c, s, d) == of]
 
+    def take_over(self, training: bool) -> None:
+        """What was learned in the other mode is taken to hold in this one, where nothing is known."""
+        layouts = {
+            (training, *of): layout for (mode, *of), layout in self.layouts.items() if mode != training
+        }
+        plans = {(n, training, *of): plan for (n, mode, *of), plan in self.plans.items() if mode != training}
+        self.layouts, self.plans = {**layouts, **self.layouts}, {**plans, **self.plans}  # type: ignore[dict-item]
+
     def learned(self) -> tuple[Any, ...]:
         """What tracking has taught so far."""
         return dict(self.layouts), dict(self.plans), self.per_sample_forward, self.includes_children

@@ -103,6 +103,14 @@ class ModelCall:
             with saved_tensors_hooks(_keep, _keep):
                 self._first()
             return self._undone(before).again()
+        if self._known_in_the_other_mode():
+            try:
+                output = self._learned_from(None)
+            except Exception:
+                self._undone(before)
+            else:
+                self._note_what_changed(before)
+                return output
         output = self._attempt(before)
         return output if output is not UNDECIDED else self._undone(before).learn(before)
 
@@ -194,9 +202,11 @@ class ModelCall:
                     around.enter_context(quiet_hooks(model))
                     around.enter_context(before.watching())
                 output = self.run(model, *self.args, **self.kwargs)
+                if before is not None:
+                    self._note_what_changed(before)
                 if batch.undecided:
                     return UNDECIDED
-                return output if before is None or self._verified(batch, output, before) else UNDECIDED
+                return output if before is None or self._verified(batch, output) else UNDECIDED
         except Exception:
             # what follows a layer that could not tell is run anyhow; a weight that was given for each sample
             # may be used past its layer, where that is not known yet
@@ -208,12 +218,15 @@ class ModelCall:
             if batch.outputs is not None:
                 batch.outputs.close()
 
-    def _verified(self, batch: Batch, output: Any, before: Snapshot) -> bool:
+    def _note_what_changed(self, before: Snapshot) -> None:
+        state = self.state
+        state.keeps, state.writes = state.keeps or before.differs(), state.writes or before.inputs_differ()
+
+    def _verified(self, batch: Batch, output: Any) -> bool:
         """Whether a first run shows that samples depend on their own rows alone, and that all trainable
         parameters have rows; noted, but where a NaN leaves it open: then a later call is to show it.
         """
         model, state = self.model, self.state
-        state.keeps, state.writes = state.keeps or before.differs(), state.writes or before.inputs_differ()
         if self._past_layers(output):
             return False
         try:
@@ -269,11 +282,24 @@ class ModelCall:
         few.forget = self.forget
         return few
 
+    def _states(self) -> list[tuple[bool, Any]]:
+        """The mode of each module below, and what it knows."""
+        found = ((m.training, getattr(m, "_ps", None)) for m in self.model.modules())
+        return [(training, state) for training, state in found if state is not None]
+
+    def _known_in_the_other_mode(self) -> bool:
+        """Whether a call that is like this one but for training or eval mode was proved, for which something
+        had to be found out.
+        """
+        other = not self.kind[0], *self.kind[1:]
+        if local.explicit is not None or not any(proved[:-1] == other for proved in self.state.proved):
+            return False
+        return any(state.layouts or state.plans for _, state in self._states())
+
     @contextmanager
     def _kept_if_proved(self) -> Iterator[None]:
         """After an error in the block, what was learned there is forgotten."""
-        states = [s for m in self.model.modules() if (s := getattr(m, "_ps", None)) is not None]
-        before = [(state, state.learned()) for state in states]
+        before = [(state, state.learned()) for _, state in self._states()]
         proved, shared, picked = set(self.state.proved), self.state.shared, self.settings.has_gathered_rows
         try:
             yield
@@ -289,13 +315,17 @@ class ModelCall:
         if self.settings.recording and torch.is_grad_enabled():
             self.model._ps_make_room(self.size)
 
-    def _learned_from(self, call: "ModelCall") -> Any:
-        """The output, after what `call`, this one or a part of its samples, has shown is found right of
-        all.
+    def _learned_from(self, call: "ModelCall | None") -> Any:
+        """The output, after what `call`, this one or a part of its samples, has shown is found right of all;
+        None: what is known in the other mode, training or eval.
         """
         with self._kept_if_proved():
-            with trial(self.model) if call is not self else nullcontext():
-                call._learn()
+            if call is None:
+                for training, state in self._states():
+                    state.take_over(training)
+            else:
+                with trial(self.model) if call is not self else nullcontext():
+                    call._learn()
             self._rewind()
             self._make_room()
             with gathering(self.size, self.settings, self.args, self.kwargs):
