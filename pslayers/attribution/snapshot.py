@@ -46,6 +46,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 _OF_GRAPHS = {"requires_grad_", "detach_"}  # methods that write no values
+_LOOK_UPS = {"embedding", "embedding_bag"}  # functions that may
 # names of a module's parameters that a forward was seen to write to: in a trial, others stand in their place
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
@@ -189,15 +190,17 @@ class _Writes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, into = getattr(func, "__name__", ""), [kwargs.get("out")]
-        if name in ("embedding", "embedding_bag"):
-            if (kwargs.get("max_norm") or args[3:4]) not in (None, (None,), ()):
-                into += [args[1:2], kwargs.get("weight")]
-        elif (writes(name) and name not in _OF_GRAPHS) or kwargs.get("inplace"):
+        name, into = getattr(func, "__name__", ""), []
+        if writes(name):
             into += args[:1] or kwargs.values()
-        with torch_api.without_torch_function():
-            for t in filter(_has_memory, tensors_of(into)):
-                self.look(t)
+        elif name in _LOOK_UPS and (kwargs.get("max_norm") or args[3:4]) not in (None, (None,), ()):
+            into += [args[1:2], kwargs.get("weight")]
+        if kwargs:
+            into += [kwargs.get("out"), *(args[:1] if kwargs.get("inplace") else ())]
+        if into and name not in _OF_GRAPHS:
+            with torch_api.without_torch_function():
+                for t in filter(_has_memory, tensors_of(into)):
+                    self.look(t)
         return func(*args, **kwargs)
 
 
