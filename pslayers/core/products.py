@@ -19,8 +19,8 @@ from .tuning import samples_measured, tuning
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch_api.onednn_linear is not None
 WORTH_IT = 1 << 20  # multiplications, from which oneDNN's dearer call may have paid
 NARROW = 16  # columns, below which it never does
-# multiplications of a product that is measured, and rows that it has at least: of more, a part
-MEASURED, FEWEST = 1 << 25, 64
+# of a product that is measured: as many multiplications, or rows, or one part of so many if that is most
+MEASURED, FEWEST, PARTS = 1 << 25, 64, 16
 
 
 def has_onednn(x: Tensor) -> bool:
@@ -46,9 +46,9 @@ def _by_onednn(
     return tuning.fastest(key, {"torch": by_torch, "onednn": by_onednn}, "torch") == "onednn"
 
 
-def _part(each: int) -> int:
+def _part(rows: int, each: int) -> int:
     """How many rows of a product are measured, `each` of so many multiplications."""
-    return max(MEASURED // each, FEWEST)
+    return max(MEASURED // each, FEWEST, rows // PARTS)
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -72,7 +72,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         sizes = x.numel() // inner, width, inner, weight.is_contiguous()
 
         def some() -> Tensor:
-            return x.reshape(-1, inner)[: _part(inner * width)]
+            return x.reshape(-1, inner)[: _part(sizes[0], inner * width)]
 
         ways = (lambda: F.linear(some(), weight, bias)), (lambda: _onednn(some(), weight, bias))
         if _by_onednn("affine", sizes, *ways):
@@ -124,7 +124,7 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
         left, right = left.flatten(0, -2), right.flatten(0, -2)
     wide = left.shape[1], right.shape[1]
     if min(wide) >= NARROW and left.numel() * wide[1] >= WORTH_IT and has_onednn(left):
-        n = _part(wide[0] * wide[1])
+        n = _part(len(left), wide[0] * wide[1])
         ways = (lambda: left[:n].t() @ right[:n]), (lambda: _onednn(left[:n].t(), right[:n].t(), None))
         if _by_onednn("outer", (len(left), *wide), *ways):
             return _onednn(left.t(), right.t(), None)
