@@ -120,12 +120,12 @@ class Snapshot:
 
     def differs(self) -> bool:
         """Whether something that modules hold has another value now, or is not there any more."""
-        if (
-            self.values
-            or any(module._parameters.get(name) is not p for module, name, p in self.slots)
-            or any(p.data_ptr() != data.data_ptr() for *_, p, data in self.data)
-        ):
+        if any(module._parameters.get(name) is not p for module, name, p in self.slots):
             return True
+        for *_, p, data in self.data:
+            value = self.values.get(id(p))
+            if p.data_ptr() != data.data_ptr() or not (value is None or torch.equal(data, value)):
+                return True
         for held, values in self.attributes:
             now, then = ({n: v for n, v in d.items() if n not in _IGNORED} for d in (held, values))
             if len(now) != len(then) or not _alike(now, then):

@@ -33,6 +33,7 @@ from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local
 from ..core.trees import map_tensors, tensors_in
+from .batch_of_one import run_plain
 from .how_modules_run import choose_how_modules_run
 
 if TYPE_CHECKING:
@@ -123,8 +124,39 @@ class ModelCall:
         """
         if sharding.apart(self.model):
             raise self.model._ps_apart()
-        state, errors = self.state, list[Exception]()
         before = before or Snapshot(self.model, (self.args, self.kwargs))
+        try:
+            return self._learn_from_parts(before)
+        except Exception:
+            if self.state.keeps and (begun := self._begun()) is not None:
+                try:
+                    return self._learn_from_parts(begun)
+                except Exception:  # the first error tells
+                    pass
+            self._undone(before)
+            raise
+
+    def _begun(self) -> Snapshot | None:
+        """Of a forward that initialises what it holds by the first batch (ActNorm), and gives the same if it
+        sees that again: what it holds then. None of others.
+        """
+
+        def run() -> list[Any]:
+            self._rewind()
+            args, kwargs = map_tensors(lambda t: t.clone(), (self.args, self.kwargs))
+            with gradients_unchanged(self.model):
+                output = run_plain(self.model, args, kwargs)
+            return [t.detach() if isinstance(t, Tensor) else t for t in tensors_in(output)]
+
+        first = run()
+        begun = Snapshot(self.model, (self.args, self.kwargs))
+        with begun.watching():
+            again = run()
+        return None if begun.differs() or disagreement(again, first) else begun
+
+    def _learn_from_parts(self, before: Snapshot) -> Any:
+        """By a few of the samples or by all, each layer by itself or its callers."""
+        state, errors = self.state, list[Exception]()
         by_itself = state.per_sample_forward, state.includes_children
         for call in filter(None, (self._few(), self)):
             errors.clear()

@@ -182,3 +182,38 @@ def test_a_refusal_leaves_parameters_as_they_were(size: int) -> None:
         ours(torch.randn(size, 5, 4))
     for name, t in ours.state_dict().items():
         assert torch.equal(t, before[name]), name
+
+
+class ActNorm(nn.Module):
+    """Initialised by the first batch that it sees, as in Glow."""
+
+    def __init__(self, forgetful: bool = False) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+        self.forgetful, self.begun = forgetful, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:
+            each = x.detach().flatten(0, -2)
+            self.shift.data, self.scale.data = -each.mean(0), 1 / each.std(0)
+            self.begun = not self.forgetful
+        return (x + self.shift) * self.scale
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 3, 5, 1), (9, 4)])
+def test_a_forward_that_initialises_itself_by_its_first_batch(sizes: tuple[int, ...], plain: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), ActNorm(), Encoder(plain), nn.Linear(3, 2)).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for size in sizes:
+        step(model, ours, batch(size, 5, 4))
+
+
+def test_by_every_batch_it_is_refused_and_left_alone() -> None:
+    ours = ps.convert_model(nn.Sequential(nn.Linear(4, 4), ActNorm(forgetful=True)))
+    before = copy.deepcopy(ours.state_dict())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cannot be run with parameters for each sample"):
+            ours(torch.randn(3, 5, 4))
+        for name, t in ours.state_dict().items():
+            assert torch.equal(t, before[name]), name
