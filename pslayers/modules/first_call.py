@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -128,11 +128,9 @@ class ModelCall:
         try:
             return self._learn_from_parts(before)
         except Exception:
-            if self.state.keeps and (begun := self._begun()) is not None:
-                try:
+            with suppress(Exception):  # the first error tells
+                if self.state.keeps and (begun := self._begun()) is not None:
                     return self._learn_from_parts(begun)
-                except Exception:  # the first error tells
-                    pass
             self._undone(before)
             raise
 
