@@ -46,7 +46,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 _OF_GRAPHS = {"requires_grad_", "detach_"}  # methods that write no values
-_LOOK_UPS = {"embedding", "embedding_bag"}  # functions that may
+_LOOK_UPS = {"embedding", "embedding_bag"}  # functions that write to their table, if they have a `max_norm`
 # names of a module's parameters that a forward was seen to write to: in a trial, others stand in their place
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
@@ -67,8 +67,9 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, call: Any = ()) -> None:
         self.name = type(model).__name__
-        each = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
-        self.slots = [slot for slot in each if not is_lazy(slot[2])]
+        modules = list(model.modules())
+        places = ((m, name, p) for m in modules for name, p in m._parameters.items() if p is not None)
+        self.slots = [place for place in places if not is_lazy(place[2])]
         with torch_api.without_torch_function():
             own = [slot for slot in self.slots if isinstance(slot[2], nn.Parameter)]
             self.data = [(m, name, p, data) for m, name, p in own if _has_memory(data := p.data)]
@@ -82,10 +83,9 @@ class Snapshot:
         self.containers: dict[int, tuple[Any, Any]] = {}
         self.tensors: list[tuple[Tensor, Tensor]] = []
         todo: list[Any] = []
-        for module in model.modules():
-            held = module.__dict__
-            values = {name: value for name, value in held.items() if name not in _KEPT}
-            self.attributes.append((held, values))
+        for module in modules:
+            values = {name: value for name, value in module.__dict__.items() if name not in _KEPT}
+            self.attributes.append((module.__dict__, values))
             for name, value in values.items():
                 if name in _HOOKS:
                     self.hooks.append((value, value.copy()))
@@ -143,8 +143,7 @@ class Snapshot:
         """
         with torch_api.without_torch_function():
             for module, name, p in self.slots:
-                if module._parameters.get(name) is not p:
-                    module._parameters[name] = p
+                module._parameters[name] = p
             for *_, p, data in self.data:
                 if p.data_ptr() != data.data_ptr():
                     p.data = data
@@ -193,7 +192,7 @@ class _Writes(TorchFunctionMode):
         name, into = getattr(func, "__name__", ""), []
         if writes(name):
             into += args[:1] or kwargs.values()
-        elif name in _LOOK_UPS and (kwargs.get("max_norm") or args[3:4]) not in (None, (None,), ()):
+        elif name in _LOOK_UPS and any(bound is not None for bound in (kwargs.get("max_norm"), *args[3:4])):
             into += [args[1:2], kwargs.get("weight")]
         if kwargs:
             into += [kwargs.get("out"), *(args[:1] if kwargs.get("inplace") else ())]

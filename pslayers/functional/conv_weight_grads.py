@@ -325,12 +325,9 @@ def _promising(
     least = min(costs.values())
     found = sorted((m for m in costs if costs[m] <= WORTH_TRYING[m] * least), key=costs.__getitem__)
     # of which the model knows nothing
-    if i <= NARROW:
-        turned = len(shape) == 4
-    else:
-        turned = groups == 1 and kernel > 1 and (i >= NARROWING * o or positions >= WIDEST)
-    turned = turned and positions >= WIDE
-    return [*found, "turned"] if turned else found
+    turns = groups == 1 and kernel > 1 and (i >= NARROWING * o or positions >= WIDEST)
+    turned = len(shape) == 4 if i <= NARROW else turns
+    return [*found, "turned"] if turned and positions >= WIDE else found
 
 
 def _copied(gy: torch.Size, shape: torch.Size, geometry: Geometry) -> int:

@@ -199,10 +199,11 @@ class _Proof:
         """The parameters that reach but outputs in which samples interact, if there are any beside others;
         with these, those that reach none at all, as codes that follow a moving average.
         """
-        mixed = any(layout != MIXED for layout in self.layouts)
-        idle = frozenset(n for n in self.names if mixed and n not in self.sums[0] and n in self.sums[1])
-        none = frozenset(n for n in self.names if n not in self.sums[0] and n not in self.sums[1])
-        return [*([idle] if idle else []), *([idle | none] if none else [])]
+        by_sample, of_mixed = self.sums
+        rest = frozenset(n for n in self.names if n not in by_sample)
+        none = rest - of_mixed.keys()
+        idle = rest - none if any(layout != MIXED for layout in self.layouts) else frozenset[str]()
+        return [names for names in dict.fromkeys((idle, idle | none)) if names]
 
     def of_layers(self) -> frozenset[str]:
         """The module's own parameters that are a layer's below, too (tied ones), which alone uses them."""

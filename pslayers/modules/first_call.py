@@ -32,7 +32,7 @@ from ..attribution.snapshot import Snapshot, gradients_unchanged, trial
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local
-from ..core.trees import map_tensors, tensors_in
+from ..core.trees import map_tensors, tensors_in, tensors_of
 from .batch_of_one import run_plain
 from .how_modules_run import choose_how_modules_run
 
@@ -139,12 +139,12 @@ class ModelCall:
         sees that again: what it holds then. None of others.
         """
 
-        def run() -> list[Any]:
+        def run() -> list[Tensor]:
             self._rewind()
             args, kwargs = map_tensors(lambda t: t.clone(), (self.args, self.kwargs))
             with gradients_unchanged(self.model):
                 output = run_plain(self.model, args, kwargs)
-            return [t.detach() if isinstance(t, Tensor) else t for t in tensors_in(output)]
+            return [t.detach() for t in tensors_of(output)]
 
         first = run()
         begun = Snapshot(self.model, (self.args, self.kwargs))
@@ -391,7 +391,7 @@ class ModelCall:
         if not given:  # per-sample weights have no plain counterpart
             with without_gathered_rows():
                 plain = run_plainly(functools.partial(self.run, model), model, self.args, self.kwargs)
-                plain = [t.detach() if isinstance(t, Tensor) else t for t in tensors_in(plain)]
+                plain = [t.detach() for t in tensors_of(plain)]
         output, batch = self._watched(self.args, self.kwargs)
         problem = None if given else disagreement(output, plain)
         tensors = tensors_in(output)
