@@ -156,11 +156,11 @@ class _Comparison(Tracker):
     the memory.
     """
 
-    def __init__(self, first: Tracker) -> None:
+    def __init__(self, first: dict[Key, Tensor], eps: float = 0.0) -> None:
         super().__init__()
         # where; of no values where nothing has changed, and None where it cannot be compared (rows that are
         # picked by data)
-        self.first, self.eps, self.differs = first.seen, first.eps, dict[Key, Tensor | None]()
+        self.first, self.eps, self.differs = first, eps, dict[Key, Tensor | None]()
 
     def see(self, module: nn.Module, x: Tensor) -> None:
         with torch_api.without_torch_function():
@@ -214,19 +214,23 @@ def track(
     inputs = dict[int, int]()  # the dims of the inputs that hold the batch
     layouts: dict[Key, Layout] = {}
     mixed = set[Key]()
-    groups, everyone = _groups(batch.size), range(batch.size)
+    groups = _groups(batch.size)
     with torch_api.reparametrized(model, _noisy(model)):
         run = _without_dropout(run)
         with (coarsest := Coarsest((args, kwargs), model.parameters())):
             tracker = run_tracked(run, model, args, kwargs)[0]
         tracker.eps, plain, blind = coarsest.eps, tracker.seen, False
+
+        def rerun(dims: dict[int, int], samples: Sequence[int]) -> dict[Key, Tensor | None] | None:
+            return _rerun(run, model, _changed(args, kwargs, dims, samples, batch), plain, tracker.eps)
+
         for place, dims in _batched(args, kwargs, batch).items():
             # the first input that reaches a call decides: a mask may be as large as the batch by chance
             for dim in dims:
                 found: dict[Key, set[Layout]] = {}  # those that explain what has changed
                 others = set[Key]()  # of picked rows, some of other samples' have changed
                 for samples in groups:
-                    changed = _rerun(run, model, args, kwargs, {place: dim}, samples, batch, tracker)
+                    changed = rerun({place: dim}, samples)
                     blind = blind or changed is None
                     for key, where in (changed or {}).items():
                         if where is None or not where.numel():
@@ -253,9 +257,8 @@ def track(
                 layouts = {**_decided(found, plain), **layouts}
                 break
         for samples in groups if len(inputs) > 1 else ():
-            together = _rerun(run, model, args, kwargs, inputs, samples, batch, tracker) or {}
-            _note_interactions(layouts, together, samples, batch.size)
-        changed = _rerun(run, model, args, kwargs, inputs, everyone, batch, tracker)
+            _note_interactions(layouts, rerun(inputs, samples) or {}, samples, batch.size)
+        changed = rerun(inputs, range(batch.size))
         refused = set() if local.gathered_rows is None else local.gathered_rows.refused
         for key, x in plain.items():
             where = None if changed is None else changed.get(key)
@@ -267,6 +270,17 @@ def track(
                 layouts[key] = MIXED
             elif key not in layouts and where is not None and not where.numel() and not blind:
                 layouts[key] = _of_constant(x, batch.size, tracker.eps)
+        # what a quantizer returns may be the same for samples that are changed a little: where samples change
+        # places, it does, too
+        unmoved = {key: _candidates(x, batch.size) for key, x in plain.items() if layouts.get(key) == TABLE}
+        for layout in sorted({lay for fits in unmoved.values() for lay in fits}, key=_PREFERENCE.index):
+            moved = {
+                key: _in_turn(plain[key], layout, batch.size)
+                for key, fits in unmoved.items()
+                if layout in fits and layouts[key] == TABLE
+            }
+            differs = _rerun(run, model, _turned(args, kwargs, inputs, batch), moved, tracker.eps) or {}
+            layouts |= {k: layout for k, where in differs.items() if where is not None and not where.numel()}
     return layouts, tracker
 
 
@@ -299,20 +313,17 @@ def _note_interactions(
 def _rerun(
     run: Callable[..., Any],
     model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dims: dict[int, int],
-    samples: Sequence[int],
-    batch: Batch,
-    plain: Tracker,
+    changed: tuple[tuple[Any, ...], dict[str, Any]] | None,
+    expected: dict[Key, Tensor],
+    eps: float,
 ) -> dict[Key, Tensor | None] | None:
-    """Where what is seen differs from a `plain` run when these samples are changed in these inputs; None
-    where they cannot be.
+    """Where what is seen differs from what is `expected`, in a run with changed inputs; None where they
+    cannot be.
 
     Changed integers may be no ids, no lengths, no mask of as many ones: what the model says to that is no
     error of the user's.
     """
-    changed, comparison = _changed(args, kwargs, dims, samples, batch), _Comparison(plain)
+    comparison = _Comparison(expected, eps)
     try:
         if changed is not None:
             run_tracked(run, model, *changed, comparison)
@@ -465,7 +476,7 @@ def run_plainly(
     run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """What the original layers return, of which nothing else is noted."""
-    return run_tracked(run, model, args, kwargs, _Comparison(Tracker()))[1]
+    return run_tracked(run, model, args, kwargs, _Comparison({}))[1]
 
 
 def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dict[int, list[int]]:
@@ -528,6 +539,29 @@ def _changed(
 
     changed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(change, (args, kwargs))
     return changed if dims else None
+
+
+def _turned(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[int, int], batch: Batch
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The inputs with each sample in the place of the one before it."""
+    if _packed(args, kwargs):
+        return None
+    count = itertools.count()
+
+    def turn(t: Tensor) -> Tensor:
+        dim = dims.get(next(count))
+        return t if dim is None else t.roll(-(t.shape[dim] // batch.size), dim)
+
+    turned: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(turn, (args, kwargs))
+    return turned
+
+
+def _in_turn(x: Tensor, layout: Layout, size: int) -> Tensor:
+    """`x` with each sample's rows in the place of the one before it."""
+    if layout == TIME_MAJOR:
+        return x.unflatten(0, (-1, size)).roll(-1, 1).flatten(0, 1)
+    return x.roll(-(x.shape[layout[1]] // size), layout[1])
 
 
 def _packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:

@@ -1,0 +1,80 @@
+"""Values that stay the same when a sample is changed a little: codes, signs, one-hot choices. Whose they are
+is known all the same.
+"""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pslayers as ps
+from tests.oracle import assert_rows, square, squares, true_rows
+
+CODES = torch.tensor([[9.0, -9, 0, 3], [-9, 9, 9, 1], [4, 0, -9, -9]], dtype=torch.float64)
+
+
+def _code(z: Tensor) -> Tensor:
+    return CODES.to(z)[torch.cdist(z, CODES.to(z)).argmin(-1)]
+
+
+def _choice(z: Tensor) -> Tensor:
+    return F.one_hot(z.argmax(-1), z.shape[-1]).to(z)
+
+
+QUANTIZERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "code": lambda z: z + (_code(z) - z).detach(),
+    "sign": lambda z: z + (z.sign() - z).detach(),
+    "choice": lambda z: _choice(z) - z.softmax(-1).detach() + z.softmax(-1),
+    "step": lambda z: (z > 0).to(z),
+    "code-alone": _code,
+}
+
+
+class Quantized(nn.Module):
+    """Samples (B, 5), or (B, T, 5), are quantized, each step by itself."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.way = nn.Linear(5, 4), nn.Linear(4, 3), way
+        self.gain = nn.Parameter(torch.rand(4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = QUANTIZERS[self.way](9 * self.encoder(x))
+        return self.decoder(self.gain * q)
+
+
+class Flattened(Quantized):
+    """All steps of all samples are quantized and decoded as rows of one dim."""
+
+    def __init__(self, way: str, time_first: bool) -> None:
+        super().__init__(way)
+        self.time_first = time_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.time_first else x
+        y = super().forward(x.reshape(-1, 5)).unflatten(0, x.shape[:2])
+        return y.transpose(0, 1) if self.time_first else y
+
+
+MODELS: dict[str, Callable[[str], nn.Module]] = {
+    "plain": Quantized,
+    "batch-major": lambda way: Flattened(way, False),
+    "time-major": lambda way: Flattened(way, True),
+}
+
+
+@pytest.mark.parametrize(("size", "far"), [(2, True), (4, True), (4, False), (7, True), (9, False)])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("way", QUANTIZERS)
+def test_samples_of_what_does_not_change(way: str, name: str, size: int, far: bool) -> None:
+    model = MODELS[name](way).double()
+    shape = (size, 5) if name == "plain" else (size, 4, 5)
+    x = torch.randn(shape, dtype=torch.float64) * (1 if far else 1e-3)
+    ours = ps.convert_model(copy.deepcopy(model))
+    for _ in range(2):
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_rows(ours, true_rows(lambda i: square(model(x[i : i + 1]), i), model, size))
