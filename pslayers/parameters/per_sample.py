@@ -231,6 +231,10 @@ class PerSample(Tensor):
         kwargs = kwargs or {}
         if local.stand_ins is not None:
             local.stand_ins.check_level()
+        if func in _OF_A_KIND:
+            func, args, kwargs = _by_kind(*args, **kwargs)
+            if not isinstance(args[0], PerSample):
+                return func(*args, **kwargs)
         if in_ragged():
             return RAGGED[0](func, args, kwargs, functools.partial(by_rule, func, args, kwargs))
         return by_rule(func, args, kwargs)
@@ -613,9 +617,18 @@ def _of_each(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
     return t.like(func(t.each, *args, **kwargs))
 
 
+def _by_kind(t: Tensor, other: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """``t.to(other)`` and ``t.type_as(other)`` by what they take of another tensor, which is no value."""
+    if isinstance(other, Tensor):
+        args = (other.device, other.dtype, *args)
+    elif other is not None:
+        args = (other, *args)
+    return Tensor.to, (t, *args), kwargs
+
+
 def _converted(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
     """To another dtype, or order in memory; what is as wanted stays itself, as in torch."""
-    if not isinstance(t, PerSample) or any(isinstance(a, PerSample) for a in (*args, *kwargs.values())):
+    if not isinstance(t, PerSample):
         return NotImplemented
     if (like := plainly(func, t, *args, **kwargs)) is t:
         return t
@@ -783,6 +796,7 @@ _KINDS: dict[Rule, Iterable[str]] = {
     _attention: ["scaled_dot_product_attention"],
 }
 _RULES: dict[Any, Rule] = {f: rule for rule, names in _KINDS.items() for f in op_kinds.functions(names)}
+_OF_A_KIND = set(op_kinds.functions(["to", "type_as"]))
 _RULES |= {getattr(Tensor, name).__get__: plainly for name in op_kinds.PROPERTIES}
 _RULES |= dict.fromkeys((Tensor.mT.__get__, Tensor.T.__get__), _turned)  # type: ignore[attr-defined]
 _RULES[Tensor.requires_grad.__get__] = lambda func, t: t.each.requires_grad  # type: ignore[attr-defined]

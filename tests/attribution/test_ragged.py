@@ -223,6 +223,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: Own(lambda m, x: x @ m.net(m.mask.double()), nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))),
         (6,),
     ),
+    "of the batch's dtype": (
+        lambda: Own(lambda m, x: m.net(x.to(m.weight)) @ m.weight.type_as(x) + m.weight[0].to(x)),
+        (6,),
+    ),
     "no rows": (lambda: Own(lambda m, x: (x @ m.weight).index_add(0, IDS[:0], m.net(x[:0]))), (6,)),
     "attention past its layer": (
         lambda: Own(lambda m, x: m.net(x, y := x.cos(), y)[0] @ m.net.out_proj.weight, attention()),

@@ -100,6 +100,10 @@ DIRECT: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         IMAGE,
     ),
     "transposed-weight": (lambda: Leaf(lambda x, w, b: F.linear(x, w.t(), b), w=(4, 3), b=(3,)), SEQUENCE),
+    "of-the-batch's-kind": (
+        lambda: Leaf(lambda x, w, b: x.type_as(w) @ w.type_as(x) + b.to(x, copy=True), w=(4, 3), b=(3,)),
+        SEQUENCE,
+    ),
     "permuted-weight": (
         lambda: Leaf(lambda x, w: x * w.permute(2, 0, 1).contiguous(), w=(5, 4, 1)),
         SEQUENCE,
