@@ -30,6 +30,7 @@ from ..core.context import changed, local
 from ..core.expansion import Expansion
 from ..core.factors import Owners
 from ..core.trees import map_tensors, tensors_of
+from ..parameters.per_sample import Kept
 from .proof import factors_of, gradients_of, last_edges, letters_for, quiet_pass
 
 # by the names of parameters that were verified, the kinds of rows of their uses; none where one had others
@@ -492,7 +493,7 @@ class RaggedCall:
         outside = iter(_Exit.apply(self, *tensors))
 
         def out(t: Any) -> Any:
-            if not t.requires_grad:
+            if not t.requires_grad or isinstance(t, Kept):
                 return t
             rows = next(outside)
             return torch.nested.nested_tensor_from_jagged(rows, t.offsets()) if t.is_nested else rows
@@ -595,7 +596,7 @@ class RaggedCall:
 
 def _rows_of(output: Any) -> list[Tensor]:
     """The tensors of an output by which gradients come in; of nested ones all rows."""
-    found = [t for t in tensors_of(output) if t.requires_grad]
+    found = [t for t in tensors_of(output) if t.requires_grad and not isinstance(t, Kept)]
     return [t.values() if t.is_nested else t for t in found]
 
 

@@ -94,7 +94,8 @@ class Snapshot:
         while todo:
             value = todo.pop()
             if isinstance(value, Tensor):
-                self.tensors.append((value, value.detach().clone()))
+                with torch_api.without_subclasses():
+                    self.tensors.append((value, value.detach().clone()))
             elif type(value) in _CONTAINERS and id(value) not in self.containers:
                 self.containers[id(value)] = value, (before := value.copy())
                 todo += before.values() if isinstance(before, dict) else before

@@ -25,7 +25,7 @@ from ..core.converted_module import ConvertedModule
 from ..core.expansion import of_one, take_data
 from ..core.recorder import recorder_of
 from ..core.trees import in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
-from ..parameters.per_sample import NoRuleError, PerSample, Standing, standing_in
+from ..parameters.per_sample import Kept, NoRuleError, PerSample, Standing, kept, standing_in
 from ..parameters.row_ops import as_rows
 from .plan import Call, Forward, Plan, copied, filled_order
 from .ways import run_by
@@ -95,7 +95,11 @@ def _laid_out(output: Any, plan: Plan, taken: set[int]) -> Any:
     orders = {
         id(t): order
         for t, order in pairs
-        if order is not None and id(t) not in taken and order != filled_order(t)
+        if order is not None
+        and len(order) == t.ndim
+        and id(t) not in taken
+        and not isinstance(t, Kept)
+        and order != filled_order(t)
     }
 
     def lay(t: Tensor) -> Tensor:
@@ -108,7 +112,11 @@ def _note(batch: Any, tensors: Iterable[Any], layouts: Iterable[Layout]) -> None
     """Have what was made of the samples watched, while whose its rows are is to be proved."""
     pairs = zip(tensors, layouts, strict=True)
     batch.outputs.add(
-        [_owned(t, layout, batch.size) for t, layout in pairs if layout != MIXED and isinstance(t, Tensor)]
+        [
+            _owned(t, layout, batch.size)
+            for t, layout in pairs
+            if layout != MIXED and isinstance(t, Tensor) and not isinstance(t, Kept)
+        ]
     )
 
 
@@ -164,7 +172,7 @@ def run_ragged(
                     " parameters alone, as it did not in the first call under ps.sample_ids: convert the"
                     " model anew, and call it first so."
                 )
-            return map_tensors(as_rows, output)
+            return map_tensors(kept if module is local.batch.root else as_rows, output)  # type: ignore[union-attr]
     except NoRuleError as error:
         raise ValueError(
             f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run under ps.sample_ids:"
@@ -221,10 +229,12 @@ def _check_plain(
     """
     ours = tensors_of(output)
     size = local.batch.size if local.batch is not None else 1
-    pairs = zip(theirs, layouts, strict=True)
+    pairs = zip(theirs, ours, layouts, strict=True)
     theirs = [
-        t.expand(size, *t.shape[layout == SHARED :]) if layout in (SHARED, TABLE) else t
-        for t, layout in pairs
+        t.expand(size, *t.shape[layout == SHARED :])
+        if layout in (SHARED, TABLE) and t.shape != our.shape
+        else t
+        for t, our, layout in pairs
     ]
     if [t.shape for t in ours] != [t.shape for t in theirs] or (
         not drawn and disagreement(ours, theirs) is not None

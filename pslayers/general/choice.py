@@ -167,9 +167,9 @@ class _Proof:
 
     def _parts(self, tensors: Sequence[Tensor], mixed: bool) -> Iterator[tuple[Tensor, Layout]]:
         """The outputs that count, with their layouts, and a row for each sample of what all share."""
-        for t, layout in zip(tensors, self.layouts, strict=True):
+        for t, plain, layout in zip(tensors, self.plain, self.layouts, strict=True):
             if t.is_floating_point() and (layout == MIXED) is mixed:
-                alone = layout in (SHARED, TABLE) and not (t.ndim and len(t) == self.size)
+                alone = t.ndim == plain.ndim if layout == TABLE else layout == SHARED and len(t) != self.size
                 each = t.expand(self.size, *t.shape[layout == SHARED :]) if alone else t
                 yield each, ("dim", 0) if layout in (SHARED, TABLE) else layout
 

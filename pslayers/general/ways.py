@@ -25,7 +25,7 @@ from ..core.context import Batch, by_original_layers, in_place_of, local, places
 from ..core.converted_module import ConvertedModule
 from ..core.trees import assign, map_tensors, tensors_in, tensors_of, written_to
 from ..parameters.op_dispatch import Redirect
-from ..parameters.per_sample import NoRuleError, PerSample, Standing, standing_in
+from ..parameters.per_sample import NoRuleError, PerSample, Standing, kept, standing_in
 from .plan import Call, Forward, Plan
 
 
@@ -39,8 +39,9 @@ def run_by(
     standing: Standing | None = None,
 ) -> Any:
     """The call with per-sample `weights` (B, *S); `standing` is told what is seen of it."""
+    last = standing is None and local.batch is not None and local.batch.root is module
     if plan.way == "direct":
-        return _directly(module, forward, plan, call, weights, size, standing)
+        return _directly(module, forward, plan, call, weights, size, standing, last)
     if any(isinstance(t, PerSample) for t in tensors_in(call)):
         raise NoRuleError("it is given a parameter of each sample's own")
     redirect = Redirect(size if plan.fresh else None)
@@ -103,7 +104,10 @@ def run_by(
             name for name, w in weights.items() if plan.way == "loop" or w.data_ptr() not in redirect.weights
         }
     mean = module._ps_state().settings.loss_reduction == "mean"  # type: ignore[operator, union-attr]
-    together = [_together(parts, layout, mean) for parts, layout in zip(outputs, both, strict=True)]
+    together = [
+        _left(parts) if last and layout in (SHARED, TABLE) else _together(parts, layout, mean)
+        for parts, layout in zip(outputs, both, strict=True)
+    ]
     output, taken, given, written = skeleton
     originals, count = tensors_in(call), len(plan.layouts.outputs)
 
@@ -123,6 +127,7 @@ def _directly(
     weights: dict[str, Tensor],
     size: int,
     standing: Standing | None,
+    last: bool,
 ) -> Any:
     """The forward as it is, with tensors that stand for the parameters of each sample."""
     layouts = list(zip(tensors_in(call), plan.layouts.inputs, strict=True))
@@ -138,7 +143,7 @@ def _directly(
             output = forward(module, *call[0], **call[1])
             # then what it returns may stand for each sample's, too
             if not any(isinstance(t, PerSample) for t, _ in layouts):
-                output = _of_the_batch(output, plan.layouts.outputs)
+                output = _of_the_batch(output, plan.layouts.outputs, last)
             if plan.follows:
                 _check_owners(tensors_in(output), plan.layouts.outputs)
         return output
@@ -169,9 +174,9 @@ def _check_owners(tensors: Iterable[Any], layouts: Sequence[Layout]) -> None:
             raise NoRuleError("rows that were picked are no longer in the order of the batch")
 
 
-def _of_the_batch(output: Any, layouts: tuple[Layout, ...]) -> Any:
+def _of_the_batch(output: Any, layouts: tuple[Layout, ...], last: bool) -> Any:
     """An output in which no parameter stands for each sample's own: what all samples share in the plain one
-    has a batch dim.
+    has a batch dim, but for the `last` one, which is the user's (`Kept`).
     """
     tensors = tensors_in(output)
     if not any(isinstance(t, PerSample) for t in tensors):
@@ -183,6 +188,8 @@ def _of_the_batch(output: Any, layouts: tuple[Layout, ...]) -> Any:
             raise NoRuleError("it returns more than it did")
         if not isinstance(t, PerSample):
             return t
+        if last and layout in (SHARED, TABLE):
+            return kept(t)  # type: ignore[no-any-return]
         if layout == SHARED:
             return t.each.squeeze(1)
         return t.each if layout == TABLE else t.each.mean(0)  # a share of it is each sample's
@@ -197,6 +204,12 @@ def _apart(t: Tensor, layout: Layout, size: int) -> Tensor:
     if layout == TIME_MAJOR:
         return t.unflatten(0, (-1, size)).transpose(0, 1)
     return t.unflatten(0, (size, -1))
+
+
+def _left(t: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Of what all samples share, and each has its own of, what is left to the user."""
+    t = t if isinstance(t, Tensor) else torch.stack(t)
+    return kept(PerSample.of(t)) if t.requires_grad else t[0]  # type: ignore[no-any-return]
 
 
 def _together(t: Tensor | tuple[Tensor, ...], layout: Layout, mean: bool) -> Tensor:

@@ -28,11 +28,12 @@ from ..attribution.proof import (
     quiet_hooks,
     rows_agree,
 )
-from ..attribution.snapshot import Snapshot, gradients_unchanged, trial
+from ..attribution.snapshot import Snapshot, gradients_unchanged, trial, unchanged
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local
 from ..core.trees import map_tensors, tensors_in, tensors_of
+from ..parameters.per_sample import held_by
 from .batch_of_one import run_plain
 from .how_modules_run import choose_how_modules_run
 
@@ -260,7 +261,7 @@ class ModelCall:
         if self._past_layers(output):
             return False
         try:
-            with gradients_unchanged(model):
+            with gradients_unchanged(model), unchanged(model):
                 agree = rows_agree(batch.outputs, batched_outputs(output, batch))
         except Unprovable:  # then the samples are changed, and what depends on them is seen
             return False
@@ -276,9 +277,11 @@ class ModelCall:
         return True
 
     def _past_layers(self, output: Any) -> bool:
-        """Whether a parameter reaches the output by more than our ops: past its layer, or from a module that
-        was not converted.
+        """Whether a parameter reaches the output, or what the forward has stored for the loss, by more than
+        our ops: past its layer, or from a module that was not converted.
         """
+        stored = [[*held.values()] if isinstance(held, dict) else held for held in held_by(self.model)]
+        output = output, [t for values in stored for t in values if isinstance(t, Tensor)]
         layers = (m for m in self.model.modules() if getattr(m, "_ps_layer", False))
         of_layers = (p for layer in layers for p in layer._parameters.values() if p is not None)
         return past_expansions(output, list(of_layers if self.settings.partial else self.model.parameters()))
@@ -403,7 +406,7 @@ class ModelCall:
             if layout == MIXED
         )
         try:
-            with gradients_unchanged(model):
+            with gradients_unchanged(model), unchanged(model):  # by what a checkpoint runs again
                 agree = rows_agree(batch.outputs, own)
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(model), torch_api.reentrant_checkpoints("otherwise"):

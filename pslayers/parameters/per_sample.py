@@ -91,7 +91,7 @@ class Standing:
                 self.choices or self.chosen,
                 self.prefix,
             )
-            standing.chosen, standing.path = self.chosen[:chosen], self.path
+            standing.chosen, standing.path, standing.made = self.chosen[:chosen], self.path, self.made
             return standing
 
         return again
@@ -115,6 +115,10 @@ class Standing:
             raise NoRuleError("it has another number of rows than the batch")
         self.chosen.append(choice)
         return choice
+
+    def left(self) -> bool:
+        """Whether there is still one that is not to be seen in a further call."""
+        return any(one is not None and not one.is_kept for one in (ref() for ref in self.made))
 
     def check_level(self) -> None:
         """NoRuleError inside a transform of torch.func that the forward makes: what it has wrapped is not
@@ -148,9 +152,11 @@ def standing_in(module: ConvertedModule, standing: Standing) -> Iterator[None]:
         prefix = "" if standing.prefix else state.prefix
         with in_place_of(places(), places, lambda value: _values_left(value, prefix, state.settings)):
             yield
-        if any(ref() is not None for ref in standing.made):
-            _leave_values(module)
-        if any(ref() is not None for ref in standing.made):
+        if standing.left():
+            for held in held_by(module):
+                for key in [*held] if isinstance(held, dict) else range(len(held)):
+                    held[key] = kept(held[key])
+        if standing.left():
             raise NoRuleError(
                 f"a parameter of each sample's own was kept from one call to the next, or {UNFOLLOWED}"
             )
@@ -168,30 +174,99 @@ def _values_left(value: Any, prefix: str, settings: Any) -> Any:
     return nn.Parameter(value.each.detach()[0].clone(), value.requires_grad)
 
 
-def _leave_values(module: ConvertedModule) -> None:
-    """Attributes that a forward sets anew in each call, as hooks do with the weight that they make, hold
-    values alone after it.
-    """
-    for held in (vars(m) for m in module.modules()):
-        for name, value in held.items():
-            if isinstance(value, PerSample):
-                held[name] = value.each.detach()[0].as_subclass(Kept)
+def held_by(module: nn.Module) -> list[Any]:
+    """The dicts that hold the attributes of all modules below, and the lists and dicts among these."""
+    held: list[Any] = [vars(m) for m in module.modules()]
+    return held + [value for each in held for value in each.values() if isinstance(value, (list, dict))]
+
+
+def kept(value: Any) -> Any:
+    """What is left, after a call, of a value that stands for each sample's own: see `Kept`."""
+    if not isinstance(value, PerSample):
+        return value
+    values: Kept = value.each.detach()[0].as_subclass(Kept)
+    if value.each.requires_grad and not transforming():
+        value.is_kept, values.one, values.rows = True, value, 0 if in_ragged() else len(value.each)
+        with torch_api.without_torch_function():
+            values.requires_grad_().register_hook(_Unfollowed(value.names))
+    return values
 
 
 class Kept(Tensor):
-    """The values that a parameter of each sample's own had in a call that is over: not to be used in a
-    further one.
+    """What a call has made of parameters alone, and returned or left in an attribute (a penalty of the
+    weights, the weight that a hook makes), after it: an ordinary tensor's values, whose gradients are each
+    sample's own.
+
+    What meets it in a loss is of each sample, if it has a row for each, or a number: of that, each sample has
+    its share. It is not to be used in a further call.
     """
+
+    one: "PerSample | None" = None
+    rows = 0  # how many tell that a tensor is the batch's
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """As of any tensor, outside of recorded calls."""
-        if local.batch is not None and torch.is_grad_enabled():
+        """By the rules of `PerSample`, where a gradient is taken."""
+        kwargs = kwargs or {}
+        if func in _READ:
+            return plainly(func, *(map_tensors(_graph_of, args) if func in _OF_THE_GRAPH else args), **kwargs)
+        graph = torch.is_grad_enabled() and func not in _TO_NUMBERS
+        if graph and local.batch is not None:
             raise NoRuleError(
                 "what was made of a parameter of each sample's own was kept from one call to the next"
             )
-        with torch_api.without_subclasses():
-            return func(*args, **(kwargs or {}))
+        given = [t for t in tensors_of((args, kwargs)) if isinstance(t, Kept) and t.one is not None]
+        if not (graph and given):
+            return plainly(func, *map_tensors(_ordinary, args), **map_tensors(_ordinary, kwargs))
+        into_number = (
+            args and op_kinds.writes(func.__name__) and not (isinstance(args[0], Kept) or args[0].ndim)
+        )
+        if into_number or func in (Tensor.backward, torch.autograd.grad):  # loss += penalty
+            args, kwargs = map_tensors(_of_all, (args, kwargs))
+            return func(*args, **kwargs)
+        args, kwargs = map_tensors(_standing, (args, kwargs))
+        inputs = [torch.empty(given[0].rows)] if given[0].rows else []
+        before, local.stand_ins = local.stand_ins, Standing(inputs, False, {})
+        try:
+            found = map_tensors(kept, by_rule(func, args, kwargs))
+            return map_tensors(lambda t: t if t.requires_grad else _ordinary(t), found)
+        except NoRuleError as error:
+            raise NoRuleError(
+                f"{error}. It was returned by a model, or kept by it, and is made of parameters alone: in a"
+                " loss it may meet numbers, and value by value what has a row for each sample. Use it in the"
+                " forward, or expand it there to the batch, as in log_std.expand_as(mean)."
+            ) from error
+        finally:
+            local.stand_ins = before
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """Of the values."""
+        return _ordinary(self).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of the values."""
+        return _ordinary(self).__reduce_ex__(protocol)
+
+
+def _graph_of(t: Tensor) -> Tensor:
+    """What the gradients of a `Kept` go into."""
+    return t.one.each if isinstance(t, Kept) and t.one is not None else t
+
+
+def _ordinary(t: Tensor) -> Tensor:
+    """The values of a `Kept`, without its gradients."""
+    with torch_api.without_subclasses():
+        return t.detach().as_subclass(Tensor) if isinstance(t, Kept) else t
+
+
+def _standing(t: Tensor) -> Tensor:
+    """What stands for each sample's own, of which `Kept` holds the values."""
+    return t.one if isinstance(t, Kept) and t.one is not None else _ordinary(t)
+
+
+def _of_all(t: Tensor) -> Tensor:
+    """Of a loss for each sample the one of all: each has its share."""
+    return t.one.each.mean(0) if isinstance(t, Kept) and t.one is not None else t
 
 
 UNFOLLOWED = (
@@ -208,6 +283,7 @@ class PerSample(Tensor):
     # of the parameters that it was made of
     names: frozenset[str] = frozenset()
     parts: tuple[Tensor, ...] = ()
+    is_kept = False  # by what may be used after the call
 
     @staticmethod
     def of(each: Tensor, same: bool = False, names: frozenset[str] = frozenset()) -> "PerSample":
@@ -417,7 +493,9 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for other in _of_the_memory(args[0]):
             other.expand_again()
         return args[0]
-    if followed() is None and len(own) < len(given):  # which of the others are the batch's?
+    # which of the others are the batch's?
+    others = [t for t in given if not isinstance(t, PerSample)]
+    if followed() is None and any(t.ndim or t.requires_grad for t in others):
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
     if kwargs.get("out") is not None:
         raise NoRuleError(f"`{name}` would write to a tensor that all samples share")
@@ -525,7 +603,7 @@ class _Rows:
 
     def take(self, t: Tensor) -> Tensor | None:
         """(k * B, ...), each sample's rows together; None for what all samples share."""
-        owners = followed().owners(t)
+        owners = None if followed() is None else followed().owners(t)
         if owners is None:
             return None
         if owners.sample_ids is None or (
@@ -709,7 +787,9 @@ def _joined(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     own = [t for t in tensors if isinstance(t, PerSample)]
     if kwargs or (followed() is not None and any(followed().owners(t) is not None for t in tensors)):
         return NotImplemented
-    if all(t.same for t in own) and (func is torch.stack or not all(is_vector(t.shape) for t in tensors)):
+    trained = any(t.requires_grad for t in tensors if not isinstance(t, PerSample))  # a loss of all samples
+    once = all(t.same for t in own) and (func is torch.stack or not all(is_vector(t.shape) for t in tensors))
+    if once and not trained:
         return NotImplemented
     size, ndim = len(own[0].each), tensors[0].ndim + (func is torch.stack)
     return _of_own(
@@ -790,7 +870,7 @@ _KINDS: dict[Rule, Iterable[str]] = {
     _set: ["__setitem__"],
     _converted: op_kinds.CONVERTED,
     _of_each: [*op_kinds.OF_ONE, *op_kinds.COPIED],
-    _pointwise: op_kinds.OF_SEVERAL,
+    _pointwise: [*op_kinds.OF_SEVERAL, "broadcast_tensors"],
     _in_place: op_kinds.INTO_FIRST,
     _trained: ["requires_grad_"],
     _attention: ["scaled_dot_product_attention"],
@@ -802,3 +882,7 @@ _RULES |= dict.fromkeys((Tensor.mT.__get__, Tensor.T.__get__), _turned)  # type:
 _RULES[Tensor.requires_grad.__get__] = lambda func, t: t.each.requires_grad  # type: ignore[attr-defined]
 _RULES[Tensor.data.__set__] = _replaced  # type: ignore[attr-defined]
 _RULES[Tensor.data.__get__] = lambda func, t: t.like(t.each.detach())  # type: ignore[attr-defined]
+_READ = {getattr(Tensor, name).__get__ for name in (*op_kinds.PROPERTIES, "requires_grad")}
+_READ |= set(op_kinds.functions(op_kinds.READ))
+_OF_THE_GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf")}
+_TO_NUMBERS = set(op_kinds.functions(op_kinds.TO_NUMBERS))
