@@ -398,6 +398,11 @@ def _attention(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs
     (_rowwise if result.ndim > 2 else default_rule)(picks, result, name, args[:3], {})
 
 
+def _converted(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """To the kind of another tensor, perhaps, whose rows these are not."""
+    _rowwise(picks, result, name, args[:1], {})
+
+
 def _recurrent(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     if len(args) == 9 and args[8] is True:  # batch_first, not packed
         picks.tag(result[0], picks.owners(args[0]))
@@ -430,8 +435,9 @@ def default_rule(picks: "GatheredRows", result: Any, name: str, args: Args, kwar
 _KINDS: dict[Callable[..., None], Iterable[str]] = {
     _rowwise: [
         *op_kinds.with_in_place([*op_kinds.OF_ONE, *op_kinds.BY_ROW]),
-        *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.CONVERTED, *op_kinds.COPIED),
+        *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED),
     ],
+    _converted: op_kinds.CONVERTED,
     _of_first: op_kinds.OF_FIRST,
     _along: op_kinds.ALONG,
     _put: op_kinds.with_in_place(op_kinds.PUT),

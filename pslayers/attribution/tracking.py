@@ -388,7 +388,9 @@ class _WithoutDropout(TorchFunctionMode):
                 kwargs["training"] = False
             elif len(args) == 3:  # torch.dropout(x, p, train) and its like
                 args = (*args[:2], False)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        # a module would hold what is dropped out of a weight as its parameter
+        return result.view_as(result) if isinstance(result, nn.Parameter) else result
 
 
 class Coarsest(TorchFunctionMode):

@@ -2,7 +2,8 @@
 weights by vmap.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +40,29 @@ def _apart(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
     return [t.unflatten(0, (size, -1)) for t in tensors]
 
 
+def _generator(device: torch.device) -> torch.Generator:
+    """That torch's functions draw from by default."""
+    if device.type != "cuda":
+        return torch.default_generator
+    place = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[place]
+
+
+@contextmanager
+def _drawn_again(state: Tensor | None, device: torch.device) -> Iterator[None]:
+    """Inside the block the same random numbers come as after this state; None: nothing is drawn."""
+    if state is None:
+        yield
+        return
+    generator = _generator(device)
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(now)
+
+
 class _Each(Op):
     @staticmethod
     def forward(
@@ -46,7 +70,12 @@ class _Each(Op):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.fn, ctx.count, ctx.size = fn, count, size
+        generator = _generator(tensors[0].device)
+        before = generator.get_state()
         results = fn(*(w[0] for w in tensors[:count]), *tensors[count:])
+        ctx.random = None if torch.equal(before, generator.get_state()) else before
+        if ctx.random is not None and count < len(tensors):
+            raise RuntimeError("it draws random numbers for the rows of each sample")
         if count == len(tensors):
             results = tuple(t.expand(size, *t.shape) for t in results)
         results = tuple(t.clone() if any(t is given for given in tensors) else owned(t) for t in results)
@@ -63,8 +92,8 @@ class _Each(Op):
             gradient of `as_strided` for one of what they share.
             """
             own = [t.contiguous() for t in tensors[:count]]
-            with torch_api.quiet_vmap():
-                found = torch.func.vmap(fn)(*own, *_apart(tensors[count:], size))
+            with torch_api.quiet_vmap(), _drawn_again(ctx.random, own[0].device):
+                found = torch.func.vmap(fn, randomness="same")(*own, *_apart(tensors[count:], size))
             return found if alone else tuple(t.flatten(0, 1) for t in found)
 
         if torch.is_grad_enabled():
@@ -83,8 +112,8 @@ class _Each(Op):
 
         shared = [w[0] for w in tensors[:count]]
         dims = [None] * count + [0] * (len(tensors) - count)
-        with torch_api.quiet_vmap():
-            found = torch.func.vmap(pull, in_dims=(dims, 0))(
+        with torch_api.quiet_vmap(), _drawn_again(ctx.random, tensors[0].device):
+            found = torch.func.vmap(pull, in_dims=(dims, 0), randomness="same")(
                 [*shared, *_apart(tensors[count:], size)], of if alone else _apart(of, size)
             )
         result: list[Tensor | None] = [None] * len(tensors)

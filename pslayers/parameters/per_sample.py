@@ -815,6 +815,14 @@ def _replaced(func: Any, t: Any, values: Any) -> None:
     t.replace(values)
 
 
+def _made_like(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of nobody's values (noise): the same for all samples, and without a gradient."""
+    if not isinstance(t, PerSample) or kwargs.get("requires_grad"):
+        return NotImplemented
+    found = plainly(func, values_of(t), *args, **kwargs)
+    return PerSample.of(found.expand(len(t.each), *found.shape), True)
+
+
 def _trained(func: Any, t: Any, requires_grad: bool = True) -> Any:
     """What is cut off from the parameter's graph, to be differentiated by itself."""
     if not isinstance(t, PerSample):
@@ -873,6 +881,7 @@ _KINDS: dict[Rule, Iterable[str]] = {
     _pointwise: [*op_kinds.OF_SEVERAL, "broadcast_tensors"],
     _in_place: op_kinds.INTO_FIRST,
     _trained: ["requires_grad_"],
+    _made_like: [*op_kinds.DRAWN_LIKE, "empty_like"],
     _attention: ["scaled_dot_product_attention"],
 }
 _RULES: dict[Any, Rule] = {f: rule for rule, names in _KINDS.items() for f in op_kinds.functions(names)}
