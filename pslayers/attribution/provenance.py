@@ -20,6 +20,7 @@ class RowProvenance:
         one: (1,), the sample whose all of them are, if that is known, even where there are none.
         rows: (k,), which rows of the batch's they are, where numbers of rows picked them.
         by_data: which they are may be another in every batch; else they were only moved, or repeated.
+        times: how often they were picked, one after the other.
     """
 
     def __init__(
@@ -30,15 +31,10 @@ class RowProvenance:
         one: Tensor | None = None,
         rows: Tensor | None = None,
         by_data: bool = True,
+        times: int = 0,
     ) -> None:
-        self.sample_ids, self.limit, self.picked, self.one, self.rows, self.by_data = (
-            sample_ids,
-            limit,
-            picked,
-            one,
-            rows,
-            by_data,
-        )
+        self.sample_ids, self.limit, self.picked, self.one = sample_ids, limit, picked, one
+        self.rows, self.by_data, self.times = rows, by_data, times
         self.batches: dict[tuple[int, int, bool], PaddedRows] = {}
 
     def batch(self, size: int, extra: int = 0, tracked: bool = False) -> "PaddedRows":
@@ -65,7 +61,10 @@ class RowProvenance:
             numbers = rows if self.rows is None else self.rows[rows]
             if self.rows is not None and put_back(self.rows, numbers, sure=not self.by_data):
                 return RowProvenance(self.sample_ids[rows], self.limit * times, picked=False)
-        return RowProvenance(self.sample_ids[rows], self.limit * times, one=self.one, rows=numbers)
+        again = self.times + 1
+        return RowProvenance(
+            self.sample_ids[rows], self.limit * times, one=self.one, rows=numbers, times=again
+        )
 
     def same(self, other: "RowProvenance") -> bool:
         """Whether both tell the same of every row."""
@@ -101,6 +100,7 @@ class RowProvenance:
                 self.limit * times,
                 self.picked,
                 by_data=self.by_data,
+                times=self.times,
             )
         if rows and len(self.sample_ids) % rows == 0:
             parts = self.sample_ids.view(rows, -1)
@@ -115,9 +115,8 @@ class RowProvenance:
         ids = self.sample_ids[:count]
         if not torch.equal(ids.sort()[0], torch.arange(size, device=ids.device)):
             return None
-        return RowProvenance(
-            ids, 1, picked=self.rows is not None, rows=ids if self.rows is not None else None, by_data=False
-        )
+        rows = ids if self.rows is not None else None
+        return RowProvenance(ids, 1, picked=rows is not None, rows=rows, by_data=False, times=self.times)
 
     def lost(self) -> "RowProvenance":
         """Of what comes of these rows by a function that may do anything to them."""

@@ -342,7 +342,8 @@ def _packed(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
         default_rule(picks, result, name, args, kwargs)
         return
     rows = torch.cat([of.sample_ids[:count] for count in counts.tolist()])
-    picks.tag(data, RowProvenance(rows, len(counts), rows=rows if of.picked else None, by_data=False))
+    numbers = rows if of.picked else None
+    picks.tag(data, RowProvenance(rows, len(counts), rows=numbers, by_data=False, times=of.times))
 
 
 def _padded(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:

@@ -383,14 +383,15 @@ class _WithoutDropout(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
-        if "dropout" in name or name == "multi_head_attention_forward":
+        drops = "dropout" in name
+        if drops or name == "multi_head_attention_forward":
             if "training" in kwargs:
                 kwargs["training"] = False
             elif len(args) == 3:  # torch.dropout(x, p, train) and its like
                 args = (*args[:2], False)
         result = func(*args, **kwargs)
         # a module would hold what is dropped out of a weight as its parameter
-        return result.view_as(result) if isinstance(result, nn.Parameter) else result
+        return result.view_as(result) if drops and isinstance(result, nn.Parameter) else result
 
 
 class Coarsest(TorchFunctionMode):

@@ -1,14 +1,14 @@
 """PSLSTM, PSGRU, PSRNN, and what they share."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED
-from ..core.context import current_batch, in_ragged
+from ..core.context import current_batch, in_ragged, local
 from ..core.expansion import Expansion
 from ..functional import rnn as PF
 from ..modules.base import PSLayer
@@ -16,6 +16,33 @@ from ..modules.base import PSLayer
 __all__ = ["PSGRU", "PSLSTM", "PSRNN"]
 
 Undo = Callable[[Tensor], Tensor] | None
+
+
+class _Samples(NamedTuple):
+    """Whose packed sequences are, which the model itself has put in that order, by its data."""
+
+    order: tuple[Tensor, Tensor]  # the sample of each, the longest first; the place of each sample
+    of_rows: Tensor  # the sample of each row of the states that go with them
+
+    def of(self, state: Tensor) -> Tensor:
+        """A state (D, N, R) in the order of the samples."""
+        return state.index_select(1, self.of_rows.argsort())
+
+    def back(self, state: Tensor) -> Tensor:
+        """A state that is in the order of the samples."""
+        return state.index_select(1, self.of_rows)
+
+
+def _samples_of(packed: PackedSequence) -> _Samples | None:
+    """None where these are the batch's in order, but for the packing's own indices."""
+    owners = None if (picks := local.gathered_rows) is None else picks.owners(packed.data)
+    if owners is None or owners.times <= (packed.sorted_indices is not None):
+        return None
+    first = owners.first(int(packed.batch_sizes[0]), picks.size)
+    if first is None:
+        return None
+    ids, back = first.sample_ids, packed.unsorted_indices
+    return _Samples((ids, ids.argsort()), ids if back is None else ids[back])
 
 
 class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
@@ -41,7 +68,15 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
                 )
             input = self._packed_rows(input, batch.size)
             x, batch_sizes, *order = input
-            y, *final = self._op(x, self._initial(given, x, batch_sizes), packing=(batch_sizes, *order))
+            samples = _samples_of(input)
+            if samples is not None:  # in later batches, they may be in another order
+                self._ps_state().settings.has_gathered_rows = True
+                given = tuple(samples.of(h) if h.shape[1] == batch.size else h for h in given)
+            packing = batch_sizes, *(order if samples is None else samples.order)
+            y, *final = self._op(x, self._initial(given, x, batch_sizes), packing=packing)
+            if samples is not None:
+                final = [samples.back(h) for h in final]
+                local.gathered_rows.tag(y, local.gathered_rows.owners(x))
             return PackedSequence(y, batch_sizes, *order), self._hidden(final)
         if input.ndim not in (2, 3) or any(h.ndim != input.ndim for h in given):
             return super().forward(input, hx)  # torch's own error
@@ -111,13 +146,16 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
     def _ps_owned(self, output: Any, rows: int) -> list[tuple[Tensor, int, Tensor | None]]:
         (out, states), batch = output, current_batch()
         states = (states,) if isinstance(states, Tensor) else states
-        owned: list[tuple[Tensor, int, Tensor | None]] = [(s, 1, None) for s in states if s.ndim == 3]
+        samples = _samples_of(out) if isinstance(out, PackedSequence) else None
+        each = None if samples is None else samples.of_rows
+        owned: list[tuple[Tensor, int, Tensor | None]] = [(s, 1, each) for s in states if s.ndim == 3]
         if isinstance(out, PackedSequence):
-            order = (
-                torch.arange(int(out.batch_sizes[0]))
-                if out.sorted_indices is None
-                else out.sorted_indices.cpu()
-            )
+            if samples is not None:
+                order = samples.order[0].cpu()
+            elif out.sorted_indices is None:
+                order = torch.arange(int(out.batch_sizes[0]))
+            else:
+                order = out.sorted_indices.cpu()
             owners = torch.cat([order[:count] for count in out.batch_sizes.tolist()])
             owned.append((out.data, 0, owners.to(out.data.device)))
         elif out.ndim == 3:
@@ -136,9 +174,14 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         return 0 if self.batch_first else 1
 
     def _rows_first(self, x: Tensor | PackedSequence) -> Tensor:
-        """(N, T, I), in the caller's order; one row for an input without a batch dim."""
+        """(N, T, I), in the samples' order; one row for an input without a batch dim."""
         if isinstance(x, PackedSequence):
-            return pad_packed_sequence(x, batch_first=True)[0]
+            rows, samples = pad_packed_sequence(x, batch_first=True)[0], _samples_of(x)
+            if samples is None:
+                return rows
+            rows = rows.index_select(0, samples.of_rows.argsort())
+            local.gathered_rows.tag_batch(rows)
+            return rows
         return x.unsqueeze(0) if x.ndim == 2 else x.movedim(self._batch_dim, 0)
 
     def _to_rows(self, x: Tensor, size: int) -> tuple[Tensor, Undo]:
