@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from . import torch_api
@@ -19,7 +19,7 @@ from .attribution.ragged import of_jagged
 from .attribution.snapshot import trial
 from .core import sharding
 from .core.context import Settings, changed, clear, form_of, local
-from .core.recorder import forget
+from .core.recorder import forget, recorder_of
 from .core.trees import callable_module, map_tensors, own_parameters
 from .modules import converted
 from .modules.base import REGISTRY, PSLayer
@@ -92,6 +92,12 @@ def convert_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_model takes a torch.nn.Module; got {type(model).__name__}.")
+    found = (getattr(m, "_ps", None) for m in model.modules())
+    if any(state is not None and state.settings.sink is not None for state in found):
+        raise RuntimeError(
+            "convert_model was called inside of ps.factored, ps.clipping, ps.reweighting or ps.streaming of"
+            " this model, which would see no more of its gradients: convert it before."
+        )
     _one_of("loss_reduction", loss_reduction, REDUCTIONS)
     _one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     rows = _plan(model, on_unsupported)
@@ -114,6 +120,9 @@ def convert_model(
         for param in model.parameters():
             clear(param)
         _clear_with_optimizers()
+        for row in rows:
+            if row.general and row.target is not None:
+                _watch(row.module, settings)
         if example is not None:
             _try_example(model, *arguments(example))
     except BaseException:
@@ -149,6 +158,16 @@ def _swap(row: Row, settings: Settings) -> None:
         del row.module.__dict__["forward"]
     state.per_sample_forward = row.general
     state.includes_children = row.general and is_parametrized(row.module)
+
+
+def _watch(module: Any, settings: Settings) -> None:
+    """Have it seen if its parameters are used past its forward, before that has run: without a word they
+    would have no rows.
+    """
+    for name, param in own_parameters(module):
+        if isinstance(param, nn.Parameter) and param.requires_grad and not is_lazy(param):
+            holder = module.get_submodule(name.rpartition(".")[0])
+            recorder_of(param, f"{module._ps_state().prefix}{name}", settings, holder)
 
 
 def _adopt(model: Any) -> None:
@@ -234,6 +253,7 @@ def restore_model(model: M) -> M:
                 module.__class__ = original  # type: ignore[assignment]
     for param in model.parameters():
         forget(param)
+    State.conversions += 1  # models that hold one of these modules look again at what they hold
     return model
 
 

@@ -21,7 +21,7 @@ from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
 from .core.sharding import is_sharded
 from .core.sinks import Keeping, Use, Weighing
-from .gradients import changed
+from .gradients import going_to
 from .modules.inventory import Inventory
 
 
@@ -377,7 +377,6 @@ class _Block(Keeping):
         self.model, self.grads, self.weigh, self.passes = model, grads, weigh, passes
         self.every = settings_of(model)
         self.sharded = any(is_sharded(type(m)) for m in model.modules())
-        _check_alone(self.every)
         self.ranks = OneProcess()
         if weigh is not None:
             _check_whole(model, self.every)
@@ -390,7 +389,7 @@ class _Block(Keeping):
     def inside(self) -> Iterator[None]:
         """The block."""
         try:
-            with changed(self.model, "sink", self):
+            with going_to(self.model, self):
                 yield
         finally:
             self.ranks.close()
@@ -434,7 +433,8 @@ class _Block(Keeping):
             return Spent(grad.factor.sq_norms(), factor.shape)
 
     def carried(self, recorder: Recorder) -> FactoredGrad:
-        grad = self.grads._grads[recorder.name] = FactoredGrad(recorder.name, self.uses[recorder])
+        name = self.name_of(recorder)
+        grad = self.grads._grads[name] = FactoredGrad(name, self.uses[recorder])
         return grad
 
     def end(self) -> None:
@@ -456,8 +456,8 @@ class _Block(Keeping):
         kept: dict[Recorder, Callable[[], Tensor]] = {}
         share = cache(_share)  # most parameters have the same weights
         for recorder, uses in self.uses.items():
-            grad = self.grads[recorder.name]
-            own = weights[recorder.name]
+            name = self.name_of(recorder)
+            grad, own = self.grads[name], weights[name]
             if any(isinstance(use.factor, Spent) for use in uses):
                 self.spent[recorder] = _weights(own, len(grad))
             else:
@@ -497,7 +497,7 @@ class _Block(Keeping):
             loss.backward(retain_graph=True)
             if self.spent:
                 leaves = [recorder.leaf for recorder in self.spent if recorder.leaf is not None]
-                with changed(self.model, "sink", Weighing(self._add_now)):
+                with going_to(self.model, Weighing(self._add_now), alone=False):
                     torch.autograd.backward(loss, inputs=leaves)
                 with computing():
                     self._add_all({recorder: partial(self.totals.pop, recorder) for recorder in self.totals})
@@ -523,7 +523,7 @@ class _Block(Keeping):
             holder.grad_sample = None  # type: ignore[attr-defined]
         if self.weigh is not None:
             self.uses.pop(recorder, None)
-            self.grads._grads.pop(recorder.name, None)
+            self.grads._grads.pop(self.name_of(recorder), None)
 
 
 def _check_whole(model: nn.Module, every: list[Settings]) -> None:
@@ -533,15 +533,6 @@ def _check_whole(model: nn.Module, every: list[Settings]) -> None:
             raise ValueError(
                 f"`{left[0]}` was left without per-sample gradients (on_unsupported='skip'), so its gradient"
                 " could not be weighed: freeze it, or convert the model with on_unsupported='general'."
-            )
-
-
-def _check_alone(every: list[Settings]) -> None:
-    for settings in every:
-        if settings.sink is not None:
-            raise RuntimeError(
-                "A model's gradients go to one place: ps.factored, ps.clipping, ps.reweighting and"
-                " ps.streaming cannot be one inside the other."
             )
 
 

@@ -22,7 +22,7 @@ from .convert import (
 )
 from .core.context import Settings, clear, local, recorded_or_not
 from .core.sharding import is_shard
-from .core.sinks import Streaming
+from .core.sinks import Sink, Streaming
 from .core.trees import map_tensors, tensors_in
 from .modules.converted import Converted, State
 
@@ -41,6 +41,31 @@ def changed(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
     finally:
         for settings, old in before:
             setattr(settings, attribute, old)
+
+
+@contextmanager
+def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[None]:
+    """Inside the block, what a model's backward passes give goes to a sink.
+
+    Raises:
+        RuntimeError: it goes to another one already, if it must be `alone`, or nothing is recorded.
+    """
+    every = settings_of(model)
+    for settings in every if alone else ():
+        if settings.sink is not None:
+            raise RuntimeError(
+                "A model's gradients go to one place: ps.factored, ps.clipping, ps.reweighting and"
+                " ps.streaming cannot be one inside the other, nor around a layer that two models share."
+            )
+        if not settings.recording:
+            raise RuntimeError(
+                "Inside of ps.recording(model, False) there are no per-sample gradients for ps.factored,"
+                " ps.clipping, ps.reweighting or ps.streaming: go out of it first."
+            )
+    if len(every) > 1:
+        sink.names = {id(p): name for name, p in model.named_parameters()}
+    with changed(model, "sink", sink):
+        yield
 
 
 @contextmanager
@@ -141,7 +166,7 @@ def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterat
     """
     if not callable(take):
         raise TypeError(f"`take` must be a function of a name and a tensor; got {type(take).__name__}.")
-    with changed(model, "sink", Streaming(take)):
+    with going_to(model, Streaming(take)):
         yield
 
 

@@ -19,7 +19,7 @@ from .core.sharding import is_shard
 from .core.sinks import Placing
 from .core.trees import map_tensors, tensors_of
 from .factored import FactoredGrads, computing, factored
-from .gradients import Chunks, bar, changed, converted, recording
+from .gradients import Chunks, bar, changed, converted, going_to, recording
 from .modules.converted import Converted
 
 KERNELS = ("full", "trace", "diagonal")
@@ -213,7 +213,7 @@ class Outputs:
         """The factors of each output's derivatives."""
         passes = self.passes()
         while True:
-            with factored(self.model, grad=False) as grads:  # type: ignore[arg-type]
+            with recording(self.model, True), factored(self.model, grad=False) as grads:  # type: ignore[arg-type]
                 if (backward := next(passes, None)) is None:
                     return
                 backward()
@@ -241,7 +241,7 @@ def _placed(
         into.copy_(rows) if first else into.add_(rows)
         reached.add(name)
 
-    with leaving_nothing(model), changed(model, "sink", Placing(take)):  # type: ignore[arg-type]
+    with leaving_nothing(model), going_to(model, Placing(take), alone=False):  # type: ignore[arg-type]
         for span in bar(chunks.spans, progress):
             outputs = Outputs(model, chunks, span, output_fn)
             for c, backward in enumerate(outputs.passes()):

@@ -335,6 +335,8 @@ def recorder_of(param: Tensor, name: str, settings: Settings, module: nn.Module 
     if recorder is None or recorder.param() is not param:
         recorder = param._ps_recorder = Recorder(param, name, settings)  # type: ignore[attr-defined]
     elif recorder.settings is not settings:
+        # the model that it was converted with before is not to clear what the next pass gives it
+        recorder.settings.recorded.pop(id(recorder.holder.tensor()), None)
         recorder.name, recorder.settings = name, settings
     if recorder.holder.slot is None and module is not None:
         recorder.holder.slot = (weakref.ref(module), name.rpartition(".")[2])

@@ -7,7 +7,7 @@ on at once. A new destination is a further `Sink` here; a `with` block sets it a
 `ps.streaming` does. For batches of one, whose row is what arrives at the parameter, there is `SingleSample`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +26,11 @@ class Sink:
 
     adds_up = True  # rows that come one after the other, as from several ops on one expanded tensor
     sums = True  # the plain gradients are wanted, too
+    names: Mapping[int, str] = {}  # of parameters, by their ids, where parts of a model were converted apart
+
+    def name_of(self, recorder: "Recorder") -> str:
+        """What its parameter is called in the model that the rows are wanted of."""
+        return self.names.get(id(recorder.param()), recorder.name)
 
     def at_call(self) -> None:
         """Called before a call of the model: an error where what it computes could not be taken."""
@@ -224,7 +229,7 @@ class Streaming(Sink):
                 " cannot be streamed: use torch.utils.checkpoint with use_reentrant=False."
             )
         recorder.dense.release()
-        self.take(recorder.name, rows)
+        self.take(self.name_of(recorder), rows)
 
 
 class Placing(Streaming):
@@ -244,7 +249,7 @@ class Placing(Streaming):
     ) -> None:
         """Hand the rows on, and keep none."""
         recorder.dense.release()
-        self.place(recorder.name, rows, first)
+        self.place(self.name_of(recorder), rows, first)
 
 
 class Use(NamedTuple):
