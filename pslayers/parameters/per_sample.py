@@ -307,6 +307,9 @@ class PerSample(Tensor):
         kwargs = kwargs or {}
         if local.stand_ins is not None:
             local.stand_ins.check_level()
+        for t in args:
+            if isinstance(t, PerSample) and t.each.grad_fn is None and _joined_by_others(t):
+                raise NoRuleError(f"what was made of {_named(t.names)} {UNFOLLOWED}, as module hooks are")
         if func in _OF_A_KIND:
             func, args, kwargs = _by_kind(*args, **kwargs)
             if not isinstance(args[0], PerSample):
@@ -374,9 +377,17 @@ class _Unfollowed:
         self.names = names
 
     def __call__(self, grad: Tensor) -> None:
-        raise RuntimeError(
-            f"{', '.join(f'`{name}`' for name in sorted(self.names)) or 'a parameter'} {UNFOLLOWED}"
-        )
+        raise RuntimeError(f"{_named(self.names)} {UNFOLLOWED}")
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names)) or "a parameter"
+
+
+def _joined_by_others(t: PerSample) -> bool:
+    """Whether a function that does not ask has put it into a graph, of which `each` knows nothing."""
+    with torch_api.without_torch_function():
+        return t.requires_grad and not t.is_leaf
 
 
 def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

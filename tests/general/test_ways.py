@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 import pslayers as ps
 
-from ..oracle import assert_rows_right, loop, square, squares
+from ..oracle import assert_rows, assert_rows_right, loop, square, squares
 
 
 class ClassToken(nn.Module):
@@ -481,3 +482,53 @@ def test_outputs_that_are_infinite(way: str) -> None:
     ours = assert_rows_right(Model(), x)
     # it did not have to be run whole
     assert {row.path: row.way for row in ps.report(ours).rows}.items() >= {("", ""), ("logits", "direct")}
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return -grads[0]
+
+
+class Prompt(nn.Module):
+    """A part is called with a parameter; what is made of that may go through a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt, self.act, self.reverses = nn.Parameter(torch.randn(3, 6)), nn.Tanh(), False
+        self.scale = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.act(self.prompt)
+        p = _Reversed.apply(p) if self.reverses else p
+        return x + self.scale(p.mean(0) * x.square())  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.* is run sample by sample")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("late", ["hook", "hook-everywhere", "function"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_graphs_of_others_around_a_parameter_that_come_later(late: str, nested: bool) -> None:
+    """A stand-in that a backward hook of a module, or an autograd.Function, has taken up would lose its
+    gradient: the model is run in another way then.
+    """
+    part = Prompt()
+    model = (nn.Sequential(part, nn.Linear(6, 2)) if nested else part).double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), torch.randn(4, 6, dtype=torch.float64)
+    called = []
+    for _ in range(2):
+        for m in (model, ours):
+            parts = [p for p in m.modules() if isinstance(p, Prompt)]
+            hooked = {"hook": [parts[0].act], "hook-everywhere": [*m.modules()], "function": []}[late]
+            if called:
+                for one in hooked:
+                    one.register_full_backward_hook(lambda *_: None)
+                parts[0].reverses = late == "function"
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_rows(ours, loop(model, square, (x,)))
+        called.append(True)
