@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .checking.comparison import Comparison
 from .checking.losses import RealCall
-from .checking.samples import each_leaf, fresh
+from .checking.samples import each_leaf, fresh, in_dtype
 from .checking.trials import Trials
 from .convert import convert_model
 from .core.context import local
@@ -139,8 +139,8 @@ def check_model(
     if local.explicit is None and local.ragged is None and not tensors_in((inputs, keywords)):
         raise ValueError("check_model was given no tensor, so the batch size is unknown.")
     if dtype is not None:
-        for copied in (plain, twin, call):
-            copied.to(dtype)
+        for copied in filter(None, (plain, twin, call.module)):
+            copied._apply(lambda t: in_dtype(t, dtype))
     value = each_leaf(lambda leaf: fresh(leaf, dtype), ((inputs, keywords), targets))
     trials = Trials(plain, twin, call, value, seed, tolerance)
     comparison = Comparison(trials)

@@ -58,6 +58,14 @@ class FactoredGrad:
         return self._factor
 
     @property
+    def real(self) -> Factor:
+        """The same; of complex numbers, dense, both parts in a further dim: products are those of these."""
+        if not self.factor.like().is_complex():
+            return self.factor
+        rows = torch.view_as_real(self.factor.dense())
+        return Dense(rows, rows.shape)
+
+    @property
     def shape(self) -> torch.Size:
         """``(B, *S)``, as the dense gradients' would be."""
         return self._uses[0].factor.shape
@@ -92,7 +100,7 @@ class FactoredGrad:
     def norms(self) -> Tensor:
         """The norm of each sample's gradient, (B,)."""
         with computing():
-            return self.factor.sq_norms().clamp(min=0).sqrt()
+            return self.real.sq_norms().clamp(min=0).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """The sum over samples, each times its weight (B,): ``(*S)``."""
@@ -107,12 +115,12 @@ class FactoredGrad:
                 f" {tuple(self.shape[1:])}, the parameter's."
             )
         with computing():
-            return self.factor.dot(direction)
+            return self.real.dot(torch.view_as_real(direction) if direction.is_complex() else direction)
 
     def gram(self, other: "FactoredGrad | None" = None) -> Tensor:
         """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""
         with computing():
-            return self.factor.gram(self.factor if other is None else other.factor)
+            return self.real.gram(self.real if other is None else other.real)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -165,7 +173,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
     def norms(self) -> Tensor:
         """The norm of each sample's gradient, of all parameters together, (B,)."""
         with computing():
-            squares = torch.stack([grad.factor.sq_norms() for grad in self._all()])
+            squares = torch.stack([grad.real.sq_norms() for grad in self._all()])
             return squares.clamp_(min=0).sum(0).sqrt_()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
@@ -207,7 +215,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
         if dim < 1:
             raise ValueError(f"`dim` must be at least 1; got {dim}.")
         with computing():
-            return added([_projected(grad.factor, dim, grad.name, seed) for grad in self._all()])
+            return added([_projected(grad.real, dim, grad.name, seed) for grad in self._all()])
 
     def dense(self) -> dict[str, Tensor]:
         """The dense per-sample gradients, ``{name: (B, *S)}``."""
@@ -430,7 +438,7 @@ class _Block(Keeping):
             return factor.smaller()
         with computing():
             grad = FactoredGrad(recorder.name, [Use(factor, 1.0, [])])
-            return Spent(grad.factor.sq_norms(), factor.shape)
+            return Spent(grad.real.sq_norms(), factor.shape)
 
     def carried(self, recorder: Recorder) -> FactoredGrad:
         name = self.name_of(recorder)

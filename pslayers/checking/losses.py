@@ -46,10 +46,10 @@ class RealCall:
         """Whether there is a loss: else outputs are projected."""
         return self.loss_fn is not None or self.closure is not None
 
-    def to(self, dtype: torch.dtype) -> None:
-        """Class weights that a loss module holds go along with the outputs."""
-        if isinstance(self.loss_fn, nn.Module):
-            self.loss_fn.to(dtype)
+    @property
+    def module(self) -> nn.Module | None:
+        """The loss, where it is a module: class weights that it holds go along with the outputs."""
+        return self.loss_fn if isinstance(self.loss_fn, nn.Module) else None
 
     def __call__(
         self, model: nn.Module, value: Any, with_loss: bool = True
@@ -200,11 +200,16 @@ def _direction(row: Tensor, seed: int) -> Tensor:
 
 
 # ----------------------------------------------------------------------------- what a batch's loss is made of
+def real(t: Tensor) -> Tensor:
+    """Of complex numbers both parts, in a further dim."""
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
 def sketch(grad: Tensor) -> Tensor:
     """A gradient, or, of a large one, some thousand sums that are linear in it: of many gradients not all can
     be kept.
     """
-    flat = grad.detach().flatten().to(torch.float64)
+    flat = real(grad.detach()).flatten().to(torch.float64)
     if len(flat) <= SKETCH:
         return flat
     flat = flat * (1.5 + torch.arange(len(flat), dtype=torch.float64, device=flat.device).sin())

@@ -28,6 +28,13 @@ def each_leaf(fn: Callable[[Any], Any], value: Any) -> Any:
     return map_tensors(fn, value)
 
 
+def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another precision; complex numbers stay such, as they do not by Module.to."""
+    if t.is_complex():
+        return t.to(dtype.to_complex())
+    return t.to(dtype) if t.is_floating_point() else t
+
+
 def fresh(leaf: Any, dtype: torch.dtype | None = None) -> Any:
     """A tensor's values, to be changed in place and back-propagated to at will; of another floating dtype,
     perhaps.
@@ -35,7 +42,7 @@ def fresh(leaf: Any, dtype: torch.dtype | None = None) -> Any:
     if isinstance(leaf, PackedSequence):
         return leaf._replace(data=fresh(leaf.data, dtype))
     copied = leaf.detach().clone()
-    copied = copied.to(dtype) if dtype is not None and leaf.is_floating_point() else copied
+    copied = copied if dtype is None else in_dtype(copied, dtype)
     return copied.requires_grad_(leaf.requires_grad)
 
 

@@ -20,7 +20,7 @@ from ..convert import ConversionError, converted_parameters, settings_of
 from ..core.context import local
 from ..gradients import recording
 from ..modules.converted import Converted
-from .losses import LowestPrecision, RealCall, floating, overlap, project, samples_dims
+from .losses import LowestPrecision, RealCall, floating, overlap, project, real, samples_dims
 from .samples import Samples
 
 
@@ -355,7 +355,7 @@ def cannot(what: str, error: BaseException) -> str:
 
 def difference(a: Tensor, b: Tensor) -> float:
     """The largest difference, relative to the largest value; what is NaN or infinite in both is the same."""
-    a, b = a.double(), b.double()
+    a, b = real(a).double(), real(b).double()
     if not a.numel() or a.shape != b.shape:
         return 0.0 if a.shape == b.shape else torch.inf
     same = (a == b) | (a.isnan() & b.isnan())

@@ -229,3 +229,41 @@ def test_complex_weights_of_recurrent_layers_are_refused(name: str) -> None:
     layer = suite.build(case).to(torch.complex128)
     with pytest.raises(ps.ConversionError, match="holds complex weights"):
         suite.converted(layer)
+
+
+class Spectral(nn.Module):
+    """A Fourier layer, whose weights are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3, 3, dtype=torch.complex64))
+        self.gain, self.last = nn.Parameter(torch.randn(3, dtype=torch.complex64)), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        f = torch.einsum("bix,iox->box", torch.fft.rfft(x), self.weight)
+        return self.last(torch.fft.irfft(f * self.gain.view(3, 1), n=5))  # type: ignore[no-any-return]
+
+
+def test_complex_weights_in_factors_and_checks() -> None:
+    """Norms and products are those of both parts."""
+    model = Spectral().double()._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)
+    ours, x = ps.convert_model(copy.deepcopy(model)), torch.randn(4, 2, 5, dtype=torch.float64)
+    expected = loop(model, square, (x,))
+    flat = torch.cat(
+        [(torch.view_as_real(r) if r.is_complex() else r).reshape(4, -1) for r in expected.values()], 1
+    )
+    with ps.factored(ours) as grads:
+        squares(ours(x)).mean().backward()
+    torch.testing.assert_close(grads.gram(), flat @ flat.t())
+    torch.testing.assert_close(grads.norms(), flat.norm(dim=1))
+    torch.testing.assert_close(
+        grads.dot({k: r[0] for k, r in expected.items()}), flat @ flat[0], rtol=1e-6, atol=1e-9
+    )
+    bound = float(flat.norm(dim=1).median())
+    ours.zero_grad()
+    with ps.clipping(ours, max_norm=bound):
+        squares(ours(x)).mean().backward()
+    weights = (bound / flat.norm(dim=1)).clamp(max=1) / 4
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad, torch.tensordot(weights.to(p.dtype), expected[name], 1))
+    assert ps.check_model(Spectral(), x.float())
