@@ -52,6 +52,9 @@ def call_container(
 ) -> Any:
     """A module with layers below it."""
     state = state_of(module)
+    outside = local.batch is None and local.tracker is None and not local.use_original_forward
+    if outside and records(state.settings) and _without_replacement(state.number):
+        return _general(module, args, kwargs)
     if state.per_sample_forward and (
         records(state.settings) or module._ps_given(own=not state.includes_children)
     ):
@@ -138,6 +141,15 @@ def _prove(number: int, told: Any) -> bool:
     return _proved(module, form_of(args, kwargs))
 
 
+def _without_replacement(number: int) -> bool:
+    """Whether a module, or one below it, runs with per-sample parameters."""
+    states = (getattr(m, "_ps", None) for m in modules[number].modules())
+    return any(state is not None and state.per_sample_forward for state in states)
+
+
+torch_api.mark_constant(_without_replacement)
+
+
 torch_api.mark_constant(_known)
 
 
@@ -168,6 +180,12 @@ _proving = _as_it_is(
     " one sample and gradients enabled, or give an example batch, convert_model(model, example=x)"
 )
 
+
+_general = _as_it_is(
+    "a converted model holds modules without a replacement (ps.report(model) shows them), which run with"
+    " per-sample parameters and cannot be compiled: write layers for them (ps.PSLayer), or compile the other"
+    " parts by themselves"
+)
 
 _picking = _as_it_is(
     "a converted model gives layers rows that a mask has picked (as in h[mask]), of which each sample has a"

@@ -413,8 +413,20 @@ class Scale(nn.Module):
 
 def test_modules_without_a_replacement_are_refused() -> None:
     _, ours = pair(nn.Sequential(nn.Linear(4, 3), Scale()), floats(4, 4))
-    with pytest.raises(Exception, match=r"`1` \(Scale\) has no replacement"):
+    with pytest.raises(Exception, match=r"modules without a replacement \(ps\.report\(model\) shows them\)"):
         compiled(ours)(floats(5, 4))
+
+
+@pytest.mark.parametrize("before", ["nothing", "a call", "an example"])
+def test_without_fullgraph_modules_without_a_replacement_run_as_they_are(before: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), Scale(), nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    model = model.double()
+    ours = ps.convert_model(copy.deepcopy(model), example=floats(4, 4) if before == "an example" else None)
+    if before == "a call":
+        ours(floats(4, 4))
+    run = torch.compile(ours, backend="aot_eager")
+    for size in (5, 3, 1):
+        assert_right(run, ours, model, floats(size, 4))
 
 
 def test_rows_that_shapes_leave_open_are_refused_or_known() -> None:
