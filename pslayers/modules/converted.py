@@ -307,15 +307,22 @@ class Converted(_Mixin):
         leading = 1 if dims[0] == 1 else 2
         counts = {n: sum(n in shape[:leading] for shape in shapes) for _, n in sizes}
         most, large = max(counts.values()), [n for ndim, n in sizes if ndim > 1 or ndim == -1]
-        if (counts[sizes[0][1]] and leading == 2) or (
-            counts[sizes[0][1]] == most and (most or leading == 2 or not large)
+        first = sizes[0][1]
+        in_front = {n for _, n in sizes if all(shape[:1] == (n,) for shape in shapes)}
+        either = bool(shapes and in_front) and first not in in_front and bool(counts[first])
+        if not either and (
+            (counts[first] and leading == 2) or (counts[first] == most and (most or leading == 2 or not large))
         ):
             place = 0
+        elif either and leading == 2:  # all pairs of two inputs' rows, or the batch in dim 1
+            place = -1
         elif most:
             place = next(i for i, (_, n) in enumerate(sizes) if counts[n] == most)
         elif len(set(large)) == 1:
             place = next(i for i, (ndim, _) in enumerate(sizes) if ndim != 1)
         else:
+            place = -1
+        if place < 0:
             raise ValueError(
                 f"`{state.path}` ({type(self).__name__}) was called with tensors of"
                 f" {sorted({n for _, n in sizes})} rows, and its outputs do not tell which of these is the"

@@ -244,3 +244,25 @@ def test_a_batch_as_long_as_time_in_bfloat16(norm_first: bool) -> None:
         for name, rows in true_rows(loss, model, 3).items():
             for found, g in zip(ours.get_parameter(name).grad_sample, rows, strict=True):
                 assert (found - g).abs().max() < 0.3 * (g.abs().max() + 0.1), name
+
+
+class Operator(nn.Module):
+    """DeepONet with the points, which all functions share, as its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.trunk = nn.Linear(6, 4), nn.Linear(2, 4)
+
+    def forward(self, points: Tensor, functions: Tensor) -> Tensor:
+        return self.branch(functions) @ self.trunk(points).T  # type: ignore[no-any-return]
+
+
+def test_outputs_of_all_pairs_of_two_inputs_do_not_tell_the_batch() -> None:
+    model, points, functions = Operator().double(), batch(4, 2), batch(7, 6)
+    ours = ps.convert_model(copy.deepcopy(model))
+    with pytest.raises(ValueError, match="do not tell which of these is the batch size"):
+        ours(points, functions)
+    with ps.batch_size(7):
+        output = ours(points, functions)
+    squares(output).mean().backward()
+    assert_rows(ours, true_rows(lambda i: square(model(points, functions[i : i + 1]), i), model, 7))
