@@ -2,7 +2,9 @@
 real run's.
 """
 
+import functools
 import random
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +58,36 @@ def _has_memory(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not torch_api.is_wrapped(t)
 
 
+def _generator(value: Any) -> tuple[Any, Callable[[Any], object]] | None:
+    """The state of a random generator, and what puts it back; None for other values."""
+    if isinstance(value, torch.Generator):
+        return value.get_state(), value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate(), value.setstate
+    if type(value).__module__.partition(".")[0] == "numpy":
+        if hasattr(value, "set_state"):  # RandomState
+            return value.get_state(), value.set_state
+        bits: Any = getattr(value, "bit_generator", None)
+        if bits is not None:
+            return bits.state, functools.partial(setattr, bits, "state")
+    return None
+
+
+class Randomness:
+    """Where Python's and numpy's random generators are, of which some models draw."""
+
+    def __init__(self) -> None:
+        self.python = random.getstate()
+        self.numpy = sys.modules.get("numpy.random")
+        self.state = None if self.numpy is None else self.numpy.get_state()
+
+    def restore(self) -> None:
+        """Put them back there."""
+        random.setstate(self.python)
+        if self.numpy is not None:
+            self.numpy.set_state(self.state)
+
+
 class Snapshot:
     """Parameters, buffers, hooks and attributes of a model's modules, with what is in their dicts, lists and
     sets; and what it is called with.
@@ -82,6 +114,7 @@ class Snapshot:
         self.hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self.containers: dict[int, tuple[Any, Any]] = {}
         self.tensors: list[tuple[Tensor, Tensor]] = []
+        self.generators: list[tuple[Any, Callable[[Any], object]]] = []  # of random numbers
         todo: list[Any] = []
         for module in modules:
             values = {name: value for name, value in module.__dict__.items() if name not in _KEPT}
@@ -99,6 +132,8 @@ class Snapshot:
             elif type(value) in _CONTAINERS and id(value) not in self.containers:
                 self.containers[id(value)] = value, (before := value.copy())
                 todo += before.values() if isinstance(before, dict) else before
+            elif (generator := _generator(value)) is not None:
+                self.generators.append(generator)
 
     def inputs_differ(self) -> bool:
         """Whether what the model was called with was written to."""
@@ -164,6 +199,8 @@ class Snapshot:
             elif isinstance(held, set) or not _identical(held, values):
                 held.clear()
                 held.update(values)
+        for state, put_back in self.generators:
+            put_back(state)
         with torch.no_grad():
             for tensor, value in self.tensors:
                 if not torch.equal(tensor, value):  # and only then: writing spoils what a graph has saved
@@ -238,7 +275,7 @@ def trial(model: nn.Module) -> Iterator[None]:
     really called.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    state, fast_path = random.getstate(), torch.backends.mha.get_fastpath_enabled()
+    others, fast_path = Randomness(), torch.backends.mha.get_fastpath_enabled()
     # it bypasses the layers of torch's Transformers where no gradient is asked for
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -250,5 +287,5 @@ def trial(model: nn.Module) -> Iterator[None]:
         ):
             yield
     finally:
-        random.setstate(state)
+        others.restore()
         torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -311,7 +311,8 @@ class Converted(_Mixin):
         in_front = {n for _, n in sizes if all(shape[:1] == (n,) for shape in shapes)}
         either = bool(shapes and in_front) and first not in in_front and bool(counts[first])
         if not either and (
-            (counts[first] and leading == 2) or (counts[first] == most and (most or leading == 2 or not large))
+            (counts[first] and leading == 2)
+            or (counts[first] == most and (most or leading == 2 or not large))
         ):
             place = 0
         elif either and leading == 2:  # all pairs of two inputs' rows, or the batch in dim 1

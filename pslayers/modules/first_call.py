@@ -28,7 +28,7 @@ from ..attribution.proof import (
     quiet_hooks,
     rows_agree,
 )
-from ..attribution.snapshot import Snapshot, gradients_unchanged, trial, unchanged
+from ..attribution.snapshot import Randomness, Snapshot, gradients_unchanged, trial, unchanged
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local
@@ -64,7 +64,19 @@ _log = logging.getLogger(__name__.partition(".")[0])
 class ModelCall:
     """A call of a converted model, `run(model, *args, **kwargs)`, for `size` samples, more than one."""
 
-    __slots__ = ("args", "forget", "kind", "kwargs", "model", "random", "run", "settings", "size", "state")
+    __slots__ = (
+        "args",
+        "forget",
+        "kind",
+        "kwargs",
+        "model",
+        "others",
+        "random",
+        "run",
+        "settings",
+        "size",
+        "state",
+    )
 
     def __init__(
         self,
@@ -81,6 +93,7 @@ class ModelCall:
         self.settings = self.state.settings
         # to be drawn again by a further run
         self.random = None if kind in self.state.drawless else random_state()
+        self.others: Randomness | None = None  # likewise, of a first call
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
 
     # ---------------------------------------------------------------------------------------------- the steps
@@ -94,7 +107,7 @@ class ModelCall:
 
     def first(self) -> Any:
         """The output of a call that is recorded, and of a kind that was not proved yet."""
-        self.forget = self.model._ps_count_from_here()
+        self.forget, self.others = self.model._ps_count_from_here(), Randomness()
         with self._telling():
             return self._first()
 
@@ -197,6 +210,8 @@ class ModelCall:
     def _rewind(self) -> None:
         if self.random is not None:
             set_random_state(self.random)
+        if self.others is not None:
+            self.others.restore()
 
     def _undone(self, before: Snapshot | None) -> "ModelCall":
         """This call, with nothing left of what has been run of it."""

@@ -1,10 +1,14 @@
-"""Weights with noise, the same for all samples of a batch: Bayes by backprop, noisy layers, DropConnect,
+"""Random numbers that a forward draws: weights with noise, and numbers of other generators than torch's own.
+
+Weights with noise, the same for all samples of a batch: Bayes by backprop, noisy layers, DropConnect,
 gates, choices between parts. With the same seed the noise of a batch of one is the same.
 """
 
 import copy
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +16,7 @@ from torch.distributions import Normal
 from torch.nn import functional as F
 
 import pslayers as ps
-from tests.oracle import assert_rows, loop, square, squares
+from tests.oracle import assert_rows, loop, square, squares, true_rows
 
 
 def _gates(logits: Tensor) -> Tensor:
@@ -85,3 +89,46 @@ def test_noise_of_weights_differentiated_again() -> None:
     expected = loop(model, lambda _, i: penalty(model, x[i : i + 1]).sum(), (x,))
     penalty(ours, x).mean().backward()
     assert_rows(ours, expected)
+
+
+DRAWS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "python": lambda m, x: x * random.random(),
+    "numpy": lambda m, x: x * float(np.random.rand()),
+    "of-its-own": lambda m, x: x * torch.rand(len(x), 1, generator=m.own, dtype=x.dtype),
+    "python-of-its-own": lambda m, x: x * m.python.random(),  # type: ignore[operator, union-attr]
+    "numpy-of-its-own": lambda m, x: x * torch.from_numpy(m.numpy.random((len(x), 1))),  # type: ignore[operator, union-attr]
+    "in-a-list": lambda m, x: x * m.several[0].random(),  # type: ignore[index, operator, union-attr]
+}
+
+
+class Drawing(nn.Module):
+    """With a part that has to be found out whose its rows are."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.gain, self.way = nn.Linear(4, 3), nn.Parameter(torch.rand(3)), way
+        self.own, self.python = torch.Generator().manual_seed(0), random.Random(0)
+        self.numpy, self.several = np.random.default_rng(0), [random.Random(1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return DRAWS[self.way](self, self.first(x)) * self.gain
+
+
+@pytest.mark.parametrize("way", DRAWS)
+def test_numbers_of_other_generators(way: str) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Drawing(way).double())
+    model, ours = models[0], ps.convert_model(models[1])
+    for size in (4, 9, 1, 4):
+        x = torch.randn(size, 4, dtype=torch.float64)
+        random.seed(5), np.random.seed(5)
+        output, after = model(x), (random.random(), np.random.rand())
+        random.seed(5), np.random.seed(5)
+        found = ours(x)
+        torch.testing.assert_close(found, output)
+        assert (random.random(), np.random.rand()) == after
+        ours.zero_grad()
+        squares(found).mean().backward()
+        assert_rows(ours, true_rows(lambda i: square(output[i : i + 1], 0), model, size))  # noqa: B023
