@@ -5,9 +5,11 @@ The per-sample gradient of a weight is a product of small things: of a linear ma
 times its input. The backward pass keeps these (`core.factors`), and what is asked for is computed from them.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -84,6 +86,11 @@ class FactoredGrad:
 
     def __getitem__(self, sample: int) -> Tensor:
         """The gradient of one sample, ``(*S)``."""
+        if not hasattr(sample, "__index__"):
+            raise TypeError(
+                f"One sample's gradient is asked for by its number; got {sample!r}. Of several take .dense()."
+            )
+        sample = operator.index(sample)
         if not -len(self) <= sample < len(self):
             raise IndexError(
                 f"Sample {sample} of {len(self)}: `{self.name}` has no such per-sample gradient."
@@ -197,6 +204,8 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
 
     def gram(self, other: "FactoredGrads | None" = None) -> Tensor:
         """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""
+        if not isinstance(other, FactoredGrads | None):
+            raise TypeError(f"`other` must be the factored gradients of another batch; got {other!r}.")
         theirs = {grad.name: grad for grad in (other or self)._all()}
         found = [grad.gram(theirs[grad.name]) for grad in self._all() if grad.name in theirs]
         if not found:
@@ -295,7 +304,7 @@ def reweighting(model: nn.Module, weigh: Callable[[FactoredGrads], Tensor]) -> I
     grads = FactoredGrads()
 
     def weights() -> dict[str, Tensor]:
-        return dict.fromkeys(grads, weigh(grads))
+        return dict.fromkeys(grads, _weights(weigh(grads), grads.size))
 
     with _Block(model, grads, False, weights).inside():
         yield
@@ -336,6 +345,10 @@ def clipping(
         (torch.Size([5]), tensor(True))
     """
     for norm in max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]:
+        number = (isinstance(norm, Tensor) and norm.numel() == 1) or isinstance(norm, Real)
+        if not number:
+            got = f"a tensor of shape {tuple(norm.shape)}" if isinstance(norm, Tensor) else repr(norm)
+            raise TypeError(f"`max_norm` must be a number, or {{name: number}}; got {got}.")
         if not norm > 0:
             raise ValueError(f"`max_norm` must be positive; got {norm}.")
     if passes not in (1, 2, "auto"):

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -760,3 +761,25 @@ def test_threads_with_a_model_each() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(clip, range(4)))
+
+
+@pytest.mark.parametrize("bound", [None, "1", torch.ones(3), {"weight": None}, 1j])
+def test_a_bound_that_is_no_number(bound: Any) -> None:
+    ours = ps.convert_model(nn.Linear(3, 2))
+    with pytest.raises(TypeError, match="`max_norm` must be a number"), ps.clipping(ours, bound):
+        pass
+
+
+def test_what_is_asked_for_wrongly_is_named() -> None:
+    ours, x = ps.convert_model(nn.Linear(3, 2)), torch.randn(4, 3)
+    with ps.factored(ours) as grads:
+        ours(x).sum().backward()
+    torch.testing.assert_close(grads["weight"][np.int64(1)], grads["weight"].dense()[1])
+    for wrong in (slice(1, 3), torch.tensor([1, 2]), 1.0, "0"):
+        with pytest.raises((TypeError, IndexError)):
+            grads["weight"][wrong]  # type: ignore[index]
+    with pytest.raises(TypeError, match="of another batch"):
+        grads.gram(3)  # type: ignore[arg-type]
+    listed: Any = lambda grads: [1.0] * 4  # noqa: E731
+    with pytest.raises(ValueError, match="Weights must be a tensor"), ps.reweighting(ours, listed):
+        ours(x).sum().backward()

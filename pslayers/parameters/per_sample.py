@@ -76,6 +76,7 @@ class Standing:
         self.made: list[weakref.ref[PerSample]] = []
         self.chosen: list[bool] = []
         self.level = torch_api.level()  # of transforms of torch.func around the forward
+        self.in_loss = False  # after the forward: what is no batch's is known by its shape
         self.slow: set[str] = set()  # names of parameters that some op used as truly different ones
 
     def mark(self) -> Callable[[], "Standing"]:
@@ -227,6 +228,7 @@ class Kept(Tensor):
         args, kwargs = map_tensors(_standing, (args, kwargs))
         inputs = [torch.empty(given[0].rows)] if given[0].rows else []
         before, local.stand_ins = local.stand_ins, Standing(inputs, False, {})
+        local.stand_ins.in_loss = bool(inputs)
         try:
             found = map_tensors(kept, by_rule(func, args, kwargs))
             return map_tensors(lambda t: t if t.requires_grad else _ordinary(t), found)
@@ -506,7 +508,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     # which of the others are the batch's?
     others = [t for t in given if not isinstance(t, PerSample)]
-    if followed() is None and any(t.ndim or t.requires_grad for t in others):
+    if followed() is None and any(t.requires_grad or _of_some_batch(t, len(own[0].each)) for t in others):
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
     if kwargs.get("out") is not None:
         raise NoRuleError(f"`{name}` would write to a tensor that all samples share")
@@ -535,6 +537,14 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if local.stand_ins is not None:
         local.stand_ins.slow |= names
     return map_tensors(rows.back, found)
+
+
+def _of_some_batch(t: Tensor, size: int) -> bool:
+    """Whether a tensor may hold something of the samples: in a loss, where a dim is as long as they are many,
+    or some times as long.
+    """
+    in_loss = local.stand_ins is not None and local.stand_ins.in_loss
+    return any(n % size == 0 for n in t.shape) if in_loss else t.ndim > 0
 
 
 def function_of(

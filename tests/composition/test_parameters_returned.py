@@ -146,9 +146,28 @@ class Penalised(nn.Module):
         return self.layer.weight.square().sum() if self.hook else self.penalty.sum()
 
 
+class Dictionary(nn.Module):
+    """Whose columns are to be orthogonal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.atoms, self.layer = nn.Parameter(torch.randn(5, 3)), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        atoms = F.normalize(self.atoms, dim=0)
+        return self.layer(x) @ atoms, atoms
+
+
+def _orthogonal(model: Any, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    out, atoms = model(x)
+    gram = atoms.t() @ atoms - torch.eye(3, dtype=x.dtype)
+    return ((out - y).square().sum(1) * w).mean() + gram.square().sum()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     **{f"policy-{r}": (lambda r=r: Policy(r), _chosen) for r in ("parameter", "distribution", "row")},  # type: ignore[misc]
     "temperature": (TwoViews, _agree),
+    "dictionary": (Dictionary, _orthogonal),
     "returned": (lambda: TwoBayesian("returned"), _returned),
     **{f"stored-{w}": (lambda w=w: TwoBayesian(w), _stored) for w in ("attribute", "list", "dict")},  # type: ignore[misc]
     "added-in-place": (lambda: TwoBayesian("attribute"), _added_in_place),
@@ -195,7 +214,7 @@ def test_rows_have_the_part_of_what_is_made_of_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_clipping_sees_it(name: str) -> None:
     model, ours = both(name)
-    for size in (3, 6):
+    for size in (5, 8):
         given = inputs(size)
         rows = rows_of(model, CASES[name][1], given)
         norms = torch.stack([r.reshape(size, -1).square().sum(1) for r in rows.values()]).sum(0).sqrt()
@@ -263,7 +282,12 @@ def test_it_reads_as_an_ordinary_tensor() -> None:
 def test_what_is_not_each_samples_own_is_refused() -> None:
     ours = ps.convert_model(Policy("parameter").double())
     mean, log_std = ours(batch(4, 6))
-    for wrong in (lambda: mean[:2] * log_std, lambda: mean @ log_std, lambda: mean.t() + log_std.view(3, 1)):
+    for wrong in (
+        lambda: mean[:2] * log_std,
+        lambda: log_std.view(3, 1) * torch.ones(3, 8),
+        lambda: mean @ log_std,
+        lambda: mean.t() + log_std.view(3, 1),
+    ):
         with pytest.raises(NoRuleError, match="expand it there to the batch"):
             wrong()
     with pytest.raises(RuntimeError):  # past what follows it
