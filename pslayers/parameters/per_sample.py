@@ -175,6 +175,7 @@ def _values_left(value: Any, prefix: str, settings: Any) -> Any:
     return nn.Parameter(value.each.detach()[0].clone(), value.requires_grad)
 
 
+# ----------------------------------------------------------------------------------------------- after a call
 def held_by(module: nn.Module) -> list[Any]:
     """The dicts that hold the attributes of all modules below, and the lists and dicts among these."""
     held: list[Any] = [vars(m) for m in module.modules()]
@@ -219,9 +220,8 @@ class Kept(Tensor):
         given = [t for t in tensors_of((args, kwargs)) if isinstance(t, Kept) and t.one is not None]
         if not (graph and given):
             return plainly(func, *map_tensors(_ordinary, args), **map_tensors(_ordinary, kwargs))
-        into_number = (
-            args and op_kinds.writes(func.__name__) and not (isinstance(args[0], Kept) or args[0].ndim)
-        )
+        into = args[0] if args and op_kinds.writes(func.__name__) else None
+        into_number = isinstance(into, Tensor) and not isinstance(into, Kept) and not into.ndim
         if into_number or func in (Tensor.backward, torch.autograd.grad):  # loss += penalty
             args, kwargs = map_tensors(_of_all, (args, kwargs))
             return func(*args, **kwargs)
@@ -271,6 +271,7 @@ def _of_all(t: Tensor) -> Tensor:
     return t.one.each.mean(0) if isinstance(t, Kept) and t.one is not None else t
 
 
+# ------------------------------------------------------------------------------------------ what stands for it
 UNFOLLOWED = (
     "was used by a function that does not ask what stands for it: a torch.autograd.Function of one's own, or"
     " one of a jagged nested tensor (of which use the values())"
