@@ -199,11 +199,13 @@ class Batch:
         "calls",
         "form",
         "given",
+        "keeps",
         "level",
         "outer_pass",
         "outputs",
         "proving",
         "ragged",
+        "returned",
         "root",
         "scale",
         "settings",
@@ -222,6 +224,9 @@ class Batch:
         self.outer_pass = torch_api.outer_pass()
         self.root: ConvertedModule | None = None  # the outermost module
         self.given: Sequence[Place] | None = None  # see `given_places`
+        # what the call has returned, the dim of the samples' rows, and whose these are; None: of no one's
+        self.keeps = False  # it leaves something for a loss that is made of parameters alone
+        self.returned: list[tuple[weakref.ref[Tensor], int | None, Tensor | None]] = []
         self.calls: dict[int, int] = {}  # how often each module has been called so far
         self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
         self.proving = False  # the same, and true of a part that is computed again

@@ -21,7 +21,7 @@ from ..attribution.tracking import (
     TIME_MAJOR,
     Layout,
 )
-from ..core.context import Batch, by_original_layers, in_place_of, local, places_of
+from ..core.context import Batch, by_original_layers, in_place_of, local, places_of, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.trees import assign, map_tensors, tensors_in, tensors_of, written_to
 from ..parameters.op_dispatch import Redirect
@@ -39,7 +39,8 @@ def run_by(
     standing: Standing | None = None,
 ) -> Any:
     """The call with per-sample `weights` (B, *S); `standing` is told what is seen of it."""
-    last = standing is None and local.batch is not None and local.batch.root is module
+    in_call = standing is None and local.batch is not None and not transforming()
+    last = in_call and local.batch.root is module  # type: ignore[union-attr]
     if plan.way == "direct":
         return _directly(module, forward, plan, call, weights, size, standing, last)
     if any(isinstance(t, PerSample) for t in tensors_in(call)):

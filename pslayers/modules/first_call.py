@@ -9,6 +9,7 @@ returns the output, or UNDECIDED, and then the next one follows.
 import functools
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributions import Distribution
 
 from .. import torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
@@ -33,7 +35,7 @@ from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local
 from ..core.trees import map_tensors, tensors_in, tensors_of
-from ..parameters.per_sample import held_by
+from ..parameters.per_sample import Kept, held_by
 from .batch_of_one import run_plain
 from .how_modules_run import choose_how_modules_run
 
@@ -240,14 +242,14 @@ class ModelCall:
         local.batch = batch = self._batch(proving, trackable=True)
         try:
             if not (proving or self.settings.has_gathered_rows):
-                output = self.run(model, *self.args, **self.kwargs)
+                output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
                 return UNDECIDED if batch.undecided else output
             with ExitStack() as around:
                 around.enter_context(gathering(self.size, self.settings, self.args, self.kwargs))
                 if before is not None:
                     around.enter_context(quiet_hooks(model))
                     around.enter_context(before.watching())
-                output = self.run(model, *self.args, **self.kwargs)
+                output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
                 if before is not None:
                     self._note_what_changed(before)
                 if batch.undecided:
@@ -263,6 +265,21 @@ class ModelCall:
             local.batch, local.use_original_forward = None, False
             if batch.outputs is not None:
                 batch.outputs.close()
+
+    def _returned(self, batch: Batch, output: Any) -> Any:
+        """The output, of which is noted whose its rows are, if something that a loss may use beside it was
+        made of parameters alone.
+        """
+        if batch.keeps:
+            value = made_of(output)
+            tensors = [t for t in tensors_of(value) if not isinstance(t, Kept) and t.requires_grad]
+            layouts = [
+                self.model._ps_layout(0, ("out", i), t.ndim) if isinstance(t, Tensor) else None
+                for i, t in enumerate(tensors_in(value))
+            ]
+            owned = {id(t): (dim, ids) for t, dim, ids in batched_outputs(value, batch, layouts)}
+            batch.returned = [(weakref.ref(t), *owned.get(id(t), (None, None))) for t in tensors]
+        return output
 
     def _note_what_changed(self, before: Snapshot) -> None:
         state = self.state
@@ -446,7 +463,7 @@ class ModelCall:
         local.batch = batch = self._batch(proving=True, trackable=False)
         try:
             with quiet_hooks(self.model):
-                return self.run(self.model, *args, **kwargs), batch
+                return self._returned(batch, self.run(self.model, *args, **kwargs)), batch
         except BaseException:
             batch.outputs.close()
             raise
@@ -464,6 +481,15 @@ def _sized(value: Any, size: int) -> bool:
     if isinstance(value, (Tensor, str, bool, float, type(None), torch.dtype, torch.device)):
         return True
     return isinstance(value, int) and value != size
+
+
+def made_of(output: Any) -> Any:
+    """An output in which distributions are what they were made of."""
+    if isinstance(output, Distribution):
+        return {name: value for name, value in vars(output).items() if isinstance(value, Tensor)}
+    if isinstance(output, (tuple, list)):
+        return [made_of(value) for value in output]
+    return {k: made_of(v) for k, v in output.items()} if isinstance(output, dict) else output
 
 
 def random_state() -> list[Tensor]:

@@ -188,7 +188,9 @@ def kept(value: Any) -> Any:
         return value
     values: Kept = value.each.detach()[0].as_subclass(Kept)
     if value.each.requires_grad and not transforming():
-        value.is_kept, values.one, values.rows = True, value, 0 if in_ragged() else len(value.each)
+        value.is_kept, values.one, values.batch = True, value, local.batch
+        if local.batch is not None:
+            local.batch.keeps = True
         with torch_api.without_torch_function():
             values.requires_grad_().register_hook(_Unfollowed(value.names))
     return values
@@ -199,12 +201,14 @@ class Kept(Tensor):
     weights, the weight that a hook makes), after it: an ordinary tensor's values, whose gradients are each
     sample's own.
 
-    What meets it in a loss is of each sample, if it has a row for each, or a number: of that, each sample has
-    its share. It is not to be used in a further call.
+    In a loss it may meet what is made of the model's outputs and has each sample's row in its place, which
+    two passes through the loss so far prove; be added to a number, of which each sample has its share; and
+    meet constants. It is not to be used in a further call.
     """
 
     one: "PerSample | None" = None
-    rows = 0  # how many tell that a tensor is the batch's
+    batch: Any = None  # of the call
+    of_all = False  # it is made of a number of all samples, too
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -222,16 +226,17 @@ class Kept(Tensor):
             return plainly(func, *map_tensors(_ordinary, args), **map_tensors(_ordinary, kwargs))
         into = args[0] if args and op_kinds.writes(func.__name__) else None
         into_number = isinstance(into, Tensor) and not isinstance(into, Kept) and not into.ndim
-        if into_number or func in (Tensor.backward, torch.autograd.grad):  # loss += penalty
+        if into_number or func in _BACKWARD:  # loss += penalty
             args, kwargs = map_tensors(_of_all, (args, kwargs))
             return func(*args, **kwargs)
-        args, kwargs = map_tensors(_standing, (args, kwargs))
-        inputs = [torch.empty(given[0].rows)] if given[0].rows else []
-        before, local.stand_ins = local.stand_ins, Standing(inputs, False, {})
-        local.stand_ins.in_loss = bool(inputs)
+        before = local.stand_ins
         try:
-            found = map_tensors(kept, by_rule(func, args, kwargs))
-            return map_tensors(lambda t: t if t.requires_grad else _ordinary(t), found)
+            of_all = _check_what_it_meets(func, given, tensors_of((args, kwargs)))
+            size = len(given[0].one.each)  # type: ignore[union-attr]
+            local.stand_ins = Standing([torch.empty(size)], False, {})
+            local.stand_ins.in_loss = True
+            found = by_rule(func, *map_tensors(_standing, (args, kwargs)))
+            return map_tensors(functools.partial(_found, batch=given[0].batch, of_all=of_all), found)
         except NoRuleError as error:
             raise NoRuleError(
                 f"{error}. It was returned by a model, or kept by it, and is made of parameters alone: in a"
@@ -248,6 +253,72 @@ class Kept(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Of the values."""
         return _ordinary(self).__reduce_ex__(protocol)
+
+
+_ADDS = {"add", "sub", "rsub", "__add__", "__radd__", "__sub__", "__rsub__", "stack", "cat", "concat"}
+
+
+def _check_what_it_meets(func: Any, given: Sequence[Kept], tensors: Sequence[Tensor]) -> bool:
+    """Whether the result is made of a number of all samples; NoRuleError where a sample's row would not be
+    its own.
+    """
+    if transforming():
+        raise NoRuleError("a transform of torch.func is made of the loss")
+    others = [t for t in tensors if not isinstance(t, Kept)]
+    totals = [t for t in others if t.requires_grad and not t.ndim]
+    of_all = bool(totals) or any(t.of_all for t in given)
+    if of_all and len(given) + len(totals) > 1 and getattr(func, "__name__", "") not in _ADDS:
+        raise NoRuleError("it meets a number of all samples, to which it can only be added")
+    size = len(given[0].one.each)  # type: ignore[union-attr]
+    for t in others:
+        if t.ndim and len(t) == size and not _in_order(t, given[0].batch):
+            raise NoRuleError(
+                "it meets a tensor with as many rows as there are samples, of which it is not known that they"
+                " are the samples' in order"
+            )
+    return of_all
+
+
+def _in_order(t: Tensor, batch: Any) -> bool:
+    """Whether each row of a tensor depends on that sample's rows of what its call has returned alone: then
+    gradients of rows that are multiplied by numbers are multiplied by these.
+    """
+    returned = [] if batch is None or not t.requires_grad else batch.returned
+    outputs = [(out, dim, ids) for ref, dim, ids in returned if (out := ref()) is not None]
+    if not outputs:
+        return False
+    draw = torch.Generator().manual_seed(0)  # the user's random numbers stay where they are
+    with torch_api.without_torch_function(), torch.no_grad():
+        weights = torch.rand(t.shape, generator=draw).to(t) + 0.5
+        factors = torch.rand(len(t), generator=draw).to(t) + 0.5
+        marked = weights * factors.view(-1, *[1] * (t.ndim - 1))
+    tensors = [out for out, *_ in outputs]
+    plain, times = (
+        torch.autograd.grad(t, tensors, g, retain_graph=True, allow_unused=True) for g in (weights, marked)
+    )
+    with torch_api.without_torch_function(), torch.no_grad():
+        for (_, dim, ids), one, other in zip(outputs, plain, times, strict=True):
+            if one is None:
+                continue
+            if dim is None:
+                return False
+            own = torch.arange(len(t), device=t.device).repeat_interleave(one.shape[dim] // len(t))
+            each = factors[own if ids is None else ids]
+            expected = one * each.view(*[1] * dim, -1, *[1] * (one.ndim - dim - 1)).to(one)
+            close = 64 * torch.finfo(t.dtype).eps ** 0.75
+            if not torch.allclose(other, expected, close, close * float(one.abs().max()), True):
+                return False
+    return any(one is not None for one in plain)
+
+
+def _found(t: Tensor, batch: Any, of_all: bool) -> Tensor:
+    """What comes of a `Kept` in a loss."""
+    values = kept(t)
+    if isinstance(values, Kept):
+        if values.one is None:
+            return _ordinary(values)
+        values.batch, values.of_all = batch, of_all
+    return values  # type: ignore[no-any-return]
 
 
 def _graph_of(t: Tensor) -> Tensor:
@@ -271,7 +342,7 @@ def _of_all(t: Tensor) -> Tensor:
     return t.one.each.mean(0) if isinstance(t, Kept) and t.one is not None else t
 
 
-# ------------------------------------------------------------------------------------------ what stands for it
+# ----------------------------------------------------------------------------------------- what stands for it
 UNFOLLOWED = (
     "was used by a function that does not ask what stands for it: a torch.autograd.Function of one's own, or"
     " one of a jagged nested tensor (of which use the values())"
@@ -915,5 +986,6 @@ _RULES[Tensor.data.__set__] = _replaced  # type: ignore[attr-defined]
 _RULES[Tensor.data.__get__] = lambda func, t: t.like(t.each.detach())  # type: ignore[attr-defined]
 _READ = {getattr(Tensor, name).__get__ for name in (*op_kinds.PROPERTIES, "requires_grad")}
 _READ |= set(op_kinds.functions(op_kinds.READ))
+_BACKWARD = {Tensor.backward, torch.autograd.grad, torch.autograd.backward}
 _OF_THE_GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf")}
 _TO_NUMBERS = set(op_kinds.functions(op_kinds.TO_NUMBERS))

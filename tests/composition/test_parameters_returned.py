@@ -290,5 +290,49 @@ def test_what_is_not_each_samples_own_is_refused() -> None:
     ):
         with pytest.raises(NoRuleError, match="expand it there to the batch"):
             wrong()
-    with pytest.raises(RuntimeError):  # past what follows it
-        torch.autograd.backward([log_std.sum()])
+    orders: dict[str, Callable[[], Tensor]] = {
+        "other samples": lambda: mean.flip(0) * log_std,
+        "moved": lambda: mean[torch.tensor([1, 0, 2, 3])] * log_std,
+        "sorted": lambda: mean.square().sum(1).sort()[0] * log_std.sum(),
+        "as many as the batch": lambda: mean.t() @ mean[:, :1] * log_std[0],
+        "a constant": lambda: torch.eye(4, dtype=mean.dtype) * log_std.sum(),
+        "a mean of all": lambda: mean.square().mean() * log_std.sum(),
+        "the same in parts": lambda: (mean.square().mean() + log_std.sum()) * log_std[0],
+        "in a transform": lambda: torch.func.vmap(lambda m: m * log_std)(mean),
+    }
+    for name, wrong in orders.items():
+        with pytest.raises(NoRuleError, match="expand it there to the batch"):
+            pytest.fail(f"{name}: {wrong()}")
+    state = torch.get_rng_state()
+    losses = (mean * log_std).square().sum(1) + log_std.sum()
+    assert torch.equal(state, torch.get_rng_state())
+    torch.autograd.backward([losses.mean()])
+
+
+def test_outputs_in_other_forms() -> None:
+    """Rows of the batch in dim 1, or several a sample, as the model was seen to return them."""
+
+    class Returns(nn.Module):
+        def __init__(self, form: str) -> None:
+            super().__init__()
+            self.layer, self.scale, self.form = nn.Linear(6, 3), nn.Parameter(torch.rand(3)), form
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.layer(x)
+            return y.transpose(0, 1) if self.form == "time first" else y.flatten(0, 1), self.scale.exp()
+
+    for form in ("time first", "flat"):
+        model = Returns(form).double()
+        ours, x = ps.convert_model(copy.deepcopy(model)), batch(4, 4, 6)
+
+        def loss(m: nn.Module, x: Tensor, form: str = form) -> Tensor:
+            y, scale = m(x)
+            each = y.transpose(0, 1) if form == "time first" else y.unflatten(0, (len(x), -1))
+            return (each * scale).square().sum((1, 2))
+
+        expected = true_rows(lambda i: loss(model, x[i : i + 1]).sum(), model, 4)  # noqa: B023
+        loss(ours, x).mean().backward()
+        assert_rows(ours, expected)
+        y, scale = ours(x)
+        with pytest.raises(NoRuleError, match="in order"):
+            (y if form == "time first" else y.unflatten(0, (-1, 4)).transpose(0, 1)) * scale
