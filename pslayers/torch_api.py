@@ -319,6 +319,11 @@ def divides_grads(module: Any) -> bool:
     return any(group is not None and group.gradient_divide_factor is not None for group in groups)
 
 
+# of all modules
+global_backward_hooks: dict[int, Any] = _find("nn.modules.module._global_backward_hooks")
+global_backward_pre_hooks: dict[int, Any] = _find("nn.modules.module._global_backward_pre_hooks")
+
+
 # ---------------------------------------------------------------------------------------------------- tracing
 is_tracing: Callable[[], Any] = _find("_C._get_tracing_state")  # by torch.jit.trace; None if it is not
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import torch_api
 from ..attribution.gathered import following, without_gathered_rows
@@ -45,6 +45,8 @@ def run_by(
         return _directly(module, forward, plan, call, weights, size, standing, last)
     if any(isinstance(t, PerSample) for t in tensors_in(call)):
         raise NoRuleError("it is given a parameter of each sample's own")
+    if plan.way == "vmap" and _has_backward_hooks(module):
+        raise NoRuleError("a module in it has backward hooks, which torch.func.vmap leaves out")
     redirect = Redirect(size if plan.fresh else None)
     layouts = iter(plan.layouts.inputs)
     flat: list[Tensor] = []  # every sample's part in dim 0, a batch of one behind it; or as it is
@@ -118,6 +120,13 @@ def run_by(
     assign(call, taken, real)
     whole = iter(together)
     return map_tensors(lambda _: next(whole), output)
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    """Whether one is called for this module or one below it."""
+    everywhere = torch_api.global_backward_hooks, torch_api.global_backward_pre_hooks
+    each = ((m._backward_hooks, m._backward_pre_hooks) for m in module.modules())
+    return any(map(any, (everywhere, *each)))
 
 
 def _directly(

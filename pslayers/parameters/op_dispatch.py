@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .. import functional as PF
 from .. import torch_api
 from ..core import op_kinds
-from ..core.context import in_ragged, local
+from ..core.context import NoRuleError, in_ragged, local
 from .per_sample import OPS, PerSample, behind, expansion_of, followed, is_vector, names_of, of_the_input
 
 Op = Callable[..., Tensor]
@@ -109,6 +109,10 @@ class Redirect(TorchFunctionMode):
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.register_hook and torch_api.is_batched(args[0]):
+            raise NoRuleError("its forward registers a hook, which torch.func.vmap leaves out")
+        if func == _REQUIRES_GRAD:  # as the forward sees it where it is run as it is
+            return _needs_gradient(args[0])
         rule = RULES.get(func)
         # not inside a further transform that the forward makes
         if rule is not None and torch_api.level() == self.level:
@@ -323,6 +327,7 @@ def _linear_cross_entropy(
     return F.cross_entropy(logits, target, reduction=reduction, ignore_index=ignore_index, **more)
 
 
+_REQUIRES_GRAD = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _MAKERS = set(op_kinds.functions(op_kinds.MADE))
 RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,

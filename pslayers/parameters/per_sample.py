@@ -908,6 +908,10 @@ def _replaced(func: Any, t: Any, values: Any) -> None:
     t.replace(values)
 
 
+def _hooked(func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise NoRuleError("a hook is registered on a parameter of each sample's own, or on what was made of it")
+
+
 def _made_like(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     """Of nobody's values (noise): the same for all samples, and without a gradient."""
     if not isinstance(t, PerSample) or kwargs.get("requires_grad"):
@@ -974,6 +978,7 @@ _KINDS: dict[Rule, Iterable[str]] = {
     _pointwise: [*op_kinds.OF_SEVERAL, "broadcast_tensors"],
     _in_place: op_kinds.INTO_FIRST,
     _trained: ["requires_grad_"],
+    _hooked: ["register_hook", "retain_grad"],
     _made_like: [*op_kinds.DRAWN_LIKE, "empty_like"],
     _attention: ["scaled_dot_product_attention"],
 }

@@ -532,3 +532,50 @@ def test_graphs_of_others_around_a_parameter_that_come_later(late: str, nested: 
         squares(ours(x)).mean().backward()
         assert_rows(ours, loop(model, square, (x,)))
         called.append(True)
+
+
+class Hooked(nn.Module):
+    """Whose forward scales the gradient of what is made of a weight, by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.randn(3, 4)), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight * 1
+        if weight.requires_grad:
+            weight.register_hook(lambda g: g * 0.5)
+        return self.layer(x @ weight.T)
+
+
+@pytest.mark.filterwarnings("ignore:.* is run sample by sample")
+def test_hooks_that_a_forward_registers_on_its_weights() -> None:
+    model = Hooked().double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), torch.randn(5, 4, dtype=torch.float64)
+    squares(ours(x)).mean().backward()
+    assert_rows(ours, loop(model, square, (x,)))
+
+
+@pytest.mark.filterwarnings("ignore:.* is run sample by sample")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("where", ["act", "layer", "everywhere"])
+@pytest.mark.parametrize("late", [False, True])
+def test_backward_hooks_that_scale_where_a_part_is_called_with_a_parameter(where: str, late: bool) -> None:
+    part = Prompt()
+    model = nn.Sequential(nn.Linear(6, 6), part, nn.Linear(6, 2)).double()
+    ours, x = copy.deepcopy(model), torch.randn(4, 6, dtype=torch.float64)
+
+    def hook(m: nn.Sequential) -> None:
+        hooked = {"act": [m[1].act], "layer": [m[1].act, m[2]], "everywhere": [m[1].act, m[0], m[2], m]}
+        for one in hooked[where]:
+            one.register_full_backward_hook(
+                lambda _, given, __: tuple(g if g is None else g * 2 for g in given)
+            )
+
+    hook(model)
+    if late:
+        ps.convert_model(ours)(x)
+    hook(ours)
+    ours = ours if late else ps.convert_model(ours)
+    squares(ours(x)).mean().backward()
+    assert_rows(ours, loop(model, square, (x,)))
