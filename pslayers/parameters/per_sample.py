@@ -226,7 +226,7 @@ class Kept(Tensor):
             return plainly(func, *map_tensors(_ordinary, args), **map_tensors(_ordinary, kwargs))
         into = args[0] if args and op_kinds.writes(func.__name__) else None
         into_number = isinstance(into, Tensor) and not isinstance(into, Kept) and not into.ndim
-        if into_number or func in _BACKWARD:  # loss += penalty
+        if (into_number and func.__name__.strip("_") in _ADDED) or func in _BACKWARD:  # loss += penalty
             args, kwargs = map_tensors(_of_all, (args, kwargs))
             return func(*args, **kwargs)
         before = local.stand_ins
@@ -255,6 +255,7 @@ class Kept(Tensor):
         return _ordinary(self).__reduce_ex__(protocol)
 
 
+_ADDED = {"add", "sub", "iadd", "isub"}
 _ADDS = {"add", "sub", "rsub", "__add__", "__radd__", "__sub__", "__rsub__", "stack", "cat", "concat"}
 
 
@@ -269,14 +270,24 @@ def _check_what_it_meets(func: Any, given: Sequence[Kept], tensors: Sequence[Ten
     of_all = bool(totals) or any(t.of_all for t in given)
     if of_all and len(given) + len(totals) > 1 and getattr(func, "__name__", "") not in _ADDS:
         raise NoRuleError("it meets a number of all samples, to which it can only be added")
-    size = len(given[0].one.each)  # type: ignore[union-attr]
+    size, batch = len(given[0].one.each), given[0].batch  # type: ignore[union-attr]
     for t in others:
-        if t.ndim and len(t) == size and not _in_order(t, given[0].batch):
+        if t.ndim and len(t) == size and not (_goes_along(t, given) or _in_order(t, batch)):
+            gone = batch is not None and batch.returned and all(ref() is None for ref, *_ in batch.returned)
             raise NoRuleError(
                 "it meets a tensor with as many rows as there are samples, of which it is not known that they"
                 " are the samples' in order"
+                + (", as what the model returned is gone: hold it in a variable" if gone else "")
             )
     return of_all
+
+
+def _goes_along(t: Tensor, given: Iterable[Tensor]) -> bool:
+    """Whether a constant has a value for each of one of these, or of its last dims: it is no batch's then,
+    however long.
+    """
+    shapes = (tuple(one.shape[max(one.ndim - t.ndim, 0) :]) for one in given)
+    return not t.requires_grad and tuple(t.shape) in shapes
 
 
 def _in_order(t: Tensor, batch: Any) -> bool:
@@ -580,7 +591,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return args[0]
     # which of the others are the batch's?
     others = [t for t in given if not isinstance(t, PerSample)]
-    if followed() is None and any(t.requires_grad or _of_some_batch(t, len(own[0].each)) for t in others):
+    if followed() is None and any(t.requires_grad or _of_some_batch(t, own) for t in others):
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
     if kwargs.get("out") is not None:
         raise NoRuleError(f"`{name}` would write to a tensor that all samples share")
@@ -611,12 +622,13 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return map_tensors(rows.back, found)
 
 
-def _of_some_batch(t: Tensor, size: int) -> bool:
+def _of_some_batch(t: Tensor, own: Sequence[PerSample]) -> bool:
     """Whether a tensor may hold something of the samples: in a loss, where a dim is as long as they are many,
     or some times as long.
     """
-    in_loss = local.stand_ins is not None and local.stand_ins.in_loss
-    return any(n % size == 0 for n in t.shape) if in_loss else t.ndim > 0
+    if local.stand_ins is None or not local.stand_ins.in_loss:
+        return t.ndim > 0
+    return any(n % len(own[0].each) == 0 for n in t.shape) and not _goes_along(t, own)
 
 
 def function_of(
