@@ -778,7 +778,7 @@ def _expanded(func: Any, t: Any, *sizes: Any) -> Any:
     """To the batch: a leading dim of one becomes the samples'."""
     shape = tuple(sizes[0]) if isinstance(sizes[0], tuple | list) else sizes
     standing = local.stand_ins
-    if not isinstance(t, PerSample) or standing is None:
+    if not isinstance(t, PerSample) or standing is None or standing.in_loss:
         return NotImplemented
     fits = any(shape[0] == len(x) for x in standing.inputs) and (t.ndim < len(shape) or t.shape[0] == 1)
     if shape[0] in (-1, 1) or not standing.choose(fits):

@@ -297,6 +297,7 @@ def test_what_is_not_each_samples_own_is_refused() -> None:
         "as many as the batch": lambda: mean.t() @ mean[:, :1] * log_std[0],
         "a constant": lambda: torch.eye(4, dtype=mean.dtype) * log_std.sum(),
         "a mean of all, in place": lambda: mean.square().mean().mul_(log_std.sum()),
+        "expanded": lambda: mean * log_std.expand(4, 3),
         "of what is gone": lambda: ours(batch(4, 6))[0].exp() * log_std,
         "a mean of all": lambda: mean.square().mean() * log_std.sum(),
         "the same in parts": lambda: (mean.square().mean() + log_std.sum()) * log_std[0],
