@@ -155,7 +155,7 @@ class GatheredRows(TorchFunctionMode):
                         len(t.batch_sizes),
                         rows=ids if t.sorted_indices is not None else None,
                         by_data=False,
-                        times=int(t.sorted_indices is not None),
+                        moves=int(t.sorted_indices is not None),
                     ),
                 )
             if not isinstance(t, Tensor) or not t.ndim:

@@ -20,7 +20,7 @@ class RowProvenance:
         one: (1,), the sample whose all of them are, if that is known, even where there are none.
         rows: (k,), which rows of the batch's they are, where numbers of rows picked them.
         by_data: which they are may be another in every batch; else they were only moved, or repeated.
-        times: how often they were picked, one after the other.
+        moves: how often they were picked, one after the other.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class RowProvenance:
         one: Tensor | None = None,
         rows: Tensor | None = None,
         by_data: bool = True,
-        times: int = 0,
+        moves: int = 0,
     ) -> None:
         self.sample_ids, self.limit, self.picked, self.one = sample_ids, limit, picked, one
-        self.rows, self.by_data, self.times = rows, by_data, times
+        self.rows, self.by_data, self.moves = rows, by_data, moves
         self.batches: dict[tuple[int, int, bool], PaddedRows] = {}
 
     def batch(self, size: int, extra: int = 0, tracked: bool = False) -> "PaddedRows":
@@ -61,9 +61,9 @@ class RowProvenance:
             numbers = rows if self.rows is None else self.rows[rows]
             if self.rows is not None and put_back(self.rows, numbers, sure=not self.by_data):
                 return RowProvenance(self.sample_ids[rows], self.limit * times, picked=False)
-        again = self.times + 1
+        moves = self.moves + 1
         return RowProvenance(
-            self.sample_ids[rows], self.limit * times, one=self.one, rows=numbers, times=again
+            self.sample_ids[rows], self.limit * times, one=self.one, rows=numbers, moves=moves
         )
 
     def same(self, other: "RowProvenance") -> bool:
@@ -100,7 +100,7 @@ class RowProvenance:
                 self.limit * times,
                 self.picked,
                 by_data=self.by_data,
-                times=self.times,
+                moves=self.moves,
             )
         if rows and len(self.sample_ids) % rows == 0:
             parts = self.sample_ids.view(rows, -1)
@@ -116,7 +116,7 @@ class RowProvenance:
         if not torch.equal(ids.sort()[0], torch.arange(size, device=ids.device)):
             return None
         rows = ids if self.rows is not None else None
-        return RowProvenance(ids, 1, picked=rows is not None, rows=rows, by_data=False, times=self.times)
+        return RowProvenance(ids, 1, picked=rows is not None, rows=rows, by_data=False, moves=self.moves)
 
     def lost(self) -> "RowProvenance":
         """Of what comes of these rows by a function that may do anything to them."""

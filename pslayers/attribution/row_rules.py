@@ -343,7 +343,7 @@ def _packed(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
         return
     rows = torch.cat([of.sample_ids[:count] for count in counts.tolist()])
     numbers = rows if of.picked else None
-    picks.tag(data, RowProvenance(rows, len(counts), rows=numbers, by_data=False, times=of.times))
+    picks.tag(data, RowProvenance(rows, len(counts), rows=numbers, by_data=False, moves=of.moves))
 
 
 def _padded(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:

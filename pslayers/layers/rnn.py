@@ -36,7 +36,7 @@ class _Samples(NamedTuple):
 def _samples_of(packed: PackedSequence) -> _Samples | None:
     """None where these are the batch's in order, but for the packing's own indices."""
     owners = None if (picks := local.gathered_rows) is None else picks.owners(packed.data)
-    if owners is None or owners.times <= (packed.sorted_indices is not None):
+    if owners is None or owners.moves <= (packed.sorted_indices is not None):
         return None
     first = owners.first(int(packed.batch_sizes[0]), picks.size)
     if first is None:

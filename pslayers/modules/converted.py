@@ -309,14 +309,12 @@ class Converted(_Mixin):
         most, large = max(counts.values()), [n for ndim, n in sizes if ndim > 1 or ndim == -1]
         first = sizes[0][1]
         in_front = {n for _, n in sizes if all(shape[:1] == (n,) for shape in shapes)}
-        either = bool(shapes and in_front) and first not in in_front and bool(counts[first])
-        if not either and (
-            (counts[first] and leading == 2)
-            or (counts[first] == most and (most or leading == 2 or not large))
+        if leading == 2 and counts[first] and in_front and first not in in_front:
+            place = -1  # all pairs of two inputs' rows, or the batch in dim 1
+        elif (counts[first] and leading == 2) or (
+            counts[first] == most and (most or leading == 2 or not large)
         ):
             place = 0
-        elif either and leading == 2:  # all pairs of two inputs' rows, or the batch in dim 1
-            place = -1
         elif most:
             place = next(i for i, (_, n) in enumerate(sizes) if counts[n] == most)
         elif len(set(large)) == 1:

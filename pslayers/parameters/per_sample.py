@@ -226,7 +226,8 @@ class Kept(Tensor):
             return plainly(func, *map_tensors(_ordinary, args), **map_tensors(_ordinary, kwargs))
         into = args[0] if args and op_kinds.writes(func.__name__) else None
         into_number = isinstance(into, Tensor) and not isinstance(into, Kept) and not into.ndim
-        if (into_number and func.__name__.strip("_") in _ADDED) or func in _BACKWARD:  # loss += penalty
+        adds = into_number and op_kinds.apart(func.__name__) in _ADDS  # loss += penalty
+        if adds or func in _BACKWARD:
             args, kwargs = map_tensors(_of_all, (args, kwargs))
             return func(*args, **kwargs)
         before = local.stand_ins
@@ -240,8 +241,8 @@ class Kept(Tensor):
         except NoRuleError as error:
             raise NoRuleError(
                 f"{error}. It was returned by a model, or kept by it, and is made of parameters alone: in a"
-                " loss it may meet numbers, and value by value what has a row for each sample. Use it in the"
-                " forward, or expand it there to the batch, as in log_std.expand_as(mean)."
+                " loss it may be added to numbers, and meet value by value what has a row for each sample."
+                " Use it in the forward, or expand it there to the batch, as in log_std.expand_as(mean)."
             ) from error
         finally:
             local.stand_ins = before
@@ -255,7 +256,6 @@ class Kept(Tensor):
         return _ordinary(self).__reduce_ex__(protocol)
 
 
-_ADDED = {"add", "sub", "iadd", "isub"}
 _ADDS = {"add", "sub", "rsub", "__add__", "__radd__", "__sub__", "__rsub__", "stack", "cat", "concat"}
 
 
