@@ -214,8 +214,10 @@ class Gather(Factor):
 
     def meet(self, other: Factor) -> Tensor | None:
         """With another table, entry by entry; with a linear map (a tied one), its rows at the entries."""
-        samples, ids, sums = self.sparse
+        if isinstance(other, Outer):
+            return self._meet_linear(other)
         if isinstance(other, Gather):
+            samples, ids, sums = self.sparse
             theirs, their_ids, their_sums = other.sparse
             entries = self.shape[1]
             keys, order = (theirs * entries + their_ids).sort()
@@ -225,15 +227,33 @@ class Gather(Factor):
             at = torch.searchsorted(keys, wanted).clamp_(max=len(keys) - 1)
             both = (keys[at] == wanted).to(sums.dtype)
             return self.by_sample((sums * their_sums[order[at]]).sum(1) * both)
-        if isinstance(other, Outer):
-            return self.by_sample(torch.einsum("ut,ut->u", *self._at_entries(other, samples)))
         return None
 
-    def _at_entries(self, other: Outer, samples: Tensor) -> tuple[Tensor, Tensor]:
-        """For a linear map's rows at the entries: gradients there, and products with x, (U, t) each."""
+    def _meet_linear(self, other: Outer) -> Tensor:
+        """From the gradients (B, t, u) of a linear map's outputs that are the u entries of a sample, and the
+        products of its inputs with the gradients of these; of some positions t at a time.
+        """
         gy, x = other.batch()
-        _, ids, sums = self.sparse
-        return gy[samples, :, ids], torch.einsum("uti,ui->ut", x[samples], sums)
+        ids, mine = self._padded()
+        step = max(1, CHUNK_BYTES // max(2 * ids.numel() * gy.element_size(), 1))
+        found = gy.new_zeros(len(gy))
+        for some_gy, some_x in zip(gy.split(step, 1), x.split(step, 1), strict=True):
+            products = some_x @ mine.transpose(1, 2)
+            at = ids.unsqueeze(1).expand_as(products)
+            found += products.mul_(some_gy.gather(2, at)).sum((1, 2))
+        return found
+
+    def _padded(self) -> tuple[Tensor, Tensor]:
+        """Ids (B, u) and their gradients (B, u, D), zeros where a sample has fewer than u, and of padding."""
+        (size, _, width), ids = self.shape, self.ids.reshape(-1)
+        gy = self.gy.reshape(len(ids), width)
+        if self.padding_idx is not None:
+            gy = gy.masked_fill((ids == self.padding_idx).unsqueeze(1), 0)
+        if self.samples is not None:
+            owners = Owners(self.samples, size)
+            ids, gy = owners.padded(ids), owners.padded(gy)
+        entries = size, len(ids) // max(size, 1)
+        return ids.reshape(entries), gy.reshape(*entries, width)
 
     def meet_all(self, other: Factor) -> Tensor | None:
         samples, ids, sums = self.sparse
