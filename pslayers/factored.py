@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from . import torch_api
 from .convert import settings_of
 from .core.context import Settings
-from .core.factors import CHUNK_BYTES, WIDER, Dense, Factor, Spent, Sum, added, flat, joined
+from .core.factors import CHUNK_BYTES, WIDER, Dense, Factor, Spent, Sum, added, flat, joined, sq_norms
 from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
 from .core.sharding import is_sharded
@@ -62,9 +62,10 @@ class FactoredGrad:
     @property
     def real(self) -> Factor:
         """The same; of complex numbers, dense, both parts in a further dim: products are those of these."""
-        if not self.factor.like().is_complex():
-            return self.factor
-        rows = torch.view_as_real(self.factor.dense())
+        factor = self.factor
+        if not factor.like().is_complex():
+            return factor
+        rows = torch.view_as_real(factor.dense())
         return Dense(rows, rows.shape)
 
     @property
@@ -180,8 +181,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
     def norms(self) -> Tensor:
         """The norm of each sample's gradient, of all parameters together, (B,)."""
         with computing():
-            squares = torch.stack([grad.real.sq_norms() for grad in self._all()])
-            return squares.clamp_(min=0).sum(0).sqrt_()
+            return sq_norms([grad.real for grad in self._all()]).sqrt_()
 
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """The sum over samples, each times its weight (B,): ``{name: (*S)}``."""

@@ -218,6 +218,10 @@ class Factor:
         """The squared norm of each sample's gradient, (B,)."""
         return _stacked([squares(rows) for _, rows in self.chunks()], self.like())
 
+    def kin(self) -> tuple[Any, ...] | None:
+        """What small factors have in common whose `stack` may take the place of them; None: it has none."""
+        return None
+
     def inner(self, other: "Factor") -> Tensor:
         """The product of each sample's gradient with that of another use of the same weight, (B,)."""
         for one, two in ((self, other), (other, self)):
@@ -267,6 +271,29 @@ class Factor:
         """The product of each sample's gradient with a direction (*S): (B,)."""
         found = [flat(rows) @ direction.reshape(-1).to(rows.dtype) for _, rows in self.chunks()]
         return _stacked(found, self.like())
+
+
+FEW, TOGETHER = 1 << 15, 1 << 20  # values of a factor, and of several, that are laid side by side
+
+
+def sq_norms(factors: Sequence[Factor]) -> Tensor:
+    """The squared norms of each sample's gradients of several weights together, (B,): of small ones that are
+    alike at once, as the calls for each would take longer than what they compute.
+    """
+    found: list[Tensor] = []
+    alike: dict[tuple[Any, ...], list[Factor]] = {}
+    for i, factor in enumerate(factors):
+        alike.setdefault((i,) if (kin := factor.kin()) is None else kin, []).append(factor)
+    for group in alike.values():
+        held = sum(t.numel() for *_, t in group[0].tensors()) if len(group) > 1 else 1
+        most = max(TOGETHER // max(held, 1), 1)
+        for some in (group[i : i + most] for i in range(0, len(group), most)):
+            one = some[0].stack(some) if len(some) > 1 else None
+            if one is None:
+                found += [factor.sq_norms() for factor in some]
+            else:
+                found.append(one.sq_norms().view(-1, len(some)).sum(1))
+    return torch.stack(found).clamp_(min=0).sum(0)
 
 
 def flat(rows: Tensor) -> Tensor:
@@ -349,6 +376,10 @@ class Dense(Factor):
         rows = [part._by_sample().sum(1) for part in (self, *others)]  # type: ignore[attr-defined]
         return self._of(added(rows), self.shape[0])
 
+    def kin(self) -> tuple[Any, ...] | None:
+        each = self.each
+        return (Dense, each.shape, self.shape, each.dtype, each.device) if each.numel() <= FEW else None
+
     def read(self, some: slice) -> Tensor:
         return self.each[some] if self.each.shape == self.shape else super().read(some)
 
@@ -367,6 +398,12 @@ class Dense(Factor):
 
     def like(self) -> Tensor:
         return self.each
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        if self.each.shape != self.shape:
+            return super().weighted_sum(weights)
+        rows = flat(self.each)
+        return torch.mm(weights.to(rows.dtype).unsqueeze(0), rows).view(self.shape[1:])
 
     def meet_all(self, other: Factor) -> Tensor | None:
         there = [f for f in (self, other) if isinstance(f, Dense) and f.each.numel() == f.shape.numel()]
@@ -554,6 +591,8 @@ CANCELLED = 0.05  # of the squared norms of several uses, below which that of th
 
 def joined(parts: Sequence[Factor], scales: Sequence[float]) -> "Sum":
     """Several uses of one weight, each times a number; of those whose factors can be one, one is made."""
+    if len(parts) == 1:
+        return Sum(parts, scales)
     alike: dict[tuple[Any, ...], list[Factor]] = {}
     for part, scale in zip(parts, scales, strict=True):
         alike.setdefault((type(part), part.like().dtype, scale), []).append(part)
@@ -598,6 +637,10 @@ class Sum(Factor):
         for part, s in zip(others, rest, strict=True):
             out += part.dense().mul_(s * scale)
 
+    def kin(self) -> tuple[Any, ...] | None:
+        kin = self.parts[0].kin() if len(self.parts) == 1 else None
+        return kin and (*kin, *self.scales)
+
     def sq_norms(self) -> Tensor:
         pairs = list(zip(self.scales, self.parts, strict=True))
         found = [s * s * part.sq_norms() for s, part in pairs]
@@ -622,7 +665,7 @@ class Sum(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         pairs = zip(self.scales, self.parts, strict=True)
-        return added([part.weighted_sum(weights * s) for s, part in pairs])
+        return added([part.weighted_sum(weights if s == 1 else weights * s) for s, part in pairs])
 
     def dot(self, direction: Tensor) -> Tensor:
         return added([s * part.dot(direction) for s, part in zip(self.scales, self.parts, strict=True)])

@@ -4,12 +4,12 @@ Shapes: B samples, N = k * B rows, k a sample; t positions a sample, O and I out
 """
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ..core.factors import CHUNK_BYTES, Factor, Owners, beside, by_size
+from ..core.factors import CHUNK_BYTES, FEW, Factor, Owners, beside, by_size
 from ..core.products import add_gram, affine, mirrored, outer, outer_each, outer_one
 from .common import by_sample
 
@@ -83,6 +83,12 @@ class Outer(Factor):
 
     def like(self) -> Tensor:
         return self.gy
+
+    def kin(self) -> tuple[Any, ...] | None:
+        gy, x = self.gy, self.x
+        if gy.numel() + x.numel() > FEW:
+            return None
+        return Outer, gy.shape, x.shape, self.shape, self.batched, gy.dtype, x.dtype, gy.device
 
     def sq_norms(self) -> Tensor:
         """By the products of positions with each other, where these take fewer multiplications than dense
@@ -180,6 +186,9 @@ class Outers(Outer):
     def batch(self) -> tuple[Tensor, Tensor]:
         """Both sides, inputs once for each output."""
         return self.gy.flatten(0, 1), self.x.repeat_interleave(self.gy.shape[1], 0)
+
+    def kin(self) -> None:
+        return None
 
     def by_output(self) -> tuple[Tensor, Tensor]:
         """As they are."""
