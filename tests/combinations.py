@@ -26,3 +26,11 @@ def pairs(cases: Iterable[Options]) -> list[Any]:
         taken.add(most)
         left -= held[most]
     return part(taken, cases)
+
+
+def every(step: int, cases: Iterable[Options]) -> list[Any]:
+    """The cases of a test; the default run takes each `step`-th one, which is to have no divisor in common
+    with how many values the options have.
+    """
+    cases = list(cases)
+    return part(cases[::step], cases)

@@ -57,7 +57,10 @@ def assert_kernels(model: nn.Module, x: Tensor, y: Tensor, expected: Tensor, **o
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    combinations.part([*((name, 3) for name in MODELS), ("mlp", 1)], itertools.product(MODELS, (3, 1))),
+    combinations.part(
+        [*((name, 3) for name in MODELS if "as-long" not in name), ("mlp", 1)],
+        itertools.product(MODELS, (3, 1)),
+    ),
 )
 def test_models(name: str, size: int) -> None:
     build, batch = MODELS[name]

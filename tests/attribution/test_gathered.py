@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 
-from ..combinations import pairs
+from ..combinations import every, pairs
 from ..oracle import loop
 
 Forward = Callable[["Picking", Tensor, Tensor], Tensor]
@@ -239,7 +239,8 @@ PUT_BACK = (
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
 @pytest.mark.parametrize(
-    ("name", "first", "turned"), pairs(itertools.product(PICKS, ("one-step", "some", "none"), (True, False)))
+    ("name", "first", "turned"),
+    every(5, itertools.product(PICKS, ("one-step", "some", "none"), (True, False))),
 )
 def test_rows_that_are_picked_of_a_batch_in_dim_1(name: str, first: str, turned: bool) -> None:
     torch.manual_seed(0)
@@ -455,7 +456,7 @@ REFUSED |= {"put-together-anew", "padded", "in-pieces", "sorted-by-length", "poo
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
 @pytest.mark.parametrize(
     ("name", "first", "time"),  # the time is as long as the batch, or not
-    pairs(itertools.product(HARD, ("none", "all", "alike", "uneven"), (4, 5))),
+    every(3, itertools.product(HARD, ("none", "all", "alike", "uneven"), (4, 5))),
 )
 def test_rows_are_right_or_refused(name: str, first: str, time: int) -> None:
     """Never wrong in silence: neither rows nor outputs, in the first batch or later."""

@@ -62,7 +62,7 @@ AOT_EAGER = [(name, "aot_eager") for name in MODELS]
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), part(AOT_EAGER, [*AOT_EAGER, ("mlp", "inductor"), ("cnn", "inductor")])
+    ("name", "backend"), part(AOT_EAGER[:3], [*AOT_EAGER, ("mlp", "inductor"), ("cnn", "inductor")])
 )
 def test_models(name: str, backend: str) -> None:
     build, inputs = MODELS[name]
@@ -342,7 +342,7 @@ def test_rows_without_plain_gradients() -> None:
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     part(
-        [("mlp", True), ("cnn", None), ("mlp", False)],
+        [("mlp", True), ("cnn", None)],
         itertools.product(("mlp", "cnn", "transformer"), (True, False, None)),
     ),
 )
