@@ -606,12 +606,11 @@ class Last(nn.Module):
         return self.out(self.layer(x)[0][:, -1])
 
 
-@pytest.mark.parametrize("name", BIG)
-def test_nothing_of_the_size_of_the_rows_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No op of a clipped step returns more memory than the largest of a plain step's and half of that."""
+def largest_of_steps(name: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """The values of the largest memory that an op of a clipped step, and of a plain one, returns."""
     for where in ("core.factors", "functional.linear_factor", "functional.conv", "functional.embedding"):
         monkeypatch.setattr(importlib.import_module(f"pslayers.{where}"), "CHUNK_BYTES", 1 << 16)
-    build, inputs = BIG[name]
+    build, inputs = cases[name]
     model, x = build(), inputs()
     with Largest() as plain:
         squares(model(x)).mean().backward()
@@ -620,8 +619,31 @@ def test_nothing_of_the_size_of_the_rows_is_made(name: str, monkeypatch: pytest.
     ours.zero_grad()
     with ps.clipping(ours, 1.0), Largest() as seen:
         squares(ours(x)).mean().backward()
-    assert seen.values <= 1.5 * plain.values
-    assert seen.values * 4 <= 16 * max(p.numel() for p in ours.parameters())
+    return seen.values, plain.values
+
+
+@pytest.mark.parametrize("name", BIG)
+def test_nothing_of_the_size_of_the_rows_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No op of a clipped step returns more memory than the largest of a plain step's and half of that."""
+    seen, plain = largest_of_steps(name, BIG, monkeypatch)
+    assert seen <= 1.5 * plain
+    assert seen * 4 <= 16 * max(p.numel() for p in BIG[name][0]().parameters())
+
+
+LONG: Cases = {
+    "gpt, tied": (lambda: GPT(200, 32, 64, True), words(200, 64)),
+    "gpt": (lambda: GPT(200, 32, 64, False), words(200, 64)),
+    "lstm": (lambda: Last(nn.LSTM(16, 128, batch_first=True)), lambda: torch.randn(16, 64, 16)),
+    "attention": (Attending, lambda: torch.randn(16, 64, 96)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_nothing_of_positions_by_positions_by_features_is_made(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, plain = largest_of_steps(name, LONG, monkeypatch)
+    assert seen <= 1.5 * plain
 
 
 def backward_flops(gy: Any, x: Any, weight: Any, *args: Any, out_shape: Any = None) -> int:
