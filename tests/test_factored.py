@@ -631,8 +631,8 @@ def test_nothing_of_the_size_of_the_rows_is_made(name: str, monkeypatch: pytest.
 
 
 LONG: Cases = {
-    "gpt, tied": (lambda: GPT(200, 32, 64, True), words(200, 64)),
-    "gpt": (lambda: GPT(200, 32, 64, False), words(200, 64)),
+    "gpt, tied": (lambda: GPT(1000, 96, 64, True), words(1000, 64)),
+    "gpt": (lambda: GPT(1000, 96, 64, False), words(1000, 64)),
     "lstm": (lambda: Last(nn.LSTM(16, 128, batch_first=True)), lambda: torch.randn(16, 64, 16)),
     "attention": (Attending, lambda: torch.randn(16, 64, 96)),
 }
