@@ -99,7 +99,7 @@ class Outer(Factor):
             return gy.square().sum((1, 2)) * x.square().sum((1, 2))
         if gy.shape[1] * (gy.shape[2] + x.shape[2]) > gy.shape[2] * x.shape[2]:
             return super().sq_norms()
-        step = max(1, CHUNK_BYTES // max(2 * gy.shape[1] ** 2 * gy.element_size(), 1))
+        step = _samples_at_once(gy.shape[1] ** 2, gy)
         parts = zip(gy.split(step), x.split(step), strict=True)
         pairs = [norms_of_products(g @ g.transpose(1, 2), h @ h.transpose(1, 2)) for g, h in parts]
         found = torch.cat([norms for norms, _ in pairs])
@@ -115,7 +115,11 @@ class Outer(Factor):
         t, s, o, i = gy.shape[1], gy2.shape[1], gy.shape[2], x.shape[2]
         if t * s * (o + i) > (t + s) * o * i:
             return None
-        return (gy @ gy2.transpose(1, 2)).mul_(x @ x2.transpose(1, 2)).sum((1, 2))
+        step = _samples_at_once(t * s, gy)
+        sides = zip(*(side.split(step) for side in (gy, gy2, x, x2)), strict=True)
+        return torch.cat(
+            [(g @ h.transpose(1, 2)).mul_(u @ v.transpose(1, 2)).sum((1, 2)) for g, h, u, v in sides]
+        )
 
     def meet_all(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Outer):
@@ -158,6 +162,11 @@ class Outer(Factor):
         if gy.shape[2] < x.shape[2]:
             return (x @ v.t()).mul_(gy).sum((1, 2))
         return (gy @ v).mul_(x).sum((1, 2))
+
+
+def _samples_at_once(pairs: int, like: Tensor) -> int:
+    """Of how many samples products of so many pairs of positions are there at once, on both sides."""
+    return max(1, CHUNK_BYTES // max(2 * pairs * like.element_size(), 1))
 
 
 def norms_of_products(of_gy: Tensor, of_x: Tensor) -> tuple[Tensor, Tensor]:
