@@ -96,8 +96,8 @@ class Tied(nn.Module):
 
     def __init__(self, twice: bool) -> None:
         super().__init__()
-        self.tokens, self.inner, self.twice = nn.Embedding(9, 4), nn.Linear(4, 4), twice
-        self.out = nn.Linear(4, 9, bias=False)
+        self.tokens, self.inner, self.twice = nn.Embedding(60, 8), nn.Linear(8, 8), twice
+        self.out = nn.Linear(8, 60, bias=False)
         self.out.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -109,9 +109,10 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("time", [1, 3, 12])
-def test_cross_terms_of_several_uses(twice: bool, time: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_cross_terms_of_several_uses(twice: bool, time: int, dtype: torch.dtype) -> None:
     model, ours = pair(Tied(twice).double())
-    ids = torch.randint(0, 9, (4, time))
+    ids = torch.randint(0, 9, (4, time), dtype=dtype)
     with ps.factored(ours) as grads:
         squares(ours(ids)).mean().backward()
     assert_factored(grads, loop(model, square, (ids,)))

@@ -245,7 +245,7 @@ class Gather(Factor):
 
     def _padded(self) -> tuple[Tensor, Tensor]:
         """Ids (B, u) and their gradients (B, u, D), zeros where a sample has fewer than u, and of padding."""
-        (size, _, width), ids = self.shape, self.ids.reshape(-1)
+        (size, _, width), ids = self.shape, self.ids.reshape(-1).long()
         gy = self.gy.reshape(len(ids), width)
         if self.padding_idx is not None:
             gy = gy.masked_fill((ids == self.padding_idx).unsqueeze(1), 0)

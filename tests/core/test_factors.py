@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from pslayers.core.expansion import Expansion
-from pslayers.core.factors import MANY, WORTH_MEASURING, Blocks, Dense, Factor, Sum, joined, squares
+from pslayers.core.factors import MANY, WORTH_MEASURING, Blocks, Dense, Factor, Sum, joined, sq_norms, squares
 from pslayers.core.tuning import tuning
 from pslayers.functional import linear_factor
 from pslayers.functional.bags import Bagged, _Bags
@@ -242,6 +242,37 @@ def test_several_uses_take_the_cheaper_way(width: int) -> None:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         one.sq_norms()
     assert counter.get_total_flops() <= 2 * uses * size * width**2
+
+
+def test_norms_of_several_weights_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of small ones that are alike at once, of all others one by one; not where a number differs."""
+    torch.manual_seed(0)
+    kinds = (
+        outer,
+        outer,
+        outer_of_a_wide_weight,
+        outer_of_a_wide_weight,
+        dense,
+        dense,
+        dense,
+        blocks,
+        gather,
+    )
+    parts = [kind(3, 2)[0] for kind in kinds]
+    one, other = outer(3, 2)[0], outer(3, 2)[0]
+    alike = [joined([part], [scale]) for part in parts for scale in (1.0, 3.0)]
+    factors = [*parts, *alike, joined([one, other], [1.0, -2.0]), parts[0].to(torch.float32)]
+    expected = sum(factor.dense().double().flatten(1).square().sum(1) for factor in factors)
+    stacked: list[int] = []
+    for kind in (Outer, Dense):
+        stack = kind.stack
+        monkeypatch.setattr(kind, "stack", lambda a, b, stack=stack: stacked.append(len(b)) or stack(a, b))
+    torch.testing.assert_close(sq_norms(factors), expected, rtol=1e-6, atol=0)
+    assert sorted(stacked) == [2] * 6 + [3] * 3
+    stacked.clear()
+    monkeypatch.setattr("pslayers.core.factors.TOGETHER", 1)
+    torch.testing.assert_close(sq_norms(factors), expected, rtol=1e-6, atol=0)
+    assert not stacked
 
 
 def of_other_outputs(factor: Factor, count: int) -> list[Factor]:
