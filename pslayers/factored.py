@@ -6,6 +6,7 @@ times its input. The backward pass keeps these (`core.factors`), and what is ask
 """
 
 import operator
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, partial
@@ -117,16 +118,29 @@ class FactoredGrad:
 
     def dot(self, direction: Tensor) -> Tensor:
         """The product of each sample's gradient with a direction ``(*S)``: (B,)."""
-        if direction.shape != self.shape[1:]:
+        is_complex = self._uses[0].factor.like().is_complex()
+        if (
+            not isinstance(direction, Tensor)
+            or direction.shape != self.shape[1:]
+            or direction.is_complex() != is_complex
+        ):
             raise ValueError(
-                f"`direction` has shape {tuple(direction.shape)} for `{self.name}`: expected"
-                f" {tuple(self.shape[1:])}, the parameter's."
+                f"`direction` is {_what(direction)} for `{self.name}`: expected a"
+                f" {'complex' if is_complex else 'real'} tensor of shape {tuple(self.shape[1:])}, the"
+                " parameter's."
             )
         with computing():
             return self.real.dot(torch.view_as_real(direction) if direction.is_complex() else direction)
 
     def gram(self, other: "FactoredGrad | None" = None) -> Tensor:
         """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""
+        if not isinstance(other, FactoredGrad | None) or (
+            other is not None and other.shape[1:] != self.shape[1:]
+        ):
+            raise ValueError(
+                "`other` must be the factored gradient of another batch, of a parameter of shape"
+                f" {tuple(self.shape[1:])} as `{self.name}`; got {_what(other)}."
+            )
         with computing():
             return self.real.gram(self.real if other is None else other.real)
 
@@ -221,8 +235,8 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
 
         Source: Johnson and Lindenstrauss (1984).
         """
-        if dim < 1:
-            raise ValueError(f"`dim` must be at least 1; got {dim}.")
+        if not hasattr(dim, "__index__") or dim < 1:
+            raise ValueError(f"`dim` must be a whole number, at least 1; got {dim!r}.")
         with computing():
             return added([_projected(grad.real, dim, grad.name, seed) for grad in self._all()])
 
@@ -347,22 +361,24 @@ def clipping(
     for norm in max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]:
         number = (isinstance(norm, Tensor) and norm.numel() == 1) or isinstance(norm, Real)
         if not number:
-            got = f"a tensor of shape {tuple(norm.shape)}" if isinstance(norm, Tensor) else repr(norm)
-            raise TypeError(f"`max_norm` must be a number, or {{name: number}}; got {got}.")
+            raise TypeError(f"`max_norm` must be a number, or {{name: number}}; got {_what(norm)}.")
         if not norm > 0:
             raise ValueError(f"`max_norm` must be positive; got {norm}.")
     if passes not in (1, 2, "auto"):
         raise ValueError(f'`passes` must be 1, 2 or "auto"; got {passes!r}.')
     grads = FactoredGrads()
+    most = (
+        {n: float(norm) for n, norm in max_norm.items()} if isinstance(max_norm, Mapping) else float(max_norm)
+    )
 
     def weights() -> dict[str, Tensor]:
-        if isinstance(max_norm, Mapping):
-            if missing := grads.keys() - max_norm.keys():
+        if isinstance(most, dict):
+            if missing := grads.keys() - most.keys():
                 raise KeyError(f"`max_norm` has no norm for {sorted(missing)}: give one for each parameter.")
             clip.norms = {name: grad.norms() for name, grad in grads.items()}
-            return {name: _clip_factors(norms, max_norm[name]) for name, norms in clip.norms.items()}
+            return {name: _clip_factors(norms, most[name]) for name, norms in clip.norms.items()}
         clip.norms = grads.norms()
-        return dict.fromkeys(grads, _clip_factors(clip.norms, max_norm))
+        return dict.fromkeys(grads, _clip_factors(clip.norms, most))
 
     block = _Block(model, grads, False, weights, passes)
     clip = Clip(block.backward)
@@ -573,11 +589,19 @@ def _weighted_sum(grad: FactoredGrad, index: Tensor | None, weights: Tensor) -> 
 
 
 def _weights(weights: Tensor, size: int) -> Tensor:
-    if not isinstance(weights, Tensor) or weights.shape != (size,):
-        got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise ValueError(f"Weights must be a tensor of shape ({size},), one for each sample; got {got}.")
-
+    if not isinstance(weights, Tensor) or weights.shape != (size,) or weights.is_complex():
+        raise ValueError(
+            f"Weights must be a tensor of real numbers, of shape ({size},), one for each sample; got"
+            f" {_what(weights)}."
+        )
     return weights.detach()
+
+
+def _what(value: object) -> str:
+    """As an error names it."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+    return reprlib.repr(value)
 
 
 def _projected(factor: Factor, dim: int, name: str, seed: int) -> Tensor:

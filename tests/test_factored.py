@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -390,6 +391,16 @@ def test_inputs_that_are_changed_in_place_after_the_backward_pass_are_an_error()
     near(grads["3.weight"].norms(), grads["3.weight"].dense().flatten(1).norm(dim=1))
 
 
+@pytest.mark.parametrize("bound", [torch.tensor([[0.3]]), Fraction(3, 10), torch.tensor(0.3)])
+def test_bounds_that_are_numbers_of_other_kinds(bound: Any) -> None:
+    (model, ours), x = pair(mlp()), floats(4, 5)
+    _, sums = clipped(loop(model, square, (x,)), 0.3)
+    with ps.clipping(ours, bound):
+        squares(ours(x)).mean().backward()
+    for name, p in ours.named_parameters():
+        near(p.grad, sums[name] / 4, rtol=1e-6, atol=1e-7)
+
+
 def test_gradients_that_are_changed_in_place_during_the_backward_pass_are_an_error() -> None:
     """As by a hook on an activation: what a layer has been given is what counts."""
     _, ours = pair(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double())
@@ -431,8 +442,17 @@ def test_what_makes_no_sense_is_refused() -> None:
         grads.dot({"other": x})
     with pytest.raises(ValueError, match=r"0\.weight"):
         grads.dot({"0.weight": x})
-    with pytest.raises(ValueError, match="dim"):
-        grads.project(0)
+    for dim in (0, 2.5):
+        with pytest.raises(ValueError, match="dim"):
+            grads.project(dim)  # type: ignore[arg-type]
+    for direction in (torch.ones(7, 5, dtype=torch.complex128), [1.0]):
+        with pytest.raises(ValueError, match=r"a real tensor of shape \(7, 5\)"):
+            grads["0.weight"].dot(direction)  # type: ignore[arg-type]
+    for other in (grads["0.bias"], torch.ones(3, 7, 5)):
+        with pytest.raises(ValueError, match=r"`0\.weight`; got"):
+            grads["0.weight"].gram(other)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="real numbers"):
+        grads.weighted_sum(torch.ones(3, dtype=torch.complex128))
     squares(ours(x)).mean().backward()  # dense rows again
     assert ours[0].weight.grad_sample.shape == (3, 7, 5)
 

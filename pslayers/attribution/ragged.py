@@ -360,8 +360,13 @@ class RaggedCall:
         self.norms: list[list[Tensor]] = [[]]  # of the rows of all gradients, in each pass
 
     def told(self, rows: int) -> list[Owners]:
-        """Whose so many rows may be."""
-        return [owners for owners in (*self.batch.owned, *self.learned) if len(owners.ids) == rows]
+        """Whose so many rows may be; first of all several of each given row, in order, as positions are."""
+        found = [owners for owners in (*self.batch.owned, *self.learned) if len(owners.ids) == rows]
+        if not found:
+            given = [one.ids for one in self.batch.owned if len(one.ids) and rows % len(one.ids) == 0]
+            found = [Owners(ids.repeat_interleave(rows // len(ids)), self.batch.size) for ids in given]
+            self.learned += found
+        return found
 
     def largest(self, number: int) -> float:
         """Norm of a row of a gradient that a pass has met."""

@@ -288,6 +288,12 @@ class PSLayer(_Layer):
         sample; None for any other call.
         """
         own = {name: p.each for name, p in self._ps_used() if isinstance(p, PerSample)}
+        places = places_of(self, own)
+        if local.batch is not None:  # else the original forward meets what was set as an attribute
+            made = {name: t.each for name, t in self.__dict__.items() if isinstance(t, PerSample)}
+            places, own = [*places, *((self.__dict__, name, t) for name, t in made.items())], own | made
+            for t in made.values():
+                t._ps_each = True  # type: ignore[attr-defined]
         x = next(iter(tensors_in((args, kwargs))), None)
         if not own and not isinstance(x, PerSample):
             return None
@@ -315,7 +321,7 @@ class PSLayer(_Layer):
         def run(forward: Callable[..., Any]) -> Any:
             if own and local.batch is None:
                 raise NoRuleError(f"`{self._ps_state().path}` is called without a batch")
-            with in_place_of(places_of(self, own)):
+            with in_place_of(places):
                 if shared is None:
                     return forward(*args, **kwargs)
                 return self._ps_of_shared(forward, args, kwargs, x, shared)
@@ -511,6 +517,8 @@ class PSLayer(_Layer):
         weight: Tensor | None = self._parameters[name] if name in self._parameters else getattr(self, name)
         if weight is None:
             return None
+        if hasattr(weight, "_ps_each"):  # made of parameters, and set as an attribute
+            return weight
         state, batch = self._ps or self._ps_state(), local.batch
         # per-sample weights were given in place of the parameter
         if weight.ndim != state.ndims.get(name, weight.ndim):

@@ -763,6 +763,36 @@ def test_a_sample_that_is_not_finite_leaves_the_others() -> None:
         torch.testing.assert_close(p.grad_sample[1:], expected[name][1:])
 
 
+@pytest.mark.parametrize("time", [1, 4])
+def test_a_sample_that_is_not_finite_at_several_positions_leaves_the_others(time: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(3, 4, 3, padding=1), nn.Tanh(), Turned(nn.Linear(4, 2))).double()
+    x = double(ROWS, 3, time)
+    x[IDS == 1] = torch.nan
+    each = [
+        torch.autograd.grad((model(x[i == IDS]) ** 2).sum(), list(model.parameters())) for i in range(SIZE)
+    ]
+    ps.convert_model(model, loss_reduction="sum")
+    with ps.sample_ids(IDS, SIZE):
+        out = model(x)
+    losses(out).sum().backward()
+    others = [i for i in range(SIZE) if i != 1]
+    for n, p in enumerate(model.parameters()):
+        assert p.grad_sample[1].isnan().any()
+        torch.testing.assert_close(p.grad_sample[others], torch.stack([each[i][n] for i in others]))
+
+
+class Turned(nn.Module):
+    """Of (B, C, T), by position."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(1, 2))
+
+
 def test_gradients_too_large_to_be_told_apart() -> None:
     model, x, _ = mlp(torch.float32)
     ours = ps.convert_model(Sorted(model), loss_reduction="sum")
