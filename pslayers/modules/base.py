@@ -517,7 +517,7 @@ class PSLayer(_Layer):
         weight: Tensor | None = self._parameters[name] if name in self._parameters else getattr(self, name)
         if weight is None:
             return None
-        if hasattr(weight, "_ps_each"):  # made of parameters, and set as an attribute
+        if name not in self._parameters and hasattr(weight, "_ps_each"):  # made of parameters
             return weight
         state, batch = self._ps or self._ps_state(), local.batch
         # per-sample weights were given in place of the parameter
