@@ -134,9 +134,7 @@ class FactoredGrad:
 
     def gram(self, other: "FactoredGrad | None" = None) -> Tensor:
         """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""
-        if not isinstance(other, FactoredGrad | None) or (
-            other is not None and other.shape[1:] != self.shape[1:]
-        ):
+        if other is not None and (not isinstance(other, FactoredGrad) or other.shape[1:] != self.shape[1:]):
             raise ValueError(
                 "`other` must be the factored gradient of another batch, of a parameter of shape"
                 f" {tuple(self.shape[1:])} as `{self.name}`; got {_what(other)}."
@@ -358,18 +356,10 @@ def clipping(
         >>> clip.norms.shape, model.weight.grad.norm() <= 1
         (torch.Size([5]), tensor(True))
     """
-    for norm in max_norm.values() if isinstance(max_norm, Mapping) else [max_norm]:
-        number = (isinstance(norm, Tensor) and norm.numel() == 1) or isinstance(norm, Real)
-        if not number:
-            raise TypeError(f"`max_norm` must be a number, or {{name: number}}; got {_what(norm)}.")
-        if not norm > 0:
-            raise ValueError(f"`max_norm` must be positive; got {norm}.")
+    most = {n: _bound(v) for n, v in max_norm.items()} if isinstance(max_norm, Mapping) else _bound(max_norm)
     if passes not in (1, 2, "auto"):
         raise ValueError(f'`passes` must be 1, 2 or "auto"; got {passes!r}.')
     grads = FactoredGrads()
-    most = (
-        {n: float(norm) for n, norm in max_norm.items()} if isinstance(max_norm, Mapping) else float(max_norm)
-    )
 
     def weights() -> dict[str, Tensor]:
         if isinstance(most, dict):
@@ -384,6 +374,16 @@ def clipping(
     clip = Clip(block.backward)
     with block.inside():
         yield clip
+
+
+def _bound(norm: Any) -> float:
+    """`max_norm`, or one of several."""
+    is_number = isinstance(norm, Real) or (isinstance(norm, Tensor) and norm.numel() == 1)
+    if not is_number:
+        raise TypeError(f"`max_norm` must be a number, or {{name: number}}; got {_what(norm)}.")
+    if not norm > 0:
+        raise ValueError(f"`max_norm` must be positive; got {norm}.")
+    return float(norm)
 
 
 def _clip_factors(norms: Tensor, max_norm: float) -> Tensor:

@@ -629,7 +629,7 @@ class Last(nn.Module):
 
 def largest_of_steps(name: str, cases: Cases, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """The values of the largest memory that an op of a clipped step, and of a plain one, returns."""
-    for where in ("core.factors", "functional.linear_factor", "functional.conv", "functional.embedding"):
+    for where in ("core.factors", "functional.linear_factor", "functional.embedding"):
         monkeypatch.setattr(importlib.import_module(f"pslayers.{where}"), "CHUNK_BYTES", 1 << 16)
     build, inputs = cases[name]
     model, x = build(), inputs()

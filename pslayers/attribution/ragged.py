@@ -355,12 +355,14 @@ class RaggedCall:
         self.uses: list[Use] = []
         self.pass_id, self.beside, self.half = -1, False, False  # half: gradients of float16 are met
         self.letters, self.passes = torch.ones(1), 0  # factors, and how many passes beside
-        self.learned: list[Owners] = []  # of other rows than those that were told
+        self.learned: list[Owners] = []  # of other rows than those that were told, or likely
         self.marked: dict[int, list[Tensor]] = {}  # of owners, the factors of their rows in each pass
         self.norms: list[list[Tensor]] = [[]]  # of the rows of all gradients, in each pass
 
     def told(self, rows: int) -> list[Owners]:
-        """Whose so many rows may be; first of all several of each given row, in order, as positions are."""
+        """Whose so many rows may be; where nothing was learned, several of each given row, in order, as
+        positions are.
+        """
         found = [owners for owners in (*self.batch.owned, *self.learned) if len(owners.ids) == rows]
         if not found:
             given = [one.ids for one in self.batch.owned if len(one.ids) and rows % len(one.ids) == 0]

@@ -204,8 +204,7 @@ class Factor:
         """Dense rows of some samples at a time, which take at most `CHUNK_BYTES`, or are one sample's; only
         to be read.
         """
-        row = self.shape[1:].numel() * self.like().element_size()
-        step = max(1, CHUNK_BYTES // max(row, 1))
+        step = at_once(self.shape[1:].numel(), self.like())
         for start in range(0, self.shape[0], step):
             some = slice(start, min(start + step, self.shape[0]))
             yield some, self.read(some)
@@ -273,7 +272,7 @@ class Factor:
         return _stacked(found, self.like())
 
 
-FEW, TOGETHER = 1 << 15, 1 << 20  # values of a factor, and of several, that are laid side by side
+FEW, TOGETHER = 1 << 15, 32  # values of a factor that is laid beside others, and how many of these at most
 
 
 def sq_norms(factors: Sequence[Factor]) -> Tensor:
@@ -283,17 +282,22 @@ def sq_norms(factors: Sequence[Factor]) -> Tensor:
     found: list[Tensor] = []
     alike: dict[tuple[Any, ...], list[Factor]] = {}
     for i, factor in enumerate(factors):
-        alike.setdefault((i,) if (kin := factor.kin()) is None else kin, []).append(factor)
+        alike.setdefault(factor.kin() or (i,), []).append(factor)
     for group in alike.values():
-        held = sum(t.numel() for *_, t in group[0].tensors()) if len(group) > 1 else 1
-        most = max(TOGETHER // max(held, 1), 1)
-        for some in (group[i : i + most] for i in range(0, len(group), most)):
+        for some in (group[i : i + TOGETHER] for i in range(0, len(group), TOGETHER)):
             one = some[0].stack(some) if len(some) > 1 else None
             if one is None:
                 found += [factor.sq_norms() for factor in some]
             else:
                 found.append(one.sq_norms().view(-1, len(some)).sum(1))
     return torch.stack(found).clamp_(min=0).sum(0)
+
+
+def at_once(values: int, like: Tensor) -> int:
+    """How many of what takes so many values each are made on the side at once: at most `CHUNK_BYTES`, or
+    one.
+    """
+    return max(1, CHUNK_BYTES // max(values * like.element_size(), 1))
 
 
 def flat(rows: Tensor) -> Tensor:
@@ -665,7 +669,7 @@ class Sum(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         pairs = zip(self.scales, self.parts, strict=True)
-        return added([part.weighted_sum(weights if s == 1 else weights * s) for s, part in pairs])
+        return added([part.weighted_sum(weights * s) for s, part in pairs])
 
     def dot(self, direction: Tensor) -> Tensor:
         return added([s * part.dot(direction) for s, part in zip(self.scales, self.parts, strict=True)])

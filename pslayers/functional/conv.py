@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
-from ..core.factors import CHUNK_BYTES, Blocks, Factor, Owners, beside, by_size
+from ..core.factors import Blocks, Factor, Owners, at_once, beside, by_size
 from .common import bias_factor, check_rows, of_dtype, owned, weighed
 from .conv_weight_grads import (
     Geometry,
@@ -386,7 +386,7 @@ class Patches(Factor):
         """Some samples at a time, whose patches, or so many products, take little."""
         (size, *_), width = self.shape, self.shape[2:].numel()
         each = values or width * self.positions // max(size, 1)
-        step = max(1, CHUNK_BYTES // max(each * self.geometry.groups * self.gy.element_size(), 1))
+        step = at_once(each * self.geometry.groups, self.gy)
         for start in range(0, size, step):
             yield cast(Patches, self.select(slice(start, start + step)))
 

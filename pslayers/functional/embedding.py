@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..core.context import in_ragged
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
-from ..core.factors import CHUNK_BYTES, Factor, Owners, beside, squares
+from ..core.factors import CHUNK_BYTES, Factor, Owners, at_once, beside, squares
 from .common import by_position, check_rows, of_dtype, owned, weighed
 from .linear_factor import Outer
 
@@ -114,11 +114,16 @@ class Gather(Factor):
 
     def write(self, out: Tensor, scale: float) -> None:
         """Added entry by entry to the samples' tables, laid end to end."""
-        values = self.gy if scale == 1 else self.gy * scale
-        if self.padding_idx is not None:
-            values = values.masked_fill((self.ids == self.padding_idx).unsqueeze(-1), 0)
-        size, entries, width = self.shape
-        out.view(size * entries, width).index_add_(0, self.entries, values.reshape(self.ids.numel(), width))
+        values, (size, entries, width) = self._values(), self.shape
+        values = values if scale == 1 else values * scale
+        out.view(size * entries, width).index_add_(0, self.entries, values)
+
+    def _values(self) -> Tensor:
+        """The gradient of each look-up, (M, D); zeros of padding."""
+        gy = self.gy.reshape(self.ids.numel(), self.shape[2])
+        if self.padding_idx is None:
+            return gy
+        return gy.masked_fill((self.ids == self.padding_idx).reshape(-1, 1), 0)
 
     def rows(self) -> Tensor:
         """Added to zeros."""
@@ -181,10 +186,7 @@ class Gather(Factor):
         """For each look-up (M, D): at one of those of an entry of a sample the sum of its gradients, at all
         others zeros; and which these others are.
         """
-        size, entries, width = self.shape
-        gy = self.gy.reshape(self.ids.numel(), width)
-        if self.padding_idx is not None:
-            gy = gy.masked_fill((self.ids == self.padding_idx).reshape(-1, 1), 0)
+        (size, entries, _), gy = self.shape, self._values()
         first = first_uses(self.entries, size * entries)
         again = first != torch.arange(len(first), dtype=first.dtype, device=first.device)
         if len(others := again.nonzero().squeeze(1)):
@@ -235,7 +237,7 @@ class Gather(Factor):
         """
         gy, x = other.batch()
         ids, mine = self._padded()
-        step = max(1, CHUNK_BYTES // max(2 * ids.numel() * gy.element_size(), 1))
+        step = at_once(2 * ids.numel(), gy)
         found = gy.new_zeros(len(gy))
         for some_gy, some_x in zip(gy.split(step, 1), x.split(step, 1), strict=True):
             products = some_x @ mine.transpose(1, 2)
@@ -246,9 +248,7 @@ class Gather(Factor):
     def _padded(self) -> tuple[Tensor, Tensor]:
         """Ids (B, u) and their gradients (B, u, D), zeros where a sample has fewer than u, and of padding."""
         (size, _, width), ids = self.shape, self.ids.reshape(-1).long()
-        gy = self.gy.reshape(len(ids), width)
-        if self.padding_idx is not None:
-            gy = gy.masked_fill((ids == self.padding_idx).unsqueeze(1), 0)
+        gy = self._values()
         if self.samples is not None:
             owners = Owners(self.samples, size)
             ids, gy = owners.padded(ids), owners.padded(gy)
@@ -269,7 +269,7 @@ class Gather(Factor):
         theirs, their_ids, their_sums = other.sparse
         out = sums.new_zeros(self.shape[0], other.shape[0])
         used = ids.unique()
-        step = max(1, CHUNK_BYTES // max((len(out) + out.shape[1]) * sums.shape[1] * sums.element_size(), 1))
+        step = at_once((len(out) + out.shape[1]) * sums.shape[1], sums)
         for some in used.split(step):
             out += (
                 _at(some, samples, ids, sums, len(out))

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..core.factors import CHUNK_BYTES, FEW, Factor, Owners, beside, by_size
+from ..core.factors import CHUNK_BYTES, FEW, Factor, Owners, at_once, beside, by_size
 from ..core.products import add_gram, affine, mirrored, outer, outer_each, outer_one
 from .common import by_sample
 
@@ -88,7 +88,7 @@ class Outer(Factor):
         gy, x = self.gy, self.x
         if gy.numel() + x.numel() > FEW:
             return None
-        return Outer, gy.shape, x.shape, self.shape, self.batched, gy.dtype, x.dtype, gy.device
+        return type(self), gy.shape, x.shape, self.shape, self.batched, gy.dtype, x.dtype, gy.device
 
     def sq_norms(self) -> Tensor:
         """By the products of positions with each other, where these take fewer multiplications than dense
@@ -99,7 +99,7 @@ class Outer(Factor):
             return gy.square().sum((1, 2)) * x.square().sum((1, 2))
         if gy.shape[1] * (gy.shape[2] + x.shape[2]) > gy.shape[2] * x.shape[2]:
             return super().sq_norms()
-        step = _samples_at_once(gy.shape[1] ** 2, gy)
+        step = at_once(2 * gy.shape[1] ** 2, gy)
         parts = zip(gy.split(step), x.split(step), strict=True)
         pairs = [norms_of_products(g @ g.transpose(1, 2), h @ h.transpose(1, 2)) for g, h in parts]
         found = torch.cat([norms for norms, _ in pairs])
@@ -115,7 +115,7 @@ class Outer(Factor):
         t, s, o, i = gy.shape[1], gy2.shape[1], gy.shape[2], x.shape[2]
         if t * s * (o + i) > (t + s) * o * i:
             return None
-        step = _samples_at_once(t * s, gy)
+        step = at_once(2 * t * s, gy)
         sides = zip(*(side.split(step) for side in (gy, gy2, x, x2)), strict=True)
         return torch.cat(
             [(g @ h.transpose(1, 2)).mul_(u @ v.transpose(1, 2)).sum((1, 2)) for g, h, u, v in sides]
@@ -164,11 +164,6 @@ class Outer(Factor):
         return (gy @ v).mul_(x).sum((1, 2))
 
 
-def _samples_at_once(pairs: int, like: Tensor) -> int:
-    """Of how many samples products of so many pairs of positions are there at once, on both sides."""
-    return max(1, CHUNK_BYTES // max(2 * pairs * like.element_size(), 1))
-
-
 def norms_of_products(of_gy: Tensor, of_x: Tensor) -> tuple[Tensor, Tensor]:
     """The squared norms (n,) of sums over positions of outer products, from the products of positions on both
     sides (n, t, t), the first of which is written over; and for which of them these cancel.
@@ -196,9 +191,6 @@ class Outers(Outer):
         """Both sides, inputs once for each output."""
         return self.gy.flatten(0, 1), self.x.repeat_interleave(self.gy.shape[1], 0)
 
-    def kin(self) -> None:
-        return None
-
     def by_output(self) -> tuple[Tensor, Tensor]:
         """As they are."""
         return self.gy, self.x
@@ -220,7 +212,7 @@ def _by_positions(one: Sides, two: Sides) -> Tensor:
     (gy, x), (gy2, x2) = one, two
     (b, c, t, _), (b2, c2, s, _) = gy.shape, gy2.shape
     out = gy.new_empty(b * c, b2 * c2)
-    step = max(1, CHUNK_BYTES // max((c * c2 + 1) * t * b2 * s * gy.element_size(), 1))
+    step = at_once((c * c2 + 1) * t * b2 * s, gy)
     for start in range(0, b, step):
         some = slice(start, min(start + step, b))
         rest = slice(0, some.stop if two is one else b2)  # what follows is known by symmetry
@@ -240,7 +232,7 @@ def _by_samples(one: Sides, two: Sides) -> Tensor:
     (gy, x), (gy2, x2) = one, two
     (b, c, _, o), (b2, c2, s, _) = gy.shape, gy2.shape
     out = gy.new_empty(b, c, b2, c2)
-    step = max(1, CHUNK_BYTES // max(c * s * o * gy.element_size(), 1))
+    step = at_once(c * s * o, gy)
     for n in range(b):
         stop = n + 1 if two is one else b2  # what follows is known by symmetry
         for start in range(0, stop, step):

@@ -22,6 +22,7 @@ from ..attribution.tracking import (
 )
 from ..core.context import (
     Batch,
+    Place,
     Scale,
     Settings,
     by_samples,
@@ -29,7 +30,6 @@ from ..core.context import (
     in_place_of,
     in_ragged,
     local,
-    places_of,
     transforming,
 )
 from ..core.converted_module import ConvertedLayer
@@ -287,13 +287,7 @@ class PSLayer(_Layer):
         """How to run a call whose weights or input are `PerSample`, tensors that stand for one of each
         sample; None for any other call.
         """
-        own = {name: p.each for name, p in self._ps_used() if isinstance(p, PerSample)}
-        places = places_of(self, own)
-        if local.batch is not None:  # else the original forward meets what was set as an attribute
-            made = {name: t.each for name, t in self.__dict__.items() if isinstance(t, PerSample)}
-            places, own = [*places, *((self.__dict__, name, t) for name, t in made.items())], own | made
-            for t in made.values():
-                t._ps_each = True  # type: ignore[attr-defined]
+        own = [(held, name, t) for held, name, t in self._ps_used() if isinstance(t, PerSample)]
         x = next(iter(tensors_in((args, kwargs))), None)
         if not own and not isinstance(x, PerSample):
             return None
@@ -306,7 +300,7 @@ class PSLayer(_Layer):
         if isinstance(x, PerSample):
             shared = x.each
         elif own and in_ragged():
-            names = names_of(p for _, p in self._ps_used() if isinstance(p, PerSample))
+            names = names_of(t for *_, t in own)
             if isinstance(x, Tensor) and local.batch.ragged.meets_shared(names, given):  # type: ignore[union-attr]
                 shared = x.expand(local.batch.size, *x.shape)  # type: ignore[union-attr]
         elif own and isinstance(x, Tensor):
@@ -321,19 +315,22 @@ class PSLayer(_Layer):
         def run(forward: Callable[..., Any]) -> Any:
             if own and local.batch is None:
                 raise NoRuleError(f"`{self._ps_state().path}` is called without a batch")
-            with in_place_of(places):
+            with in_place_of([(held, name, _marked(t.each)) for held, name, t in own]):
                 if shared is None:
                     return forward(*args, **kwargs)
                 return self._ps_of_shared(forward, args, kwargs, x, shared)
 
         return run
 
-    def _ps_used(self) -> list[tuple[str, Any]]:
-        """The parameters that a call computes with: its own, and those of layers that it holds, which it does
-        not call.
+    def _ps_used(self) -> list[Place]:
+        """The parameters that a call computes with, where they are held: its own, and those of layers that it
+        holds, which it does not call; with what a forward has set in the place of one.
         """
-        layers = [("", self), *((f"{n}.", m) for n, m in self._modules.items() if isinstance(m, PSLayer))]
-        return [(f"{path}{name}", p) for path, layer in layers for name, p in layer._parameters.items()]
+        layers = [self, *(m for m in self._modules.values() if isinstance(m, PSLayer))]
+        held = [layer._parameters for layer in layers]
+        if local.batch is not None:  # else the original forward meets what was set
+            held += [layer.__dict__ for layer in layers]
+        return [(where, name, value) for where in held for name, value in where.items()]
 
     def _ps_of_shared(self, forward: Callable[..., Any], args: Any, kwargs: Any, x: Any, each: Tensor) -> Any:
         """A call for what all samples share, or what stands for each sample's own, `each` (B, *S): what
@@ -568,6 +565,12 @@ class PSLayer(_Layer):
         if isinstance(weight, Expansion):
             return weight.tensor(rows)
         return weight if len(weight) == rows else weight.repeat_interleave(rows // len(weight), 0)
+
+
+def _marked(each: Tensor) -> Tensor:
+    """Told from a weight that all samples share, where no parameter of its name says how many dims it has."""
+    each._ps_each = True  # type: ignore[attr-defined]
+    return each
 
 
 def _squeeze(t: Tensor) -> Tensor:

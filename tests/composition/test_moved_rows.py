@@ -345,9 +345,9 @@ def test_a_first_call_for_one_sample_with_weights_given(kind: Callable[[], nn.Mo
 class SortedByLength(nn.Module):
     """Sequences are sorted by their lengths, packed, and put back, as the recurrent layers once asked for."""
 
-    def __init__(self, kind: str, time_first: bool, again: bool) -> None:
+    def __init__(self, kind: str, time_first: bool, state: bool, again: bool) -> None:
         super().__init__()
-        self.time_first, self.again = time_first, again
+        self.time_first, self.state, self.again = time_first, state, again
         self.before = nn.Linear(3, 4)
         self.rnn = getattr(nn, kind)(4, 3, bidirectional=True, batch_first=not time_first)
         self.after = nn.Linear(6, 2)
@@ -361,8 +361,8 @@ class SortedByLength(nn.Module):
             batch_first=not self.time_first,
             enforce_sorted=not self.again,
         )
-        first = h[:, 0, :3].expand(2, -1, -1).contiguous() if self.time_first else None
-        given = (first, first) if self.time_first and isinstance(self.rnn, nn.LSTM) else first
+        first = h[:, 0, :3].expand(2, -1, -1).contiguous() if self.state else None
+        given = (first, first) if self.state and isinstance(self.rnn, nn.LSTM) else first
         out, state = self.rnn(packed, given)
         state = state[0] if isinstance(state, tuple) else state
         steps = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)[0].sum(1)
@@ -375,12 +375,14 @@ LENGTHS = (4, 4, 4, 4), (4, 3, 2, 1), (1, 2, 3, 4), (2, 4, 1, 3)  # of the seque
 
 @pytest.mark.filterwarnings("ignore:.* is run sample by sample")
 @pytest.mark.parametrize(
-    ("kind", "time_first", "again", "first"),
-    every(3, itertools.product(("GRU", "LSTM"), (False, True), (False, True), LENGTHS)),
+    ("kind", "time_first", "state", "again", "first"),
+    every(5, itertools.product(("GRU", "LSTM"), *((False, True),) * 3, LENGTHS)),
 )
-def test_sequences_sorted_by_length(kind: str, time_first: bool, again: bool, first: tuple[int, ...]) -> None:
+def test_sequences_sorted_by_length(
+    kind: str, time_first: bool, state: bool, again: bool, first: tuple[int, ...]
+) -> None:
     """In whatever order the first batch is: that of later ones is another."""
-    model, ours = both(SortedByLength(kind, time_first, again))
+    model, ours = both(SortedByLength(kind, time_first, state, again))
     by_chance = again and first == (1, 2, 3, 4)  # sorted twice, the first time as they were
     for lengths in (first, (2, 4, 1, 3), (3, 1, 4, 4, 2, 1), (4,)):
         check = right_or_refused if by_chance else right

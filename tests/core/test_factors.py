@@ -247,17 +247,7 @@ def test_several_uses_take_the_cheaper_way(width: int) -> None:
 def test_norms_of_several_weights_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of small ones that are alike at once, of all others one by one; not where a number differs."""
     torch.manual_seed(0)
-    kinds = (
-        outer,
-        outer,
-        outer_of_a_wide_weight,
-        outer_of_a_wide_weight,
-        dense,
-        dense,
-        dense,
-        blocks,
-        gather,
-    )
+    kinds = [outer] * 2 + [outer_of_a_wide_weight] * 2 + [dense] * 3 + [blocks, gather]
     parts = [kind(3, 2)[0] for kind in kinds]
     one, other = outer(3, 2)[0], outer(3, 2)[0]
     alike = [joined([part], [scale]) for part in parts for scale in (1.0, 3.0)]
@@ -299,6 +289,7 @@ def test_products_of_several_outputs(
     """Those of one sample side by side, of each use and of the sum of two."""
     if form != "cheaper":  # by each form of a linear map, in chunks
         monkeypatch.setattr(linear_factor, "CHUNK_BYTES", 1)
+        monkeypatch.setattr("pslayers.core.factors.CHUNK_BYTES", 1)
         chosen = getattr(linear_factor, form)
         for name in ("_by_positions", "_by_samples", "_by_rows"):
             monkeypatch.setattr(linear_factor, name, chosen)
@@ -357,7 +348,7 @@ def test_norms_from_products_of_values_where_these_are_cheapest(
     expected, taken = factor.dense().flatten(1).square().sum(1), []
     by_products = Patches._norms_of_products
     monkeypatch.setattr(Patches, "_norms_of_products", lambda self: taken.append(1) or by_products(self))
-    monkeypatch.setattr("pslayers.functional.conv.CHUNK_BYTES", 1)
+    monkeypatch.setattr("pslayers.core.factors.CHUNK_BYTES", 1)
     torch.testing.assert_close(factor.sq_norms(), expected)
     assert len(taken) == (3 if chosen else 0)
 
