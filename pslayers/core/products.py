@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import torch_api
-from .tuning import samples_measured, tuning
+from .tuning import Key, tuning
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch_api.onednn_linear is not None
 WORTH_IT = 1 << 20  # multiplications, from which oneDNN's dearer call may have paid
@@ -35,14 +35,8 @@ def has_onednn(x: Tensor) -> bool:
     )
 
 
-def _by_onednn(
-    kind: str,
-    sizes: tuple[int, ...],
-    by_torch: Callable[[], object],
-    by_onednn: Callable[[], object],
-) -> bool:
-    """Whether oneDNN is faster for products of these sizes, the first of which varies: rows of a batch."""
-    key = kind, sizes[0].bit_length(), *sizes[1:]
+def _by_onednn(key: Key, by_torch: Callable[[], object], by_onednn: Callable[[], object]) -> bool:
+    """Whether oneDNN is faster for the products of `key`."""
     return tuning.fastest(key, {"torch": by_torch, "onednn": by_onednn}, "torch") == "onednn"
 
 
@@ -69,13 +63,13 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     width, inner = weight.shape
     if width >= NARROW and x.numel() * width >= WORTH_IT and has_onednn(x) and weight.dtype == x.dtype:
-        sizes = x.numel() // inner, width, inner, weight.is_contiguous()
+        rows = x.numel() // inner
 
         def some() -> Tensor:
-            return x.reshape(-1, inner)[: _part(sizes[0], inner * width)]
+            return x.reshape(-1, inner)[: _part(rows, inner * width)]
 
         ways = (lambda: F.linear(some(), weight, bias)), (lambda: _onednn(some(), weight, bias))
-        if _by_onednn("affine", sizes, *ways):
+        if _by_onednn(("affine", rows.bit_length(), width, inner, weight.is_contiguous()), *ways):
             return _onednn(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -89,7 +83,7 @@ def adder(like: Tensor, right: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
         out = like.new_zeros(len(like), width)
         turned = right.t()
         ways = (lambda: out.addmm_(like, right)), (lambda: out.add_(_onednn(like, turned, None)))
-        if _by_onednn("add product", (*like.shape, width), *ways):
+        if _by_onednn(("add product", len(like).bit_length(), like.shape[1], width), *ways):
             return lambda out, left: out.add_(_onednn(left, turned, None))
     return lambda out, left: out.addmm_(left, right)
 
@@ -126,7 +120,7 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
     if min(wide) >= NARROW and left.numel() * wide[1] >= WORTH_IT and has_onednn(left):
         n = _part(len(left), wide[0] * wide[1])
         ways = (lambda: left[:n].t() @ right[:n]), (lambda: _onednn(left[:n].t(), right[:n].t(), None))
-        if _by_onednn("outer", (len(left), *wide), *ways):
+        if _by_onednn(("outer", len(left).bit_length(), *wide), *ways):
             return _onednn(left.t(), right.t(), None)
     return left.t() @ right
 
@@ -163,13 +157,16 @@ def outer_each(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor
         return outer_one(left.squeeze(1), right.squeeze(1), scale, out)
     (size, t, o), i = left.shape, right.shape[2]
     if size and t * o * i >= WORTH_IT and has_onednn(left):
-        n = samples_measured(size, o * i, out.element_size())
+        key = (
+            *("outer each", t.bit_length(), o, i, size.bit_length()),
+            *(left.is_contiguous(), right.is_contiguous()),
+        )
 
         def some() -> tuple[Tensor, Tensor, float, Tensor]:
+            n = tuning.samples(key, size, o * i, out.element_size(), t * o * i, t * (o + i))
             return left[:n], right[:n], scale, out[:n]
 
-        sizes = t, o, i, n, left.is_contiguous(), right.is_contiguous()
-        if _by_onednn("outer each", sizes, lambda: _at_once(*some()), lambda: _one_by_one(*some())):
+        if _by_onednn(key, lambda: _at_once(*some()), lambda: _one_by_one(*some())):
             return _one_by_one(left, right, scale, out)
     return _at_once(left, right, scale, out)
 

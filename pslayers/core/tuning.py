@@ -16,22 +16,18 @@ import torch
 from .. import torch_api
 
 Key = tuple[Any, ...]
-# ways that are so many times as slow as the fastest after a round are not in the next one: in the first ones,
-# the machine may have been busy with something else
-ROUNDS = 3.0, 1.0
+# ways that are so many times as slow as the fastest in a round are not in the next one: in the first one, when
+# kernels are built too, and so many seconds more
+FAR, BUILT = 3.0, 0.005
 LONG = 0.004  # seconds, of which one round tells enough
 # uses after which a shape is measured again: at first memory was new, or the machine busy
 AGAIN = 8
 
 
-# of a batch whose results are formed sample by sample, those that are measured: the results of two tell as
-# much, where more would fill the caches
+# of a batch whose results are formed sample by sample, those that are measured: at first a few, as many as
+# fill the caches with their results, later more of those that are little work
 FEWEST, MOST, ENOUGH = 2, 8, 16 << 20  # bytes
-
-
-def samples_measured(size: int, values: int, itemsize: int) -> int:
-    """How many of `size` samples are, with so many values in the result of each."""
-    return min(size, max(FEWEST, min(MOST, ENOUGH // max(values * itemsize, 1))))
+WORK, READ = 1 << 27, 16  # multiplications; how many of them take as long as to read a value
 
 
 class Tuning:
@@ -76,6 +72,15 @@ class Tuning:
         if key in self.tried and (new or not self.holders) and not torch_api.watched():
             self.chosen[key] = chosen = self._tried(key, ways, rule)
         return chosen
+
+    def samples(self, key: Key, size: int, values: int, itemsize: int, work: int, read: int) -> int:
+        """How many of `size` samples are to be measured: each has so many values in its result, takes so many
+        multiplications for them, and reads so many.
+        """
+        most = MOST
+        if (*key, torch.get_num_threads()) in self.chosen:  # a first time, which is part of a first call
+            most = max(MOST, WORK // max(work + READ * read, 1))
+        return min(size, max(FEWEST, min(most, ENOUGH // max(values * itemsize, 1))))
 
     def _tried(self, key: Key, ways: Mapping[str, Callable[[], object]], rule: str) -> str:
         """What is taken for now; settled where one way was the fastest twice, or the third time."""
@@ -136,27 +141,34 @@ class Tuning:
 
 def _measured(ways: Mapping[str, Callable[[], object]], rule: str) -> str:
     """The fastest way, by the least of some rounds; one that fails is none."""
-    left: dict[str, Callable[[], object]] = {}
+    times: dict[str, float] = {}
     for name, run in ways.items():
         try:
-            run()  # the first time a kernel may be built
-            left[name] = run
+            times[name] = _timed(run)  # and what is built the first time
         except (RuntimeError, NotImplementedError):
             continue
-    least: dict[str, float] = {}
-    for far in ROUNDS:
-        for name, run in left.items():
-            torch_api.synchronize()
-            start = time.perf_counter()
-            run()
-            torch_api.synchronize()
-            took = time.perf_counter() - start
-            least[name] = min(took, least.get(name, took))
-        limit = far * min(least.values(), default=0.0)
-        left = {name: run for name, run in left.items() if least[name] <= limit}
-        if len(left) < 2 or min(least.values()) > LONG:
+    times = _near(times, BUILT)
+    for first in (True, False):
+        if len(times) < 2 or (not first and min(times.values()) > LONG):
             break
-    return min(left, key=least.__getitem__, default=rule)
+        again = {name: _timed(ways[name]) for name in times}
+        times = _near(again if first else {name: min(times[name], again[name]) for name in times})
+    return min(times, key=times.__getitem__, default=rule)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    """Seconds."""
+    torch_api.synchronize()
+    start = time.perf_counter()
+    run()
+    torch_api.synchronize()
+    return time.perf_counter() - start
+
+
+def _near(times: dict[str, float], allowed: float = 0.0) -> dict[str, float]:
+    """Without those that are far from the least."""
+    limit = FAR * min(times.values(), default=0.0) + allowed
+    return {name: took for name, took in times.items() if took <= limit}
 
 
 def _machine() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.products import has_onednn, product
-from ..core.tuning import samples_measured, tuning
+from ..core.tuning import tuning
 
 # what one chunk of samples may take on the side: on a CPU it should stay in the cache, elsewhere a chunk
 # should fill the device
@@ -111,7 +111,7 @@ def _im2col_rows(x: Tensor, gy: Tensor, scale: float, out: Tensor, geometry: Geo
     used.
     """
     for patches, outs, into in _by_chunks(x, gy, out, geometry):
-        columns = patches.reshape(*into.shape[::2], outs.shape[2])
+        columns = patches.reshape(*into.shape[::2], outs.shape[2]).contiguous()
         into.baddbmm_(outs, columns.transpose(1, 2), beta=0, alpha=scale)
 
 
@@ -247,10 +247,10 @@ PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_PATCH, PRODUCT_RUN, PRODUCT_CALL = 0.0
 
 
 # times as slow as the fastest, by the model: beyond, it was the fastest for none of some 200 shapes
-WORTH_TRYING = {"fused": 2.0, "im2col": 4.0, "product": 1.5}
+WORTH_TRYING = {"fused": 4.0, "im2col": 6.0, "product": 1.5}
 MOST = 8  # chunks that a sample's patches may take, for a product with them to be tried: fused is faster then
 # positions, from which a convolution by the output gradient may be the fastest: in one dim with few channels
-# in, else with twice as many as out, or for many more positions
+# in (one: always), else with twice as many as out, or for many more positions
 WIDE, NARROW, NARROWING, WIDEST = 768, 4, 2, 2048
 
 
@@ -258,11 +258,10 @@ def fastest(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> str:
     """The method that is measured to be the fastest, of those that the model gives a chance; the first of
     those where nothing is measured. `out` is written to.
     """
-    some = samples_measured(out.shape[0], out[0].numel(), out.element_size())
-    k = x.shape[0] // out.shape[0]
+    size, k = out.shape[0], x.shape[0] // out.shape[0]
     positions = k * gy.shape[2:].numel()
     key = (
-        *("rows of a convolution", out.shape[1:], geometry, positions.bit_length(), some),
+        *("rows of a convolution", out.shape[1:], geometry, positions.bit_length(), size.bit_length()),
         *(str(out.dtype), out.device.type),
     )
     if (known := tuning.known(key)) in ROWS:
@@ -273,6 +272,9 @@ def fastest(x: Tensor, gy: Tensor, out: Tensor, geometry: Geometry) -> str:
     copied = _copied(gy.shape, out.shape, geometry) * out.element_size()
     if copied > MOST * CHUNK_BYTES.get(out.device.type, CHUNK_BYTES_ELSEWHERE):
         promising = [way for way in promising if way in ("fused", "turned")] or promising
+
+    values, read = out.shape[1:].numel(), k * (x[0].numel() + gy[0].numel())
+    some = tuning.samples(key, size, values, out.element_size(), values * positions, read)
 
     def of_some(method: str) -> None:
         ROWS[method](x[: some * k], gy[: some * k], 1.0, out[:some], geometry)
@@ -297,7 +299,7 @@ def _promising(
         groups * i * kernel * positions,
     )
     copied = _copied(gy, shape, geometry)
-    wide = groups * math.prod(math.ceil(n / 32) * 32 for n in (o, i * kernel))
+    blocks = groups * math.prod(math.ceil(n / 32) * 32 for n in (o, i * kernel))
     if i < FEW:
         fused = values * (FEW_RESULT + FEW_MULTIPLY * positions) + patches * FEW_PATCH + FEW_CALL
     else:
@@ -310,7 +312,7 @@ def _promising(
     longer = IM2COL_LONG if positions >= LONG and o > 16 else 1.0
     im2col = (
         values * IM2COL_RESULT
-        + wide * IM2COL_MULTIPLY * longer * positions
+        + blocks * IM2COL_MULTIPLY * longer * positions
         + copied * (IM2COL_PATCH + IM2COL_RUN / gy[-1])
     )
     costs = {
@@ -325,9 +327,10 @@ def _promising(
     least = min(costs.values())
     found = sorted((m for m in costs if costs[m] <= WORTH_TRYING[m] * least), key=costs.__getitem__)
     # of which the model knows nothing
-    turns = groups == 1 and kernel > 1 and (i >= NARROWING * o or positions >= WIDEST)
-    turned = len(shape) == 4 if i <= NARROW else turns
-    return [*found, "turned"] if turned and positions >= WIDE else found
+    wide = positions >= WIDE and (
+        len(shape) == 4 if i <= NARROW else i >= NARROWING * o or positions >= WIDEST
+    )
+    return [*found, "turned"] if kernel > 1 and (i == 1 or wide) else found
 
 
 def _copied(gy: torch.Size, shape: torch.Size, geometry: Geometry) -> int:
