@@ -203,9 +203,9 @@ class Expansion:
         recorder.note(weight_grad)
 
     def at_once(self, recorder: "Recorder") -> bool:
-        """Whether rows go to the parameter now: those of its only use, and those that
-        ``loss.backward(inputs=...)`` lets not go anywhere else. Those of several uses, and those with a
-        graph, are for autograd to pass on: they meet in the rows leaf.
+        """Whether rows go to the parameter now: to where they add up, those of its only use, and those that
+        ``loss.backward(inputs=...)`` lets not go anywhere else. Those with a graph, and those of several uses
+        where they are wanted whole, are for autograd to pass on: they meet in the rows leaf.
         """
         settings = recorder.settings
         if settings.collecting_grads:
@@ -213,8 +213,8 @@ class Expansion:
         if not self.scale.sums and settings.sums:
             raise recorder.of_another_block()
         if not torch.is_grad_enabled():
-            alone = recorder.uses <= 1 and (not self.joined or recorder.sink.adds_up)
-            if alone or not recorder.whole_pass():
+            alone = recorder.uses <= 1 and not self.joined
+            if alone or recorder.sink.adds_up or not recorder.whole_pass():
                 return True
         recorder.listen()
         return False

@@ -132,6 +132,14 @@ class Factor:
         """The dense rows times `scale`, written to `out` (B, *S); with `entries`, added to it."""
         raise NotImplementedError
 
+    def add(self, out: Tensor, scale: float) -> None:
+        """Add the dense rows times `scale` to `out` (B, *S), some samples' at a time."""
+        if self.entries is not None:
+            self.write(out, scale)
+            return
+        for some, rows in self.chunks():
+            out[some].add_(rows, alpha=scale)
+
     def rows(self) -> Tensor:
         """The dense rows, (B, *S), by ops that can be differentiated.
 

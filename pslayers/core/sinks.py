@@ -53,7 +53,7 @@ class Sink:
         return out
 
     def put(self, recorder: "Recorder", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
-        """The same, and stored."""
+        """The same, and stored; None where these are not to be had by themselves."""
         rows = self.make(recorder, factor, like, scale)
         if rows is not None:
             recorder.store(rows, factor.entries if recorder.uses <= 1 else None)
@@ -121,17 +121,25 @@ class DenseRows(Sink):
         return super().buffer(recorder, like)
 
     def put(self, recorder: "Recorder", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
-        """The first rows of a pass, which replace others', without a detour: most rows are."""
+        """Rows of a pass, which replace others', without a detour: most rows are."""
         pass_id, memory = torch_api.running_pass(recorder.outer_pass), self.memory
+        first = recorder.pass_id != pass_id
         if (
             memory is None
             or like is not self.leaf
-            or recorder.pass_id == pass_id
-            or factor.entries is not None
+            or (first and factor.entries is not None)
             or recorder.settings.accumulation != "replace"
             or (holder := recorder.enter(pass_id)) is None
         ):
             return super().put(recorder, factor, like, scale)
+        if not first:
+            now = getattr(holder, "grad_sample", None)
+            if now is None or now.data_ptr() != memory.data_ptr() or now.shape != memory.shape:
+                return super().put(recorder, factor, like, scale)
+            recorder.count(like.shape[0])
+            factor.add(now, scale)
+            self.written = None
+            return None  # these alone are nowhere
         recorder.count(like.shape[0])
         holder.grad_sample = None  # type: ignore[attr-defined]
         if torch_api.held_elsewhere(memory):

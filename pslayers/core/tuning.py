@@ -62,9 +62,12 @@ class Tuning:
             ways: functions that compute, and may write to what will be written anyway.
             rule: what is taken where nothing is measured.
         """
-        if len(ways) == 1 or not self.enabled or torch.are_deterministic_algorithms_enabled():
+        if not self.enabled or torch.are_deterministic_algorithms_enabled():
             return rule
         key = *key, torch.get_num_threads()
+        if len(ways) == 1:
+            self.chosen[key] = rule
+            return rule
         chosen = self.chosen.get(key)
         if new := chosen is None or chosen not in ways:
             chosen, self.tried[key] = rule, (0, [])

@@ -132,8 +132,10 @@ def _by_chunks(
     """
     k, width = x.shape[0] // out.shape[0], out[0, 0].numel()
     for start, stop in _chunks(out, width * geometry.groups * k * gy.shape[2:].numel()):
-        some, rows = slice(start * k, stop * k), out[start:stop]
-        patches, outs = patches_of(x[some], gy[some], rows.shape, geometry)
+        some_x, some_gy, rows = x, gy, out
+        if stop - start < len(out):  # else not worth the calls
+            some_x, some_gy, rows = x[start * k : stop * k], gy[start * k : stop * k], out[start:stop]
+        patches, outs = patches_of(some_x, some_gy, rows.shape, geometry)
         yield patches, outs, rows.view(outs.shape[0], -1, width)
 
 

@@ -116,21 +116,28 @@ def test_no_sums_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made
 
 
-def test_rows_of_one_use_cost_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("uses", [1, 2])
+def test_rows_cost_no_copy(uses: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are stored where they are made, in every step, and need not meet in the rows leaf."""
-    _, ours = both(zoo.mlp())
-    x, met = batch(5, 12), []
+    model, ours = both(zoo.mlp())
+    calls, met = [batch(5, 12) for _ in range(uses)], []
+
+    def of_all(model: nn.Module) -> Tensor:
+        return sum((squares(model(x)) for x in calls), torch.zeros(()))
+
     receive = Recorder.receive
     monkeypatch.setattr(Recorder, "receive", lambda self, leaf: (met.append(self), receive(self, leaf))[1])
     for _ in range(3):
         with ps.recording(ours, grad=False):
-            squares(ours(x)).mean().backward()
-    for _ in range(2):
-        ps.per_sample_grads(ours, squares, x)
-    squares(ours(x)).mean().backward()
+            of_all(ours).mean().backward()
+    held = {name: p.grad_sample.data_ptr() for name, p in ours.named_parameters()}
+    of_all(ours).mean().backward()
+    assert {name: p.grad_sample.data_ptr() for name, p in ours.named_parameters()} == held
+    parts = [loop(model, square, (x,)) for x in calls]
+    assert_rows(ours, {name: sum(rows[name] for rows in parts) for name in parts[0]})
+    ps.per_sample_grads(ours, squares, calls[0])
     assert not met
-    with ps.recording(ours, grad=False):
-        (squares(ours(x)).mean() + squares(ours(x)).mean()).backward()
+    of_all(ours).mean().backward(create_graph=True)
     assert met
 
 

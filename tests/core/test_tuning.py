@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pslayers as ps
 from pslayers.core import tuning as module
-from pslayers.core.tuning import AGAIN, Tuning, samples_measured
+from pslayers.core.tuning import AGAIN, BUILT, MOST, Tuning
 
 
 class Clock:
@@ -41,20 +41,42 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_the_fastest_is_taken_and_remembered(clock: Clock) -> None:
     tuning = Tuning()
-    # the first run of each does not count, and of the others the least: the machine may be busy
+    # the first run of each only leaves out those far behind, and of the others the least counts: the machine
+    # may be busy
     ways = {
         "slow": clock.way("slow", 1, 5),
-        "first": clock.way("first", 90, 9, 2, 9),
+        "first": clock.way("first", 2.9, 9, 2, 9),
         "close": clock.way("close", 2.1),
     }
     assert tuning.fastest(("key", 1), ways, "slow") == "close"
-    ways["first"] = clock.way("first", 90, 2.5, 2, 9)
+    ways["first"] = clock.way("first", 2.9, 2.5, 2, 9)
     assert tuning.fastest(("key", 2), ways, "slow") == "first"
     runs = len(clock.runs)
     assert tuning.fastest(("key", 1), ways, "slow") == "close"
     assert tuning.fastest(("key", 2), ways, "slow") == "first"
     assert len(clock.runs) == runs
-    assert clock.runs.count("slow") == 2 * 3  # far behind in two rounds after the untimed one
+    assert clock.runs.count("slow") == 2 * 3
+
+
+def test_a_way_far_behind_runs_once_unless_a_kernel_may_have_been_built(clock: Clock) -> None:
+    first = 0.1
+    ways = {
+        "fast": clock.way("fast", first, 1),
+        "builds": clock.way("builds", 3 * first + BUILT, 0.5),
+        "slow": clock.way("slow", 3 * first + 2 * BUILT, 0.1),
+    }
+    assert Tuning().fastest(("key",), ways, "fast") == "builds"
+    assert clock.runs.count("slow") == 1
+    assert (
+        Tuning().fastest(("key",), {"slow": clock.way("slow", 9), "fast": clock.way("fast", 1)}, "") == "fast"
+    )
+
+
+def test_one_way_is_known_without_a_run(clock: Clock) -> None:
+    tuning = Tuning()
+    assert tuning.fastest(("key",), {"only": clock.way("only", 1)}, "only") == "only"
+    assert tuning.known(("key",)) == "only"
+    assert not clock.runs
 
 
 @pytest.mark.parametrize(
@@ -162,10 +184,19 @@ def test_blocks_that_hold_end_in_any_order(clock: Clock) -> None:
     assert len(clock.runs) > runs
 
 
-@pytest.mark.parametrize(("values", "measured"), [(1, 5), (1 << 20, 4), (1 << 21, 2), (1 << 30, 2), (0, 5)])
-def test_of_large_results_fewer_are_measured(values: int, measured: int) -> None:
-    assert samples_measured(5, values, 4) == measured
-    assert samples_measured(1, values, 4) == 1
+@pytest.mark.parametrize(
+    ("values", "at_first", "later"),
+    [(1, MOST, 500), (1 << 20, 4, 4), (1 << 21, 2, 2), (1 << 30, 2, 2), (0, MOST, 500)],
+)
+def test_of_large_results_fewer_are_measured(values: int, at_first: int, later: int) -> None:
+    """And of those that are little work many, but for the first time."""
+    tuning, key = Tuning(), ("key",)
+    for expected in (at_first, later):
+        assert tuning.samples(key, 500, values, 4, 1000, 100) == expected
+        assert tuning.samples(key, 1, values, 4, 1000, 100) == 1
+        tuning.fastest(key, {"only": int}, "only")
+    assert tuning.samples(key, 500, 1, 4, 1 << 24, 1) == MOST
+    assert tuning.samples(key, 500, 1, 4, 1, 1 << 20) == MOST
 
 
 def test_a_file_of_what_was_measured(clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
