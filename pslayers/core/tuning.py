@@ -16,7 +16,7 @@ import torch
 from .. import torch_api
 
 Key = tuple[Any, ...]
-# ways that are so many times as slow as the fastest in a round are not in the next one: in the first one, when
+# ways so many times as slow as the fastest in a round are not in the next one; in the first one, when
 # kernels are built too, and so many seconds more
 FAR, BUILT = 3.0, 0.005
 LONG = 0.004  # seconds, of which one round tells enough
