@@ -3,14 +3,15 @@
     python -m benchmarks.regret --threads 2 --out regret.json
 
 The shapes of ResNet, VGG, MobileNet, EfficientNet, DenseNet, ConvNeXt, Inception, U-Net, audio and video
-networks, BERT, GPT-2, ViT and Swin stand below as their papers give them. Each is measured with a fresh
-`ps.tuning`, as in the first backward passes, and at length, all ways in turn; the medians of that count.
-Beside it, what the rule without measuring takes.
+networks, BERT, GPT-2, ViT and Swin stand below as their papers give them; others are drawn at random, as
+networks of users have them. Each is measured with a fresh `ps.tuning`, as in the first backward passes, and at
+length, all ways in turn; the medians of that count. Beside it, what the rule without measuring takes.
 """
 
 import argparse
 import json
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +29,9 @@ from . import environment, machines, tables
 from .timing import quiet_collector
 
 BATCH_SIZES = (16, 64)
+DRAWN = 200
 MOST = 3e8  # values of rows and patches, more of which a shape does not get
+MULTIPLICATIONS = 1e6, 1.5e10  # of a batch of a shape that is drawn: at least, at most
 ROUNDS = 9
 FAR = 3.0  # times as slow as the best: measured no more
 
@@ -125,6 +128,25 @@ def convolutions() -> list[Conv]:
     ):
         found += _square("digits", (c, o, k, 1, 1, side))
     return list(dict.fromkeys(found))
+
+
+def drawn(count: int, seed: int = 0) -> Iterator[tuple[Conv, int]]:
+    """Convolutions and batch sizes at random."""
+    draw, least_most = random.Random(seed), MULTIPLICATIONS
+    while count:
+        n = draw.choice((1, 1, 2, 2, 2))
+        c = draw.choice((1, 3, 4, 8, 12, 16, 20, 32, 40, 64, 96, 128, 256))
+        o = draw.choice((4, 6, 8, 16, 20, 32, 48, 64, 100, 128, 256))
+        kernel = draw.choice((1, 2, 3, 3, 3, 3, 4, 5, 7) if n == 2 else (1, 3, 3, 5, 7, 9, 15, 25))
+        side = draw.choice(
+            (7, 8, 10, 14, 16, 20, 28, 32, 48, 64) if n == 2 else (32, 64, 100, 256, 500, 2048)
+        )
+        stride, groups = draw.choice((1, 1, 1, 2)), draw.choice((1, 1, 1, 1, 1, 1, 4, c))
+        o, size = c if groups == c > 1 else o, draw.choice((8, 16, 16, 32, 32, 64, 64, 128))
+        work = size * o * (c // groups) * kernel**n * (side // stride) ** n
+        if not (c % groups or o % groups) and least_most[0] <= work <= least_most[1]:
+            count -= 1
+            yield Conv("drawn", c, o, (kernel,) * n, stride, groups, (side,) * n), size
 
 
 Product = tuple[str, int, int, int]  # model, positions, width in, width out
@@ -236,14 +258,20 @@ def _by(library: str, run: Callable[[], object]) -> Callable[[], object]:
     return forced
 
 
-def cells(batch_sizes: Iterable[int]) -> Iterator[dict[str, Any]]:
+def _conv_cell(kind: str, conv: Conv, size: int) -> Iterator[dict[str, Any]]:
+    if (found := conv_ways(conv, size)) is not None:
+        ways, choose = found
+        chosen = _settled(choose)
+        yield _cell(kind, conv.name, size, measured(ways), chosen, next(iter(ways)))
+
+
+def cells(batch_sizes: Iterable[int], drawn_shapes: int) -> Iterator[dict[str, Any]]:
     """One for each shape: the times of all ways, what was chosen, and what is without measuring."""
+    for conv, size in drawn(drawn_shapes):
+        yield from _conv_cell("convolution, drawn", conv, size)
     for size in batch_sizes:
         for conv in convolutions():
-            if (found := conv_ways(conv, size)) is not None:
-                ways, choose = found
-                chosen = _settled(choose)
-                yield _cell("convolution", conv.name, size, measured(ways), chosen, next(iter(ways)))
+            yield from _conv_cell("convolution", conv, size)
         for shape in linear_maps():
             for name, run in products_of(shape, size):
                 _settled(run)
@@ -281,12 +309,13 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=list(BATCH_SIZES))
+    parser.add_argument("--drawn", type=int, default=DRAWN, help="convolutions drawn at random")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found: list[dict[str, Any]] = []
     with quiet_collector(), torch.no_grad():
-        for cell in cells(options.batch_sizes):
+        for cell in cells(options.batch_sizes, options.drawn):
             found.append(cell)
             print(f"{cell['regret']:.2f} {cell['rule']:.2f} {cell['chosen']:8s} {cell['shape']}", flush=True)
     document = {"environment": environment.environment(), "threads": options.threads, "cells": found}

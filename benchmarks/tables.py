@@ -124,11 +124,11 @@ Measured = Iterable[tuple[str, Document]]  # machines' names, and what was measu
 
 
 def regret(results: Measured) -> str:
-    """For the documentation: how well ways are chosen (`regret.py`), two rows for each machine."""
+    """For the documentation: how well ways are chosen (`regret.py`), a row for each kind and machine."""
     heads = "ways of", "machine", "shapes", "chosen / best: mean", "worst", "without measuring: mean", "worst"
     rows = []
     for machine, document in results:
-        for kind in ("convolution", "product"):
+        for kind in ("convolution", "convolution, drawn", "product"):
             cells = [c for c in document["cells"] if c["kind"] == kind]
             each = [[c[what] for c in cells] for what in ("regret", "rule")]
             both = [number(found) for v in each if v for found in (geometric_mean(v), max(v))]

@@ -133,13 +133,11 @@ class DenseRows(Sink):
         ):
             return super().put(recorder, factor, like, scale)
         if not first:
-            now = getattr(holder, "grad_sample", None)
-            if now is None or now.data_ptr() != memory.data_ptr() or now.shape != memory.shape:
-                return super().put(recorder, factor, like, scale)
-            recorder.count(like.shape[0])
-            factor.add(now, scale)
-            self.written = None
-            return None  # these alone are nowhere
+            return (
+                None
+                if self._added(recorder, holder, factor, scale)
+                else super().put(recorder, factor, like, scale)
+            )
         recorder.count(like.shape[0])
         holder.grad_sample = None  # type: ignore[attr-defined]
         if torch_api.held_elsewhere(memory):
@@ -149,6 +147,22 @@ class DenseRows(Sink):
         self.offset, self.lent, self.written = recorder.holder.enter(holder, recorder), None, None
         holder.grad_sample = rows  # type: ignore[attr-defined]
         return rows
+
+    def _added(self, recorder: "Recorder", holder: Tensor, factor: Factor, scale: float) -> bool:
+        """Whether the rows of a further use in a pass were added where the first ones are, which nobody else
+        holds: a gradient that autograd has passed on may be another parameter's, too.
+        """
+        memory, now = self.memory, getattr(holder, "grad_sample", None)
+        assert memory is not None
+        if now is None or now.data_ptr() != memory.data_ptr() or now.shape != factor.shape:
+            return False
+        holder.grad_sample = now = None  # type: ignore[attr-defined]
+        free = not torch_api.held_elsewhere(memory)
+        holder.grad_sample = rows = memory.detach()  # type: ignore[attr-defined]
+        if free:
+            factor.add(rows, scale)
+            self.written = None
+        return free
 
     def zeros(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
         """Cleared only where the last rows were written, if nobody has changed them since."""

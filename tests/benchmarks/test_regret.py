@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import pslayers as ps
 from benchmarks import machines, regret, tables
@@ -22,17 +24,21 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regret, "convolutions", lambda: SMALL)
     monkeypatch.setattr(regret, "linear_maps", lambda: [("small", 128, 128, 128)])
     monkeypatch.setattr(regret, "ROUNDS", 2)
+    monkeypatch.setattr(regret, "MULTIPLICATIONS", (1e5, 1e7))
 
 
 def test_what_a_run_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "regret.json"
-    monkeypatch.setattr(sys, "argv", ["regret", "--threads", "1", "--batch-sizes", "16", "--out", str(out)])
+    monkeypatch.setattr(
+        sys, "argv", ["regret", "--threads=1", "--batch-sizes=16", "--drawn=2", f"--out={out}"]
+    )
     regret.main()
     document = json.loads(out.read_text())
     kinds = [c["kind"] for c in document["cells"]]
     assert kinds.count("convolution") == len(SMALL)
+    assert kinds.count("convolution, drawn") == 2
     assert kinds.count("product") == (3 if HAS_ONEDNN else 0)
     for cell in document["cells"]:
         assert cell["chosen"] in cell["times"] and cell["regret"] >= 1 and cell["rule"] >= 1
@@ -40,6 +46,16 @@ def test_what_a_run_writes(
         name = machines.name_of(document["environment"])
         assert tables.regret([(name, document)]) in capsys.readouterr().out
         assert tables.regret([(name, document), ("another", document)]).count("| convolution |") == 2
+
+
+def test_what_is_drawn() -> None:
+    shapes = list(regret.drawn(20))
+    assert shapes == list(regret.drawn(20)) != list(regret.drawn(20, seed=1))
+    for conv, size in shapes:
+        build = nn.Conv1d if len(conv.kernel) == 1 else nn.Conv2d
+        padding = tuple(k // 2 for k in conv.kernel)
+        layer = build(conv.c, conv.o, conv.kernel, conv.stride, padding, groups=conv.groups, device="meta")
+        assert layer(torch.empty(size, conv.c, *conv.space, device="meta")).shape[:2] == (size, conv.o)
 
 
 def test_a_bad_choice_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +68,6 @@ def test_a_bad_choice_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ps.tuning, "chosen", {})
     monkeypatch.setattr(ps.tuning, "fastest", slowest)
-    found = list(regret.cells([16]))
+    found = list(regret.cells([16], 3))
     assert [c["regret"] for c in found if c["kind"] == "product"] == [3.0] * (3 if HAS_ONEDNN else 0)
     assert all(c["regret"] == times[c["chosen"]] > 1 for c in found if c["kind"] == "convolution")

@@ -414,3 +414,62 @@ def test_chosen_parameters_after_a_batch_of_another_size() -> None:
     squares(ours(floats(5, 12))).mean().backward()
     loss.backward(inputs=list(ours.parameters()))
     assert_same(rows_of(ours), rows_by_loop(model, x))
+
+
+# --------------------------------------------------------------------------------------- several uses in a pass
+class Added(nn.Module):
+    """Two parameters that are added one after the other, so that autograd passes one tensor on as the gradient
+    of both.
+    """
+
+    def __init__(self, n: int = 4) -> None:
+        super().__init__()
+        self.weight, self.a, self.b = (nn.Parameter(torch.randn(s)) for s in ((n, n), (n,), (n,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.a) + self.a + self.b
+
+
+class PSAdded(ps.PSLayer, Added):
+    def forward(self, x: Tensor) -> Tensor:
+        y = ps.functional.linear(x, self.expansion("weight"), self.expansion("a"))
+        return y + self.expand("a") + self.expand("b")
+
+
+class TwoAdded(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+def test_a_further_use_leaves_the_rows_of_others_as_they_are() -> None:
+    model, ours, x = TwoAdded(Added()).double(), TwoAdded(PSAdded()).double(), floats(3, 4)
+    ours.load_state_dict(model.state_dict())
+    ours = ps.convert_model(ours)
+    for _ in range(2):
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_same(rows_of(ours), rows_by_loop(model, x))
+
+
+def test_rows_that_somebody_keeps_are_not_added_to() -> None:
+    """As a hook may, between two uses of a pass."""
+    layer = nn.Linear(4, 4).double()
+    model, x = TwoAdded(layer), floats(3, 4)
+    ours, kept = ps.convert_model(copy.deepcopy(model)), []
+
+    def keep(grad: Tensor) -> None:
+        kept.append((ours.layer.weight.grad_sample, ours.layer.weight.grad_sample.clone()))
+
+    for _ in range(2):
+        with ps.batch_size(3):
+            hidden = torch.tanh(ours.layer(x))
+            hidden.register_hook(keep)
+            squares(ours.layer(hidden)).mean().backward()
+        assert_same(rows_of(ours), rows_by_loop(model, x))
+    assert len(kept) == 2
+    for rows, before in kept:
+        assert torch.equal(rows, before)
