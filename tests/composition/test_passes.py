@@ -416,10 +416,10 @@ def test_chosen_parameters_after_a_batch_of_another_size() -> None:
     assert_same(rows_of(ours), rows_by_loop(model, x))
 
 
-# --------------------------------------------------------------------------------------- several uses in a pass
+# -------------------------------------------------------------------------------------- several uses in a pass
 class Added(nn.Module):
-    """Two parameters that are added one after the other, so that autograd passes one tensor on as the gradient
-    of both.
+    """Two parameters added one after the other, so that autograd passes one tensor on as the gradient of
+    both.
     """
 
     def __init__(self, n: int = 4) -> None:
