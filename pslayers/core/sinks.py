@@ -133,11 +133,8 @@ class DenseRows(Sink):
         ):
             return super().put(recorder, factor, like, scale)
         if not first:
-            return (
-                None
-                if self._added(recorder, holder, factor, scale)
-                else super().put(recorder, factor, like, scale)
-            )
+            added = self._added(recorder, holder, factor, scale)
+            return None if added else super().put(recorder, factor, like, scale)
         recorder.count(like.shape[0])
         holder.grad_sample = None  # type: ignore[attr-defined]
         if torch_api.held_elsewhere(memory):

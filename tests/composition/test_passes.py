@@ -416,7 +416,7 @@ def test_chosen_parameters_after_a_batch_of_another_size() -> None:
     assert_same(rows_of(ours), rows_by_loop(model, x))
 
 
-# -------------------------------------------------------------------------------------- several uses in a pass
+# ------------------------------------------------------------------------------------- several uses in a pass
 class Added(nn.Module):
     """Two parameters added one after the other, so that autograd passes one tensor on as the gradient of
     both.
