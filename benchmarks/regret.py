@@ -4,7 +4,7 @@
 
 The shapes of ResNet, VGG, MobileNet, EfficientNet, DenseNet, ConvNeXt, Inception, U-Net, audio and video
 networks, BERT, GPT-2, ViT and Swin stand below as their papers give them; others are drawn at random. Each is
-measured with a fresh `ps.tuning`, as in the first backward passes, and at length, all ways in turn; the medians
+measured with a fresh `ps.tuning`, as in first backward passes, and at length, all ways in turn; the medians
 of that count. Beside it, what the rule without measuring takes.
 """
 
