@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from . import drawn
 from . import larger_networks as larger
 from . import networks as nets
 from .registry import CASES, Problem, case
@@ -309,6 +310,23 @@ def mlp_by_depth(b: int, layers: int) -> Problem:
 def gpt2_small(b: int, t: int) -> Problem:
     """GPT-2's smallest: 12 layers, 768 wide, 50,257 words."""
     return gpt_of(b, t, 768, 12, 50_257, 1024)
+
+
+# Networks at random: the axis is the seed
+
+DRAWN: dict[str, Any] = {"group": "drawn", "axis": "seed", "sizes": tuple(range(28)), "batch_sizes": (32,)}
+
+
+@case(**DRAWN)
+def drawn_rows(b: int, seed: int) -> Problem:
+    """Of seven families (`drawn.py`)."""
+    return drawn.network(b, seed)
+
+
+@case(**DRAWN, task="clipped")
+def drawn_clipped(b: int, seed: int) -> Problem:
+    """The same."""
+    return drawn.network(b, seed)
 
 
 # Clipped steps, of which no rows are wanted

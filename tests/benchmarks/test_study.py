@@ -12,6 +12,7 @@ import torch
 from benchmarks import (
     agreement,
     choice,
+    drawn,
     engines,
     memory,
     peers,
@@ -150,6 +151,18 @@ def test_every_cell_can_be_built(case: registry.Case) -> None:
     made = case.build(2, case.sizes[0])
     loss = made.loss(made.model(*made.inputs), made.target)
     assert loss.ndim == 0 and len(made.target) == len(made.inputs[0]) == 2
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_networks_at_random(seed: int) -> None:
+    """The same for the same seed, others for others, and each of the batch size asked for."""
+    made, again, other = (drawn.network(2, n) for n in (seed, seed, seed + len(drawn.FAMILIES)))
+    assert len(made.target) == len(made.inputs[0]) == 2
+    assert repr(made.model) == repr(again.model) and made.inputs[0].shape == again.inputs[0].shape
+    assert repr(made.model) != repr(other.model) or made.inputs[0].shape != other.inputs[0].shape
+    assert made.loss(made.model(*made.inputs), made.target).isfinite()
+    losses = made.loss(made.model(*made.inputs), made.target, reduction="none")
+    assert losses.shape[0] == 2
 
 
 def test_wrong_clipped_sums_and_products_are_caught() -> None:
