@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from .lines import Line, fitted
-from .report import REPEATED, Cell, label, name_of, peers, ratio, rows_bytes, task
+from .report import APART, Cell, label, name_of, peers, ratio, rows_bytes, task
 
 matplotlib.rcParams |= {"svg.hashsalt": "pslayers", "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 8}
 
@@ -162,7 +162,7 @@ def _log_axes(ax: Axes, ticks: list[int]) -> None:
 
 def overview(cells: list[Cell], path: Path) -> Path:
     """Each peer's time over ours in every cell, and the limit's."""
-    cells = [c for c in cells if c["group"] not in REPEATED and "median" in c["engines"].get("pslayers", {})]
+    cells = [c for c in cells if c["group"] not in APART and "median" in c["engines"].get("pslayers", {})]
     figure, ax = plt.subplots(figsize=(9, 0.14 * len(cells) + 1.4), layout="constrained")
     for name, style in STYLES.items():
         if name in ("pslayers", "plain"):

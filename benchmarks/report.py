@@ -14,8 +14,9 @@ Document = dict[str, Any]
 YARDSTICKS = ("plain", "limit", "plain-compiled")
 MEASURES = {"time": ("median",), "memory": ("peak", "memory_error")}  # and what tells that it was measured
 NOTICEABLE = 64 * 2**20  # bytes: where less is expected, a process's own few MiB decide the ratio
-# groups that repeat a model at many sizes, for lines and pictures: no part of means
-REPEATED = ("sweeps", "lines", "held")
+# groups that are no part of means: they repeat a model at many sizes, for lines and pictures, or are networks
+# at random, with a table of their own
+APART = ("sweeps", "lines", "held", "drawn")
 BYTES = {"float32": 4, "bfloat16": 4, "float64": 8}  # of a parameter: under autocast float32
 
 
@@ -195,8 +196,8 @@ class _Over:
 
 
 def aims(cells: Iterable[Cell]) -> list[Aim]:
-    """The study's aims, over cells of one device and dtype, without those of `REPEATED` groups."""
-    chosen = [c for c in cells if c["group"] not in REPEATED and "skipped" not in c]
+    """The study's aims, over cells of one device and dtype, without those of `APART` groups."""
+    chosen = [c for c in cells if c["group"] not in APART and "skipped" not in c]
     found: list[Aim] = []
     for name, of_task in (("rows", _of_rows), ("clipped", _of_clipped), ("gram", _of_gram)):
         some = [c for c in chosen if task(c) == name]

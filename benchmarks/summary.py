@@ -74,6 +74,7 @@ def blocks(known: list[Machine]) -> dict[str, tuple[str, list[tuple[str, Path]]]
     parts = [
         tables.readme(known),
         tables.short(known),
+        tables.drawn(known),
         tables.compiled(others("compiled")),
         tables.architectures(others("architectures")),
         tables.regret(others("regret")),

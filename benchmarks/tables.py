@@ -11,7 +11,7 @@ from rich.table import Table
 from .engines import TASKS
 from .machines import Machine, name_of
 from .report import (
-    REPEATED,
+    APART,
     Cell,
     Document,
     aims,
@@ -136,6 +136,29 @@ def regret(results: Measured) -> str:
     return markdown_table(heads, rows) if rows else ""
 
 
+def drawn(machines: Iterable[Machine]) -> str:
+    """For the documentation: rows and clipped steps of networks at random, by task and machine."""
+    rows = []
+    for name, ours in (("rows / limit", to_limit), ("clipped / plain", clipped_time)):
+        for machine in machines:
+            cells = [c for c in machine.study["cells"] if c["group"] == "drawn" and "skipped" not in c]
+            some = [c for c in cells if task(c) == name.partition(" ")[0]]
+            peer, own = ([v for c in some if (v := of(c)) is not None] for of in (to_best, ours))
+            if peer and own:
+                each = geometric_mean(own), max(own), geometric_mean(peer), min(peer)
+                rows.append((name, machine.name, str(len(some)), *map(number, each)))
+    heads = (
+        "networks at random",
+        "machine",
+        "networks",
+        "ours: mean",
+        "worst",
+        "best peer / ours: mean",
+        "worst",
+    )
+    return markdown_table(heads, rows) if rows else ""
+
+
 WITHOUT_ROWS = {  # of each task, the engines as columns
     "clipped": {
         "clipped": "pslayers-clipping",
@@ -162,7 +185,7 @@ def _sections(machines: Iterable[Machine], tasks: Iterable[str]) -> Iterator[tup
     found: dict[str, Some] = {}
     for machine in machines:
         for title, cells in sections(machine.study["cells"]):
-            some = [(machine, c) for c in cells if task(c) in tasks and c["group"] not in REPEATED]
+            some = [(machine, c) for c in cells if task(c) in tasks and c["group"] not in APART]
             found[title] = found.get(title, []) + some
     return ((title, some) for title, some in found.items() if some)
 
@@ -256,7 +279,7 @@ def measured(document: Document, tasks: Iterable[str], groups: Iterable[str] | N
 
     def of_these(cells: Iterable[Cell]) -> list[Cell]:
         some = [c for c in cells if task(c) in names]
-        return [c for c in some if (c["group"] in groups if groups else c["group"] not in REPEATED)]
+        return [c for c in some if (c["group"] in groups if groups else c["group"] not in APART)]
 
     cells = of_these(document["cells"])
     said = []

@@ -219,7 +219,9 @@ def test_streamed_norms() -> None:
 
 
 def test_names_that_do_not_exist() -> None:
-    with pytest.raises(ValueError, match=r"no cell 'mpl'; there are: all, clipped, drawn, fast-dpsgd, gram, .*mlp"):
+    with pytest.raises(
+        ValueError, match=r"no cell 'mpl'; there are: all, clipped, drawn, fast-dpsgd, gram, .*mlp"
+    ):
         choice.chosen_cells(["mpl"])
     with pytest.raises(
         ValueError, match=r"no engine 'psalyers'; there are: all, peers, plain, limit, pslayers"
