@@ -34,12 +34,12 @@ class Recorder:
         self.leaf: Tensor | None = None
         self.form: tuple[Any, ...] | None = None  # of the leaf
         self.node: Any = None  # of the graph, that takes what the leaf receives
-        self.pass_id = self.outer_pass = self.notes_pass = -1
+        self.pass_id = self.outer_pass = -1
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
         self.repeats = 0  # of these, that were made while a backward pass ran, by checkpoints
         self.joined = False  # one of these stands for an ordinary tensor, which several ops may take
         self.counted = -1  # the last pass after which they were counted anew, of those without sums
-        self.notes: list[tuple[int, int] | Tensor] = []
+        self.notes: dict[int, list[tuple[int, int] | Tensor]] = {}  # of each pass that runs, by its number
         self.compiled = False  # the notes come from compiled code
         self.unexpanded = False  # a layer's last call did not expand this parameter
         self.blank = False  # its `.grad` is zeros in the place of None
@@ -119,24 +119,27 @@ class Recorder:
 
         Compiled code may use its memory again before it arrives, and add several up in any order.
         """
-        if (pass_id := torch_api.current_pass()) != self.notes_pass:  # an earlier pass may have broken off
-            self.notes_pass, self.notes = pass_id, []
+        if (notes := self.notes.get(pass_id := torch_api.current_pass())) is None:
+            if self.notes:  # of the pass that this one is nested in, or of one that has broken off
+                outermost = torch_api.running_pass(self.outer_pass)
+                self.notes = {number: noted for number, noted in self.notes.items() if number >= outermost}
+            notes = self.notes[pass_id] = []
         self.compiled = compiled
-        alone = self.uses <= 1 and not self.notes and not torch.is_grad_enabled() and not compiled
-        self.notes.append((grad.data_ptr(), grad._version) if alone else grad.clone() if compiled else grad)
+        alone = self.uses <= 1 and not notes and not torch.is_grad_enabled() and not compiled
+        notes.append((grad.data_ptr(), grad._version) if alone else grad.clone() if compiled else grad)
 
     def came_alone(self, grad: Tensor) -> bool:
         """Whether it is the only gradient that was passed on: most are, and `check` has no more to say."""
-        notes = self.notes
+        notes = self.notes.get(pass_id := torch_api.current_pass(), ())
         if (
             len(notes) != 1
             or not isinstance(notes[0], tuple)
             or notes[0] != (grad.data_ptr(), grad._version)
-            or self.notes_pass != torch_api.current_pass()
-            or self.single.pass_id == self.notes_pass
+            or self.single.pass_id == pass_id
         ):
             return False
-        self.notes, self.checked = [], True
+        del self.notes[pass_id]
+        self.checked = True
         return True
 
     def check(self, grad: Tensor) -> None:
@@ -145,8 +148,9 @@ class Recorder:
 
         Where the call was that of one sample, it is the row.
         """
-        notes, self.notes, self.checked, pass_id = self.notes, [], True, torch_api.current_pass()
-        noted = bool(notes) and self.notes_pass == pass_id
+        self.checked, pass_id = True, torch_api.current_pass()
+        notes = self.notes.pop(pass_id, [])
+        noted = bool(notes)
         if self.single.pass_id == pass_id and self.single.arrived(self, grad, noted):
             return
         if not noted:

@@ -81,7 +81,7 @@ class Tuning:
         multiplications for them, and reads so many.
         """
         most = MOST
-        if (*key, torch.get_num_threads()) in self.chosen:  # a first time, which is part of a first call
+        if (*key, torch.get_num_threads()) in self.chosen:  # no first time, which is part of a first call
             most = max(MOST, WORK // max(work + READ * read, 1))
         return min(size, max(FEWEST, min(most, ENOUGH // max(values * itemsize, 1))))
 

@@ -133,7 +133,7 @@ def _by_chunks(
     k, width = x.shape[0] // out.shape[0], out[0, 0].numel()
     for start, stop in _chunks(out, width * geometry.groups * k * gy.shape[2:].numel()):
         some_x, some_gy, rows = x, gy, out
-        if stop - start < len(out):  # else not worth the calls
+        if stop - start < len(out):  # of small ones, slices cost as much as the product
             some_x, some_gy, rows = x[start * k : stop * k], gy[start * k : stop * k], out[start:stop]
         patches, outs = patches_of(some_x, some_gy, rows.shape, geometry)
         yield patches, outs, rows.view(outs.shape[0], -1, width)
@@ -248,7 +248,7 @@ IM2COL_LONG, LONG = 1.2, 256
 PRODUCT_MULTIPLY, PRODUCT_RESULT, PRODUCT_PATCH, PRODUCT_RUN, PRODUCT_CALL = 0.0064, 0.15, 0.1, 2.3, 25e3
 
 
-# times as slow as the fastest, by the model: beyond, it was the fastest for none of some 200 shapes
+# times as slow as the fastest, by the model: beyond, it was the fastest for hardly one of some 500 shapes
 WORTH_TRYING = {"fused": 4.0, "im2col": 6.0, "product": 1.5}
 MOST = 8  # chunks that a sample's patches may take, for a product with them to be tried: fused is faster then
 # positions, from which a convolution by the output gradient may be the fastest: in one dim with few channels

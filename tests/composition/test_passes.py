@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 
@@ -473,3 +474,31 @@ def test_rows_that_somebody_keeps_are_not_added_to() -> None:
     assert len(kept) == 2
     for rows, before in kept:
         assert torch.equal(rows, before)
+
+
+class Around(nn.Module):
+    """A norm inside of a checkpoint and after it."""
+
+    reentrant = False  # torch.autograd.grad, by which the loop goes, gives nothing to what is in such a one
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def inside(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(self.norm(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(checkpoint(self.inside, x, use_reentrant=self.reentrant))
+
+
+def test_two_calls_in_one_loss_through_reentrant_checkpoints() -> None:
+    """The pass of the second call's checkpoint runs between the two uses that come after the checkpoints."""
+    model, xs = Around().double(), [floats(3, 4).requires_grad_() for _ in range(2)]
+    ours = ps.convert_model(copy.deepcopy(model))
+    ours.reentrant = True
+    for _ in range(2):
+        ours.zero_grad()
+        sum((squares(ours(x)) for x in xs), torch.zeros(3)).mean().backward()
+        parts = [rows_by_loop(model, x.detach().requires_grad_()) for x in xs]
+        assert_same(rows_of(ours), {k: parts[0][k] + parts[1][k] for k in parts[0]})
