@@ -11,11 +11,7 @@ from torch.nn import functional as F
 from . import drawn
 from . import larger_networks as larger
 from . import networks as nets
-from .registry import CASES, Problem, case
-
-
-def _classify(model: nn.Module, x: Tensor, classes: int = 10) -> Problem:
-    return Problem(model, (x,), torch.randint(0, classes, x.shape[:1]), F.cross_entropy)
+from .registry import CASES, Problem, case, classified
 
 
 def _layer(layer: nn.Module, *inputs: Tensor) -> Problem:
@@ -31,81 +27,81 @@ def _layer(layer: nn.Module, *inputs: Tensor) -> Problem:
 @case("networks")
 def mlp(b: int, _: int) -> Problem:
     """784-512-256-10."""
-    return _classify(nets.mlp(512), torch.randn(b, 784))
+    return classified(nets.mlp(512), torch.randn(b, 784))
 
 
 @case("networks")
 def tutorial_cnn(b: int, _: int) -> Problem:
     """28x28."""
-    return _classify(nets.TutorialCNN(), torch.randn(b, 1, 28, 28))
+    return classified(nets.TutorialCNN(), torch.randn(b, 1, 28, 28))
 
 
 @case("networks")
 def cifar_cnn(b: int, _: int) -> Problem:
     """32x32."""
-    return _classify(nets.cifar_cnn(), torch.randn(b, 3, 32, 32))
+    return classified(nets.cifar_cnn(), torch.randn(b, 3, 32, 32))
 
 
 @case("networks")
 def resnet18(b: int, _: int) -> Problem:
     """32x32."""
-    return _classify(nets.resnet18(), torch.randn(b, 3, 32, 32))
+    return classified(nets.resnet18(), torch.randn(b, 3, 32, 32))
 
 
 @case("networks")
 def depthwise_cnn(b: int, _: int) -> Problem:
     """32x32."""
-    return _classify(nets.depthwise_cnn(), torch.randn(b, 3, 32, 32))
+    return classified(nets.depthwise_cnn(), torch.randn(b, 3, 32, 32))
 
 
 @case("networks")
 def audio_conv1d(b: int, _: int) -> Problem:
     """2,048 values of sound."""
-    return _classify(nets.AudioStack(), torch.randn(b, 1, 2048))
+    return classified(nets.AudioStack(), torch.randn(b, 1, 2048))
 
 
 @case("networks")
 def large_vocabulary(b: int, _: int) -> Problem:
     """64 of 50,000 words."""
-    return _classify(nets.bag_of_words(50_000, 64, 4), nets.tokens(b, 64, 50_000), 4)
+    return classified(nets.bag_of_words(50_000, 64, 4), nets.tokens(b, 64, 50_000), 4)
 
 
 @case("recurrent", axis="T", sizes=(64, 256))
 def lstm(b: int, t: int) -> Problem:
     """One layer, 100 wide."""
-    return _classify(nets.Recurrent(nn.LSTM(100, 100, batch_first=True), 10), torch.randn(b, t, 100))
+    return classified(nets.Recurrent(nn.LSTM(100, 100, batch_first=True), 10), torch.randn(b, t, 100))
 
 
 @case("recurrent", axis="T", sizes=(64, 256))
 def lstm_2_bidirectional(b: int, t: int) -> Problem:
     """Two layers, both directions."""
     rnn = nn.LSTM(100, 100, 2, batch_first=True, bidirectional=True)
-    return _classify(nets.Recurrent(rnn, 10), torch.randn(b, t, 100))
+    return classified(nets.Recurrent(rnn, 10), torch.randn(b, t, 100))
 
 
 @case("recurrent", axis="T", sizes=(64, 256))
 def gru(b: int, t: int) -> Problem:
     """One layer, 100 wide."""
-    return _classify(nets.Recurrent(nn.GRU(100, 100, batch_first=True), 10), torch.randn(b, t, 100))
+    return classified(nets.Recurrent(nn.GRU(100, 100, batch_first=True), 10), torch.randn(b, t, 100))
 
 
 @case("recurrent", axis="T", sizes=(64, 256))
 def gru_2_bidirectional(b: int, t: int) -> Problem:
     """Two layers, both directions."""
     rnn = nn.GRU(100, 100, 2, batch_first=True, bidirectional=True)
-    return _classify(nets.Recurrent(rnn, 10), torch.randn(b, t, 100))
+    return classified(nets.Recurrent(rnn, 10), torch.randn(b, t, 100))
 
 
 @case("transformers", axis="D", sizes=(128, 256, 512))
 def transformer(b: int, d: int) -> Problem:
     """T=64."""
-    return _classify(nets.transformer(d), torch.randn(b, 64, 32))
+    return classified(nets.transformer(d), torch.randn(b, 64, 32))
 
 
 @case("transformers", axis="D", sizes=(128,))
 def encoder(b: int, d: int) -> Problem:
     """T=64."""
-    return _classify(nets.encoder(d), torch.randn(b, 64, 32))
+    return classified(nets.encoder(d), torch.randn(b, 64, 32))
 
 
 # fast-dpsgd's models (its CIFAR network is above)
@@ -127,26 +123,26 @@ def logistic(b: int, _: int) -> Problem:
 @case(**DPSGD)
 def ffnn(b: int, _: int) -> Problem:
     """104-50-2."""
-    return _classify(nn.Sequential(nn.Linear(104, 50), nn.ReLU(), nn.Linear(50, 2)), torch.randn(b, 104), 2)
+    return classified(nn.Sequential(nn.Linear(104, 50), nn.ReLU(), nn.Linear(50, 2)), torch.randn(b, 104), 2)
 
 
 @case(**DPSGD)
 def mnist_cnn(b: int, _: int) -> Problem:
     """28x28."""
-    return _classify(nets.mnist_cnn(), torch.randn(b, 1, 28, 28))
+    return classified(nets.mnist_cnn(), torch.randn(b, 1, 28, 28))
 
 
 @case(**DPSGD)
 def imdb_embedding(b: int, _: int) -> Problem:
     """256 of 10,000 words."""
-    return _classify(nets.bag_of_words(10_000, 16, 2), nets.tokens(b, 256, 10_000), 2)
+    return classified(nets.bag_of_words(10_000, 16, 2), nets.tokens(b, 256, 10_000), 2)
 
 
 @case(**DPSGD)
 def imdb_lstm(b: int, _: int) -> Problem:
     """256 of 10,000 words."""
     rnn = nn.LSTM(100, 100, batch_first=True)
-    return _classify(nets.Recurrent(rnn, 2, 10_000), nets.tokens(b, 256, 10_000), 2)
+    return classified(nets.Recurrent(rnn, 2, 10_000), nets.tokens(b, 256, 10_000), 2)
 
 
 # Opacus' benchmark of single layers, with its sizes
@@ -222,7 +218,7 @@ def layer_lstm(b: int, _: int) -> Problem:
 @case("sweeps", axis="D", sizes=(64, 128, 256, 512, 1024, 2048), batch_sizes=(64,))
 def mlp_width(b: int, d: int) -> Problem:
     """784-D-(D/2)-10."""
-    return _classify(nets.mlp(d), torch.randn(b, 784))
+    return classified(nets.mlp(d), torch.randn(b, 784))
 
 
 @case("sweeps", axis="T", sizes=(16, 32, 64, 128, 256, 512), batch_sizes=(64,))
@@ -234,7 +230,7 @@ def lstm_time(b: int, t: int) -> Problem:
 @case("sweeps", axis="T", sizes=(16, 32, 64, 128, 256, 512), batch_sizes=(16,))
 def transformer_time(b: int, t: int) -> Problem:
     """As `transformer`, D=128."""
-    return _classify(nets.transformer(128), torch.randn(b, t, 32))
+    return classified(nets.transformer(128), torch.randn(b, t, 32))
 
 
 # Cost lines: a clipped step by factors and by dense rows beside a plain one, each time one size grows from
@@ -251,17 +247,15 @@ def gpt_of(
     b: int, t: int = 64, width: int = 256, layers: int = 2, vocabulary: int = 1024, positions: int = 0
 ) -> Problem:
     """GPT-2's form, its head the table of tokens."""
-    ids = nets.tokens(b, t + 1, vocabulary)
     model = larger.LanguageModel(vocabulary, vocabulary, positions or t, width, layers, tied=True)
-    inputs, target = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    return Problem(model, (inputs,), target, larger.next_token_loss)
+    return larger.next_tokens(model, b, t, vocabulary)
 
 
 def _mlp(b: int, width: int = 512, layers: int = 2) -> Problem:
     """784, so many layers of one width, 10."""
     widths = [784, *[width] * layers]
     hidden = [layer for i, o in pairwise(widths) for layer in (nn.Linear(i, o), nn.ReLU())]
-    return _classify(nn.Sequential(*hidden, nn.Linear(width, 10)), torch.randn(b, 784))
+    return classified(nn.Sequential(*hidden, nn.Linear(width, 10)), torch.randn(b, 784))
 
 
 @case(**LINES, batch_sizes=(1, 2, 4, 8, 16, 32))
@@ -335,10 +329,8 @@ CLIPPED: dict[str, Any] = {"group": "clipped", "task": "clipped"}
 
 
 def _language(b: int, t: int, vocabulary: int, tied: bool) -> Problem:
-    ids = nets.tokens(b, t + 1, vocabulary)
     model = larger.LanguageModel(vocabulary, vocabulary, t, tied=tied)
-    inputs, target = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    return Problem(model, (inputs,), target, larger.next_token_loss)
+    return larger.next_tokens(model, b, t, vocabulary)
 
 
 @case(**CLIPPED, axis="T", sizes=(16, 100), batch_sizes=(8,))
@@ -380,70 +372,70 @@ def gpt_tied_time(b: int, t: int) -> Problem:
 @case(**CLIPPED, axis="T", sizes=(128,), batch_sizes=(32, 128))
 def bert_last_part(b: int, t: int) -> Problem:
     """4 layers, 256 wide; the last one and the head are trained."""
-    return _classify(larger.bert_for_its_last_part(30_522, 2, t), nets.tokens(b, t, 30_522), 2)
+    return classified(larger.bert_for_its_last_part(30_522, 2, t), nets.tokens(b, t, 30_522), 2)
 
 
 @case(**CLIPPED, batch_sizes=(32, 256))
 def mlp_wide(b: int, _: int) -> Problem:
     """5120-2560-1280-10."""
     layers = nn.Linear(5120, 2560), nn.ReLU(), nn.Linear(2560, 1280), nn.ReLU(), nn.Linear(1280, 10)
-    return _classify(nn.Sequential(*layers), torch.randn(b, 5120))
+    return classified(nn.Sequential(*layers), torch.randn(b, 5120))
 
 
 @case(**CLIPPED, batch_sizes=(2,))
 def resnet18_224(b: int, _: int) -> Problem:
     """224x224, with the first layers of the network for 32x32: 49 times its positions."""
-    return _classify(nets.resnet18(), torch.randn(b, 3, 224, 224))
+    return classified(nets.resnet18(), torch.randn(b, 3, 224, 224))
 
 
 @case(**CLIPPED, batch_sizes=(32,))
 def vgg11_32(b: int, _: int) -> Problem:
     """32x32."""
-    return _classify(larger.vgg11(32), torch.randn(b, 3, 32, 32))
+    return classified(larger.vgg11(32), torch.randn(b, 3, 32, 32))
 
 
 @case(**CLIPPED, batch_sizes=(2,))
 def vgg11_224(b: int, _: int) -> Problem:
     """224x224."""
-    return _classify(larger.vgg11(224), torch.randn(b, 3, 224, 224))
+    return classified(larger.vgg11(224), torch.randn(b, 3, 224, 224))
 
 
 @case(**CLIPPED, batch_sizes=(16,))
 def vit(b: int, _: int) -> Problem:
     """4 layers, 192 wide, T=197."""
-    return _classify(larger.ViT(), torch.randn(b, 3, 224, 224))
+    return classified(larger.ViT(), torch.randn(b, 3, 224, 224))
 
 
 @case(**CLIPPED, batch_sizes=(16,))
 def swin(b: int, _: int) -> Problem:
     """Three stages from 48 wide on, 112x112."""
-    return _classify(larger.swin(), torch.randn(b, 3, 112, 112))
+    return classified(larger.swin(), torch.randn(b, 3, 112, 112))
 
 
 @case(**CLIPPED, batch_sizes=(16,))
 def convnext(b: int, _: int) -> Problem:
     """Three stages of ConvNeXt-Atto, 96x96."""
-    return _classify(larger.convnext(), torch.randn(b, 3, 96, 96))
+    return classified(larger.convnext(), torch.randn(b, 3, 96, 96))
 
 
 @case(**CLIPPED, batch_sizes=(64,))
 def embedding_bag(b: int, _: int) -> Problem:
     """128 of 20,000 words, 128 wide."""
-    return _classify(larger.Bag(20_000, 128, 4), nets.tokens(b, 128, 20_000), 4)
+    return classified(larger.Bag(20_000, 128, 4), nets.tokens(b, 128, 20_000), 4)
 
 
 @case(**CLIPPED, batch_sizes=(32,))
 def text_lstm(b: int, _: int) -> Problem:
     """128 of 10,000 words."""
     rnn = nn.LSTM(100, 100, batch_first=True)
-    return _classify(nets.Recurrent(rnn, 2, 10_000), nets.tokens(b, 128, 10_000), 2)
+    return classified(nets.Recurrent(rnn, 2, 10_000), nets.tokens(b, 128, 10_000), 2)
 
 
 @case(**CLIPPED, batch_sizes=(32,))
 def text_gru(b: int, _: int) -> Problem:
     """128 of 10,000 words."""
     rnn = nn.GRU(100, 100, batch_first=True)
-    return _classify(nets.Recurrent(rnn, 2, 10_000), nets.tokens(b, 128, 10_000), 2)
+    return classified(nets.Recurrent(rnn, 2, 10_000), nets.tokens(b, 128, 10_000), 2)
 
 
 def _again(name: str, task: str, b: int) -> None:

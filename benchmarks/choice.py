@@ -10,6 +10,7 @@ from . import (
     registry,
     without_rows,  # noqa: F401 -- they register themselves
 )
+from .report import APART
 
 FACTORED = (  # clipped steps and Gram matrices that are part of "all"
     "mlp_wide",
@@ -24,11 +25,9 @@ FACTORED = (  # clipped steps and Gram matrices that are part of "all"
     "text_lstm_gram",
 )
 
-EXTRA = "sweeps", "drawn"  # by name alone
-
 
 def chosen_cells(names: Iterable[str], models: Iterable[str] = (), task: str = "rows") -> list[registry.Case]:
-    """The cases with these names or of these groups ("all": all of rows but `EXTRA` groups, and `FACTORED`),
+    """The cases with these names or of these groups ("all": all of rows but those `APART`, and `FACTORED`),
     and those at import paths (``module:build``), which are measured for `task`.
 
     A user's ``build(batch_size)`` returns a `registry.Problem`, or a tuple of the same four.
@@ -39,7 +38,7 @@ def chosen_cells(names: Iterable[str], models: Iterable[str] = (), task: str = "
             c
             for c in registry.CASES.values()
             if name in (c.name, c.group)
-            or (name == "all" and (c.name in FACTORED or (c.group not in EXTRA and c.task == "rows")))
+            or (name == "all" and (c.name in FACTORED or (c.group not in APART and c.task == "rows")))
         ]
         if not chosen:
             known = sorted({c.group for c in registry.CASES.values()}) + sorted(registry.CASES)

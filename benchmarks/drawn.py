@@ -6,18 +6,13 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from . import networks as nets
-from .larger_networks import LanguageModel, next_token_loss
-from .registry import Problem
+from .larger_networks import LanguageModel, next_tokens
+from .registry import Problem, classified
 
 Draw = random.Random
 CLASSES = 10
-
-
-def _classify(layers: list[nn.Module], x: Tensor) -> Problem:
-    return Problem(nn.Sequential(*layers), (x,), torch.randint(0, CLASSES, x.shape[:1]), F.cross_entropy)
 
 
 def perceptron(draw: Draw, b: int) -> Problem:
@@ -27,7 +22,7 @@ def perceptron(draw: Draw, b: int) -> Problem:
     sizes, layers = [inputs, *[width] * draw.choice((1, 2, 3, 5))], list[nn.Module]()
     for i, o in pairwise(sizes):
         layers += [nn.Linear(i, o), act()]
-    return _classify([*layers, nn.Linear(width, CLASSES)], torch.randn(b, inputs))
+    return classified(nn.Sequential(*layers, nn.Linear(width, CLASSES)), torch.randn(b, inputs))
 
 
 def cnn(draw: Draw, b: int) -> Problem:
@@ -47,7 +42,7 @@ def cnn(draw: Draw, b: int) -> Problem:
         layers += [nn.Flatten(), nn.Linear(values, 64), nn.ReLU(), nn.Linear(64, CLASSES)]
     else:
         layers += [nets.MeanOver(2, 3), nn.Linear(channels, CLASSES)]
-    return _classify(layers, torch.randn(b, inputs, side, side))
+    return classified(nn.Sequential(*layers), torch.randn(b, inputs, side, side))
 
 
 def conv1d(draw: Draw, b: int) -> Problem:
@@ -58,7 +53,7 @@ def conv1d(draw: Draw, b: int) -> Problem:
         layers += [nn.Conv1d(channels, width, kernel, draw.choice((1, 2)), kernel // 2), nn.GELU()]
         channels = width
     x = torch.randn(b, inputs, draw.choice((64, 256, 1024)))
-    return _classify([*layers, nets.MeanOver(2), nn.Linear(width, CLASSES)], x)
+    return classified(nn.Sequential(*layers, nets.MeanOver(2), nn.Linear(width, CLASSES)), x)
 
 
 def recurrent(draw: Draw, b: int) -> Problem:
@@ -70,7 +65,7 @@ def recurrent(draw: Draw, b: int) -> Problem:
     )  # fmt: skip
     time, vocabulary = draw.choice((16, 32, 64, 128)), draw.choice((None, 2000))
     x = torch.randn(b, time, inputs) if vocabulary is None else nets.tokens(b, time, vocabulary)
-    return _classify([nets.Recurrent(rnn, CLASSES, vocabulary)], x)
+    return classified(nn.Sequential(nets.Recurrent(rnn, CLASSES, vocabulary)), x)
 
 
 def encoder(draw: Draw, b: int) -> Problem:
@@ -81,7 +76,9 @@ def encoder(draw: Draw, b: int) -> Problem:
     )
     stack = nn.TransformerEncoder(layer, draw.choice((1, 2, 4)), enable_nested_tensor=False)
     x = nets.tokens(b, draw.choice((16, 32, 64, 128)), vocabulary)
-    return _classify([nn.Embedding(vocabulary, dims), stack, nets.MeanOver(1), nn.Linear(dims, CLASSES)], x)
+    return classified(
+        nn.Sequential(nn.Embedding(vocabulary, dims), stack, nets.MeanOver(1), nn.Linear(dims, CLASSES)), x
+    )
 
 
 class _Mixing(nn.Module):
@@ -118,16 +115,15 @@ def mixer(draw: Draw, b: int) -> Problem:
     size, dims, side = draw.choice((4, 8)), draw.choice((64, 128, 256)), draw.choice((32, 64))
     blocks = [_Mixing((side // size) ** 2, dims) for _ in range(draw.choice((2, 4)))]
     layers = [_Patches(size, dims), *blocks, nets.MeanOver(1), nn.Linear(dims, CLASSES)]
-    return _classify(layers, torch.randn(b, 3, side, side))
+    return classified(nn.Sequential(*layers), torch.randn(b, 3, side, side))
 
 
 def gpt(draw: Draw, b: int) -> Problem:
     """The next token, with a head of its own or the table's."""
     dims, layers, vocabulary = draw.choice((64, 128, 256)), draw.choice((2, 4)), draw.choice((256, 5000))
     time, tied = draw.choice((16, 32, 64, 128)), draw.random() < 0.5
-    ids = nets.tokens(b, time + 1, vocabulary)
     model = LanguageModel(vocabulary, vocabulary, time, dims, layers, tied=tied)
-    return Problem(model, (ids[:, :-1].contiguous(),), ids[:, 1:].contiguous(), next_token_loss)
+    return next_tokens(model, b, time, vocabulary)
 
 
 FAMILIES: tuple[Callable[[Draw, int], Problem], ...] = (

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .networks import Block, MeanOver
+from .networks import Block, MeanOver, tokens
+from .registry import Problem
 
 
 class LanguageModel(nn.Module):
@@ -87,6 +88,12 @@ def next_token_loss(logits: Tensor, target: Tensor, reduction: str = "mean") -> 
     """The cross-entropy of (B, T, V) at (B, T); "none" gives the mean of each sample."""
     each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction=reduction)
     return each if reduction == "mean" else each.view(target.shape).mean(1)
+
+
+def next_tokens(model: nn.Module, batch: int, time: int, vocabulary: int) -> Problem:
+    """Texts at random, each token but the first to be foretold."""
+    ids = tokens(batch, time + 1, vocabulary)
+    return Problem(model, (ids[:, :-1].contiguous(),), ids[:, 1:].contiguous(), next_token_loss)
 
 
 class ViT(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 BATCH_SIZES = (1, 16, 64, 256)
 
@@ -50,6 +51,11 @@ class Case:
     batch_sizes: tuple[int, ...] = BATCH_SIZES
     task: str = "rows"
     engines: tuple[str, ...] = ()
+
+
+def classified(model: nn.Module, x: Tensor, classes: int = 10) -> Problem:
+    """A class at random for each sample."""
+    return Problem(model, (x,), torch.randint(0, classes, x.shape[:1]), F.cross_entropy)
 
 
 CASES: dict[str, Case] = {}

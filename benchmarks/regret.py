@@ -132,7 +132,7 @@ def convolutions() -> list[Conv]:
 
 def drawn(count: int, seed: int = 0) -> Iterator[tuple[Conv, int]]:
     """Convolutions and batch sizes at random."""
-    draw, least_most = random.Random(seed), MULTIPLICATIONS
+    draw, (least, most) = random.Random(seed), MULTIPLICATIONS
     while count:
         n = draw.choice((1, 1, 2, 2, 2))
         c = draw.choice((1, 3, 4, 8, 12, 16, 20, 32, 40, 64, 96, 128, 256))
@@ -144,7 +144,7 @@ def drawn(count: int, seed: int = 0) -> Iterator[tuple[Conv, int]]:
         stride, groups = draw.choice((1, 1, 1, 2)), draw.choice((1, 1, 1, 1, 1, 1, 4, c))
         o, size = c if groups == c > 1 else o, draw.choice((8, 16, 16, 32, 32, 64, 64, 128))
         work = size * o * (c // groups) * kernel**n * (side // stride) ** n
-        if not (c % groups or o % groups) and least_most[0] <= work <= least_most[1]:
+        if not (c % groups or o % groups) and least <= work <= most:
             count -= 1
             yield Conv("drawn", c, o, (kernel,) * n, stride, groups, (side,) * n), size
 

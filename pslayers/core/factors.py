@@ -647,7 +647,7 @@ class Sum(Factor):
             out.zero_()
         first.write(out, s * scale)
         for part, s in zip(others, rest, strict=True):
-            out += part.dense().mul_(s * scale)
+            part.add(out, s * scale)
 
     def kin(self) -> tuple[Any, ...] | None:
         kin = self.parts[0].kin() if len(self.parts) == 1 else None

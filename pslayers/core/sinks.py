@@ -133,7 +133,7 @@ class DenseRows(Sink):
         ):
             return super().put(recorder, factor, like, scale)
         if not first:
-            added = self._added(recorder, holder, factor, scale)
+            added = self._added(holder, factor, scale)
             return None if added else super().put(recorder, factor, like, scale)
         recorder.count(like.shape[0])
         holder.grad_sample = None  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ class DenseRows(Sink):
         holder.grad_sample = rows  # type: ignore[attr-defined]
         return rows
 
-    def _added(self, recorder: "Recorder", holder: Tensor, factor: Factor, scale: float) -> bool:
+    def _added(self, holder: Tensor, factor: Factor, scale: float) -> bool:
         """Whether the rows of a further use in a pass were added where the first ones are, which nobody else
         holds: a gradient that autograd has passed on may be another parameter's, too.
         """

@@ -64,7 +64,7 @@ class Tuning:
         """
         if not self.enabled or torch.are_deterministic_algorithms_enabled():
             return rule
-        key = *key, torch.get_num_threads()
+        key = _here(key)
         if len(ways) == 1:
             self.chosen[key] = rule
             return rule
@@ -81,7 +81,7 @@ class Tuning:
         multiplications for them, and reads so many.
         """
         most = MOST
-        if (*key, torch.get_num_threads()) in self.chosen:  # no first time, which is part of a first call
+        if _here(key) in self.chosen:  # no first time, which is part of a first call
             most = max(MOST, WORK // max(work + READ * read, 1))
         return min(size, max(FEWEST, min(most, ENOUGH // max(values * itemsize, 1))))
 
@@ -97,7 +97,7 @@ class Tuning:
 
     def known(self, key: Key) -> str | None:
         """The same, if that is settled, at less cost than to say which ways there are."""
-        key = *key, torch.get_num_threads()
+        key = _here(key)
         if not self.enabled or torch.are_deterministic_algorithms_enabled() or key in self.tried:
             return None
         return self.chosen.get(key)
@@ -140,6 +140,11 @@ class Tuning:
                 " be here. Leave it away, and it is measured anew."
             )
         self.chosen.update(chosen)
+
+
+def _here(key: Key) -> Key:
+    """With what the times depend on in every case."""
+    return *key, torch.get_num_threads()
 
 
 def _measured(ways: Mapping[str, Callable[[], object]], rule: str) -> str:
