@@ -330,7 +330,7 @@ def squares(rows: Tensor) -> Tensor:
     """
     rows = flat(rows)
     if rows.shape[1] <= BLOCK:
-        return rows.square().sum(1)
+        return torch.linalg.vector_norm(rows, dim=1).square()
     whole = rows.shape[1] // BLOCK * BLOCK
     blocks = rows[:, :whole].unflatten(1, (whole // BLOCK, BLOCK))
     found = torch.linalg.vector_norm(blocks, dim=2).square().sum(1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from ..core.factors import Dense, Factor, Owners
 from .common import check_rows, owned, weighed
-from .embedding import Gather, first_uses, places_of
+from .embedding import Gather, places_of, repeats
 
 MODES = "sum", "mean", "max"  # by torch's numbers
 
@@ -53,12 +53,11 @@ def embedding_bag(
         weight if w is None and isinstance(weight, Tensor) else w.rows if w is not None else None,
     )
     flat, factors = ids.reshape(-1), None if per_sample_weights is None else per_sample_weights.reshape(-1)
-    bag = torch.arange(len(flat), device=ids.device)  # of each entry
-    bag = (
-        bag // max(ids.shape[1], 1)
-        if offsets is None
-        else torch.searchsorted(starts.contiguous(), bag, right=True) - 1
-    )
+    if offsets is None:  # the bag of each entry
+        bag = torch.arange(len(ids), device=ids.device).unsqueeze(1).expand(ids.shape).reshape(-1)
+    else:
+        places = torch.arange(len(flat), device=ids.device)
+        bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
     if padding_idx is not None:
         keep = flat != padding_idx % entries
         flat, bag, factors = flat[keep], bag[keep], None if factors is None else factors[keep]
@@ -222,10 +221,10 @@ class Bagged(Factor):
         bags, (size, entries, _) = self.bags, self.shape
         if bags.mode == "max" or bags.count != size:
             return self.gathered.sq_norms()
-        keys = self.entries
-        times = self.gy.new_ones(len(keys)) if self.factors is None else self.factors.to(self.gy.dtype)
-        each = torch.zeros_like(times).index_add_(0, first_uses(keys, size * entries), times)
-        found = each.new_zeros(size).scatter_add_(0, keys // max(entries, 1), each.square())
+        again, first = repeats(self.entries, size * entries)
+        times = self.gy.new_ones(len(bags.ids)) if self.factors is None else self.factors.to(self.gy.dtype)
+        each = times.index_add(0, first, times.index_select(0, again)).index_fill_(0, again, 0)
+        found = each.new_zeros(size).scatter_add_(0, bags.bag, each.square_())
         if bags.mode == "mean":
             found /= bags.sizes.clamp(min=1).square()
         return found * self.gy.square().sum(1)

@@ -182,37 +182,55 @@ class Gather(Factor):
         return self._of(ids, gy, torch.cat(samples), size * count)
 
     @functools.cached_property
-    def sums(self) -> tuple[Tensor, Tensor]:
-        """For each look-up (M, D): at one of those of an entry of a sample the sum of its gradients, at all
-        others zeros; and which these others are.
+    def repeated(self) -> tuple[Tensor, Tensor]:
+        """Look-ups of what the same sample has looked up before, but for padding: their places (R,) among the
+        M, and where it was looked up first (R,).
         """
-        (size, entries, _), gy = self.shape, self._values()
-        first = first_uses(self.entries, size * entries)
-        again = first != torch.arange(len(first), dtype=first.dtype, device=first.device)
-        if len(others := again.nonzero().squeeze(1)):
-            gy = gy.index_add(0, first[others], gy[others]).index_fill_(0, others, 0)
-        return gy, again
+        again, first = repeats(self.entries, self.shape[0] * self.shape[1])
+        if self.padding_idx is None or not len(again):
+            return again, first
+        kept = self.ids.reshape(-1).index_select(0, again) != self.padding_idx
+        return again[kept], first[kept]
+
+    def _sums(self, firsts: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the look-ups that `firsts` (M,) says, all first ones: places (U,), and sums of the gradients of
+        their entries (U, D).
+        """
+        (again, first), places = self.repeated, firsts.nonzero().squeeze(1)
+        sums = self.gy.reshape(len(firsts), self.shape[2]).index_select(0, places)
+        if len(again):
+            at = (firsts.cumsum(0) - 1).index_select(0, first)
+            sums.index_add_(0, at, self.gy.reshape(len(firsts), self.shape[2]).index_select(0, again))
+        return places, sums
 
     @functools.cached_property
     def sparse(self) -> tuple[Tensor, Tensor, Tensor]:
         """Each entry of each sample once: samples (U,), ids (U,), and the sums of their gradients (U, D)."""
-        sums, again = self.sums
+        keys, entries = self.entries, max(self.shape[1], 1)
+        firsts = torch.ones_like(keys, dtype=torch.bool).index_fill_(0, self.repeated[0], False)
         if self.padding_idx is not None:
-            again = again | (self.ids.reshape(-1) == self.padding_idx)
-        once = again.logical_not().nonzero().squeeze(1)
-        keys, entries = self.entries[once], max(self.shape[1], 1)
-        return keys // entries, keys % entries, sums[once]
+            firsts &= self.ids.reshape(-1) != self.padding_idx
+        places, sums = self._sums(firsts)
+        keys = keys[places]
+        return keys // entries, keys % entries, sums
 
     def by_sample(self, each: Tensor) -> Tensor:
         """The sum over each sample's entries, (U,) as in `sparse`: (B,)."""
         return each.new_zeros(self.shape[0]).scatter_add_(0, self.sparse[0], each)
 
     def sq_norms(self) -> Tensor:
-        """Of sums by entry."""
-        size, (sums, _) = self.shape[0], self.sums
+        """Of each look-up, but that what was looked up again counts as a sum, where it came first."""
+        size, ids, (again, first) = self.shape[0], self.ids.reshape(-1), self.repeated
+        each = squares(self.gy.reshape(len(ids), self.shape[2]))  # (M,)
+        if len(again):
+            firsts = torch.zeros_like(ids, dtype=torch.bool).index_fill_(0, first.long(), True)
+            places, sums = self._sums(firsts)
+            each.index_fill_(0, again, 0).index_copy_(0, places, squares(sums))
+        if self.padding_idx is not None:
+            each.masked_fill_(ids == self.padding_idx, 0)
         if self.samples is None:
-            return squares(sums.reshape(size, sums.numel() // max(size, 1)))
-        return sums.new_zeros(size).scatter_add_(0, self.samples, squares(sums))
+            return each.view(size, len(ids) // max(size, 1)).sum(1)
+        return each.new_zeros(size).scatter_add_(0, self.samples, each)
 
     def meet(self, other: Factor) -> Tensor | None:
         """With another table, entry by entry; with a linear map (a tied one), its rows at the entries."""
@@ -298,8 +316,9 @@ def _at(some: Tensor, samples: Tensor, ids: Tensor, sums: Tensor, size: int) -> 
     return out.flatten(1)
 
 
-def first_uses(keys: Tensor, most: int) -> Tensor:
-    """Of each key (M,), which are below `most`, one and the same of its places: (M,).
+def repeats(keys: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Which of the keys (M,), all below `most`, have come before: their places (R,), and one place for all
+    that are alike, where one is that is not among these (R,).
 
     Found in a table, of which only what was written is read, where that is not large; else by sorting, which
     takes ten times as long.
@@ -307,11 +326,14 @@ def first_uses(keys: Tensor, most: int) -> Tensor:
     narrow = torch.int32 if len(keys) < 1 << 31 else torch.int64  # of which more stay in the caches
     places = torch.arange(len(keys), dtype=narrow, device=keys.device)
     if most * places.element_size() <= CHUNK_BYTES and not torch.are_deterministic_algorithms_enabled():
-        return places.new_empty(most).scatter_(0, keys, places)[keys]
-    keys, order = keys.sort()
-    begins = torch.ones_like(keys, dtype=torch.bool)
-    torch.ne(keys[1:], keys[:-1], out=begins[1:])
-    return places.scatter_(0, order, order.to(narrow)[begins][begins.cumsum(0) - 1])
+        first = places.new_empty(most).scatter_(0, keys, places).index_select(0, keys)
+    else:
+        keys, order = keys.sort()
+        begins = torch.ones_like(keys, dtype=torch.bool)
+        torch.ne(keys[1:], keys[:-1], out=begins[1:])
+        first = places.scatter(0, order, order.to(narrow)[begins][begins.cumsum(0) - 1])
+    again = (first != places).nonzero().squeeze(1)
+    return again, first.index_select(0, again)
 
 
 def places_of(index: slice | Tensor, size: int, device: torch.device) -> tuple[Tensor, int]:

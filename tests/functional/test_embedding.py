@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from pslayers.core.factors import CHUNK_BYTES
 from pslayers.functional import embedding
-from pslayers.functional.embedding import Gather, first_uses
+from pslayers.functional.embedding import Gather, repeats
 
 from .ops import SIZES, Case, check, each_form, floats
 
@@ -58,28 +59,52 @@ def test_rows_that_are_no_multiple_of_the_samples() -> None:
         embedding(torch.zeros(5, 2, dtype=torch.long), floats(3, 5, 3))
 
 
+def check_repeats(keys: Tensor, most: int) -> None:
+    """All but one of the places of a key are repeats, each with that one."""
+    again, first = repeats(keys, most)
+    once = sorted(set(range(len(keys))) - set(again.tolist()))
+    assert len(again.unique()) == len(again) == len(first)
+    assert sorted(keys[once].tolist()) == keys.unique().tolist()
+    assert torch.equal(keys[again], keys[first]) and set(first.tolist()) <= set(once)
+
+
 @pytest.mark.parametrize("sorting", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 2, 40])
-def test_first_uses(count: int, sorting: bool) -> None:
-    """Places of equal keys are told as one and the same of them, by a table and by sorting."""
+def test_repeats(count: int, sorting: bool) -> None:
+    """By a table and by sorting."""
     torch.manual_seed(count)
-    keys, most = torch.randint(0, 13, (count,)), 13
-    if sorting:
-        most = CHUNK_BYTES
-    first = first_uses(keys, most)
-    assert first.shape == keys.shape
-    assert torch.equal(keys[first], keys)
-    assert len(first.unique()) == len(keys.unique())
+    check_repeats(torch.randint(0, 13, (count,)), CHUNK_BYTES if sorting else 13)
 
 
-def test_first_uses_are_the_same_each_time_where_that_is_asked_for() -> None:
-    keys = torch.tensor([3, 1, 3, 0, 1, 3])
+def test_repeats_are_the_same_each_time_where_that_is_asked_for() -> None:
     torch.use_deterministic_algorithms(True)
     try:
-        first = first_uses(keys, 4)
+        check_repeats(torch.tensor([3, 1, 3, 0, 1, 3]), 4)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert torch.equal(keys[first], keys) and len(first.unique()) == 3
+
+
+@pytest.mark.parametrize("padding_idx", [None, 2])
+@pytest.mark.parametrize("entries", [1, 3, 500])
+def test_norms_of_repeated_look_ups(entries: int, padding_idx: int | None) -> None:
+    """All alike, most alike, few alike; padding, be it NaN, counts for nothing."""
+    torch.manual_seed(entries)
+    size, padding_idx = max(entries, 3), padding_idx if entries > 1 else None
+    ids, gy = torch.randint(0, entries, (4, 30)), torch.randn(4, 30, 5, dtype=torch.float64)
+    if padding_idx is not None:
+        ids[:, ::7] = padding_idx
+        gy = gy.masked_fill((ids == padding_idx).unsqueeze(2), torch.nan)
+    rows = [torch.zeros(size, 5, dtype=torch.float64) for _ in ids]
+    for row, some, each in zip(rows, ids, gy, strict=True):
+        for entry, g in zip(some.tolist(), each, strict=True):
+            row[entry] += g if entry != padding_idx else 0
+    factor = Gather(ids, gy, torch.Size((4, size, 5)), padding_idx)
+    torch.testing.assert_close(factor.sq_norms(), torch.stack([row.square().sum() for row in rows]))
+    samples, found, sums = factor.sparse
+    assert len(set(zip(samples.tolist(), found.tolist(), strict=True))) == len(samples)
+    torch.testing.assert_close(
+        torch.zeros(4, size, 5, dtype=torch.float64).index_put_((samples, found), sums), torch.stack(rows)
+    )
 
 
 @pytest.mark.parametrize("padding_idx", [None, 2])
