@@ -388,7 +388,7 @@ def _bound(norm: Any) -> float:
 
 def _clip_factors(norms: Tensor, max_norm: float) -> Tensor:
     """What each sample's gradient is multiplied by; 0 where its norm is not finite."""
-    return torch.where(norms.isfinite(), (max_norm / norms).clamp(max=1), 0)
+    return (max_norm / norms).clamp_(max=1).nan_to_num_(0.0)
 
 
 class _Block(Keeping):
@@ -576,8 +576,8 @@ def _check_whole(model: nn.Module, every: list[Settings]) -> None:
 def _share(weights: Tensor, size: int, loss_reduction: str) -> tuple[Tensor | None, Tensor]:
     """(which samples have one, None where all have; their weights, divided as the loss divides)."""
     weights, index = _weights(weights, size), None
-    if not bool((kept := weights != 0).all()):  # what is left out may hold what is not finite
-        index = kept.nonzero().squeeze(1)
+    if not bool(weights.all()):  # what is left out may hold what is not finite
+        index = weights.nonzero().squeeze(1)
         weights = weights[index]
     return index, weights / max(size, 1) if loss_reduction == "mean" else weights
 
@@ -629,5 +629,8 @@ def _number(name: str, seed: int) -> int:
 @contextmanager
 def computing() -> Iterator[None]:
     """No graph, and no autocast."""
+    if not torch.is_grad_enabled() and not torch_api.any_autocast():  # inside of another
+        yield
+        return
     with torch.no_grad(), torch_api.without_autocast():
         yield

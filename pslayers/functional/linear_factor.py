@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..core.factors import CHUNK_BYTES, FEW, Factor, Owners, at_once, beside, by_size
+from ..core.factors import CHUNK_BYTES, FEW, Factor, Owners, at_once, beside, by_size, squares
 from ..core.products import add_gram, affine, mirrored, outer, outer_each, outer_one
 from .common import by_sample
 
@@ -96,7 +96,7 @@ class Outer(Factor):
         """
         gy, x = self.batch()
         if gy.shape[1] == 1:
-            return gy.square().sum((1, 2)) * x.square().sum((1, 2))
+            return squares(gy) * squares(x)
         if gy.shape[1] * (gy.shape[2] + x.shape[2]) > gy.shape[2] * x.shape[2]:
             return super().sq_norms()
         step = at_once(2 * gy.shape[1] ** 2, gy)
@@ -266,17 +266,20 @@ def _rows(gy: Tensor, x: Tensor) -> Tensor:
     return (gy.transpose(2, 3).reshape(b, c * q, t) @ x).view(b * c, q * x.shape[2])
 
 
-def cancelled(each: Tensor, squares: Tensor) -> Tensor:
+def cancelled(each: Tensor, found: Tensor) -> Tensor:
     """Samples whose squared norm (B,), from products of positions, may be lost in the rounding of these;
     `each` (B, t) is that of one position alone, |gy_t|^2 |x_t|^2.
 
     A sum over positions t and s of products that are each right to u (the precision's unit) is right to
     u * (sum_t |gy_t| |x_t|)^2 at worst, and to about u * sum_t |gy_t|^2 |x_t|^2, as errors have any sign
-    (direct derivation). Both are held against the squared norm itself.
+    (direct derivation). Both are held against the squared norm itself; of few positions the first is small
+    where the second is, which it is at most t times.
     """
     unit = torch.finfo(each.dtype).eps
-    worst, likely = each.sqrt().sum(1).square() * unit, each.sum(1) * unit
-    return (~((worst <= WORST * squares) & (likely <= LIKELY * squares))).nonzero().squeeze(1)
+    kept = each.sum(1) <= LIKELY / unit * found
+    if each.shape[1] * LIKELY > WORST:
+        kept &= each.sqrt().sum(1).square() <= WORST / unit * found
+    return (~kept).nonzero().squeeze(1)
 
 
 # how far a squared norm may be off, relatively

@@ -365,6 +365,26 @@ def test_norms_in_float32_are_right_to_rounding() -> None:
     torch.testing.assert_close(outer.meet(outer) / exact.sq_norms(), one, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("positions", [1, 40, 500, 501, 5000])
+def test_what_cancels_is_told_by_both_bounds(positions: int) -> None:
+    """Of positions that are alike, of one that is larger, of zeros, and of what is not finite."""
+    unit, alike = 2.0**-23, torch.ones(positions, dtype=torch.float64)
+    alone = alike * 1e-6
+    alone[0] = 1
+    each = torch.stack([alike, alone] * 30 + [alike * 0, alike, alike])
+    worst, likely = each.sqrt().sum(1).square() * unit, each.sum(1) * unit
+    found = each.sum(1) * 10 ** -torch.arange(63).div(10)  # from next to nothing cancels to nearly all
+    found[-2:] = torch.tensor([torch.nan, -1])
+    expected = [
+        not (w <= linear_factor.WORST * s and q <= linear_factor.LIKELY * s)
+        for w, q, s in zip(worst.tolist(), likely.tolist(), found.tolist(), strict=True)
+    ]
+    assert linear_factor.cancelled(each.float(), found.float()).tolist() == [
+        n for n, lost in enumerate(expected) if lost
+    ]
+    assert any(expected[:60]) and not all(expected[:60])
+
+
 @pytest.mark.parametrize(
     "case", [name for name in CASES if name.partition(",")[0] not in ("bags", "grouped")]
 )
