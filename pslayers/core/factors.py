@@ -234,7 +234,7 @@ class Factor:
         for one, two in ((self, other), (other, self)):
             if (found := one.meet(two)) is not None:
                 return found
-        pairs = ((rows, other.select(some).dense()) for some, rows in self.chunks())
+        pairs = ((rows, other.read(some)) for some, rows in self.chunks())
         return _stacked([flat(rows * rest).sum(1) for rows, rest in pairs], self.like())
 
     def meet(self, other: "Factor") -> Tensor | None:

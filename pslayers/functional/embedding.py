@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..core.context import in_ragged
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
-from ..core.factors import CHUNK_BYTES, Factor, Owners, at_once, beside, squares
+from ..core.factors import CHUNK_BYTES, Dense, Factor, Owners, at_once, beside, squares
 from .common import by_position, check_rows, of_dtype, owned, weighed
 from .linear_factor import Outer
 
@@ -220,7 +220,7 @@ class Gather(Factor):
 
     def sq_norms(self) -> Tensor:
         """Of each look-up, but that what was looked up again counts as a sum, where it came first."""
-        size, ids, (again, first) = self.shape[0], self.ids.reshape(-1), self.repeated
+        ids, (again, first) = self.ids.reshape(-1), self.repeated
         each = squares(self.gy.reshape(len(ids), self.shape[2]))  # (M,)
         if len(again):
             firsts = torch.zeros_like(ids, dtype=torch.bool).index_fill_(0, first.long(), True)
@@ -228,14 +228,25 @@ class Gather(Factor):
             each.index_fill_(0, again, 0).index_copy_(0, places, squares(sums))
         if self.padding_idx is not None:
             each.masked_fill_(ids == self.padding_idx, 0)
+        return self.look_ups_by_sample(each)
+
+    def look_ups_by_sample(self, each: Tensor) -> Tensor:
+        """The sum over each sample's look-ups, (M,): (B,)."""
+        size = self.shape[0]
         if self.samples is None:
-            return each.view(size, len(ids) // max(size, 1)).sum(1)
+            return each.view(size, len(each) // max(size, 1)).sum(1)
         return each.new_zeros(size).scatter_add_(0, self.samples, each)
 
     def meet(self, other: Factor) -> Tensor | None:
-        """With another table, entry by entry; with a linear map (a tied one), its rows at the entries."""
+        """With another table, entry by entry; with a linear map (a tied one), or its rows, these at the
+        entries.
+        """
         if isinstance(other, Outer):
             return self._meet_linear(other)
+        if isinstance(other, Dense):
+            rows = other.read(slice(None)).reshape(-1, self.shape[2])
+            each = rows.index_select(0, self.entries).mul_(self._values()).sum(1)
+            return self.look_ups_by_sample(each)
         if isinstance(other, Gather):
             samples, ids, sums = self.sparse
             theirs, their_ids, their_sums = other.sparse

@@ -180,7 +180,14 @@ def table_of_a_linear_map(size: int, k: int) -> Case:
     return Outer(gy, x, torch.Size((size, 7, 2))), linear, (7, 2), [x, gy]
 
 
-TABLES = [name for name in CASES if name.startswith(("gather", "bags"))] + ["linear"]
+def rows_of_a_linear_map(size: int, k: int) -> Case:
+    """The same, its dense rows."""
+    factor, *others = table_of_a_linear_map(size, k)
+    return Dense(factor.dense(), factor.shape), *others
+
+
+OTHER_TABLES = {"linear": table_of_a_linear_map, "its rows": rows_of_a_linear_map}
+TABLES = [*(name for name in CASES if name.startswith(("gather", "bags"))), *OTHER_TABLES]
 PAIRS = [*((name, name) for name in CASES), *((a, b) for a in TABLES for b in TABLES if a != b)]
 
 
@@ -195,7 +202,7 @@ def test_norms_sums_and_products(
         for kind in (Outer, Gather, Bagged, Blocks):
             monkeypatch.setattr(kind, "meet", Factor.meet)
             monkeypatch.setattr(kind, "meet_all", Factor.meet_all)
-    cases = CASES | {"linear": table_of_a_linear_map}
+    cases = CASES | OTHER_TABLES
     near = torch.testing.assert_close
     torch.manual_seed(0)
     (first, a), (second, b), (batch, c) = (
@@ -293,7 +300,7 @@ def test_products_of_several_outputs(
         chosen = getattr(linear_factor, form)
         for name in ("_by_positions", "_by_samples", "_by_rows"):
             monkeypatch.setattr(linear_factor, name, chosen)
-    cases, near = CASES | {"linear": table_of_a_linear_map}, torch.testing.assert_close
+    cases, near = CASES | OTHER_TABLES, torch.testing.assert_close
     torch.manual_seed(0)
     first, second, third = (
         of_other_outputs(cases[name](size, k)[0], count)
