@@ -274,6 +274,10 @@ class Factor:
             out = part if out is None else out.add_(part)
         return self.like().new_zeros(self.shape[1:]) if out is None else out
 
+    def add_weighted(self, out: Tensor, weights: Tensor) -> None:
+        """Add the same to `out` (*S)."""
+        out.add_(self.weighted_sum(weights))
+
     def dot(self, direction: Tensor) -> Tensor:
         """The product of each sample's gradient with a direction (*S): (B,)."""
         found = [flat(rows) @ direction.reshape(-1).to(rows.dtype) for _, rows in self.chunks()]
@@ -676,8 +680,11 @@ class Sum(Factor):
         return None if parts is None else self._of(parts)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        pairs = zip(self.scales, self.parts, strict=True)
-        return added([part.weighted_sum(weights * s) for s, part in pairs])
+        (first, *others), (s, *rest) = self.parts, self.scales
+        out = first.weighted_sum(weights * s)
+        for part, s in zip(others, rest, strict=True):
+            part.add_weighted(out, weights * s)
+        return out
 
     def dot(self, direction: Tensor) -> Tensor:
         return added([s * part.dot(direction) for s, part in zip(self.scales, self.parts, strict=True)])

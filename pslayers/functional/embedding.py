@@ -308,9 +308,18 @@ class Gather(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """As `total`."""
-        gy = self.gy
-        gy = weighed(gy, weights) if self.samples is None else weighed(gy, weights[self.samples])
-        return self._of(self.ids, gy, self.samples, self.shape[0]).total()
+        return self._weighed(weights).total()
+
+    def _weighed(self, weights: Tensor) -> "Gather":
+        gy = weighed(self.gy, weights if self.samples is None else weights[self.samples])
+        return self._of(self.ids, gy, self.samples, self.shape[0])
+
+    def add_weighted(self, out: Tensor, weights: Tensor) -> None:
+        """To its entries, where `total` would go that way."""
+        if not out.is_cpu:
+            super().add_weighted(out, weights)
+        else:
+            out.index_add_(0, self.ids.reshape(-1), self._weighed(weights)._values())
 
     def dot(self, direction: Tensor) -> Tensor:
         """At the entries."""
