@@ -30,7 +30,7 @@ from ..core.context import changed, local
 from ..core.expansion import Expansion
 from ..core.factors import Owners
 from ..core.trees import map_tensors, tensors_of
-from ..parameters.per_sample import Kept
+from ..parameters.kept import Kept
 from .proof import factors_of, gradients_of, last_edges, letters_for, quiet_pass
 
 # by the names of parameters that were verified, the kinds of rows of their uses; none where one had others

@@ -25,8 +25,10 @@ from ..core.converted_module import ConvertedModule
 from ..core.expansion import of_one, take_data
 from ..core.recorder import recorder_of
 from ..core.trees import in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
-from ..parameters.per_sample import Kept, NoRuleError, PerSample, Standing, kept, standing_in
+from ..parameters.kept import Kept, kept
+from ..parameters.per_sample import NoRuleError, PerSample, Standing
 from ..parameters.row_ops import as_rows
+from ..parameters.standing import standing_in
 from .plan import Call, Forward, Plan, copied, filled_order
 from .ways import run_by
 

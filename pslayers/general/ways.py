@@ -24,8 +24,10 @@ from ..attribution.tracking import (
 from ..core.context import Batch, by_original_layers, in_place_of, local, places_of, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.trees import assign, map_tensors, tensors_in, tensors_of, written_to
+from ..parameters.kept import kept
 from ..parameters.op_dispatch import Redirect
-from ..parameters.per_sample import NoRuleError, PerSample, Standing, kept, standing_in
+from ..parameters.per_sample import NoRuleError, PerSample, Standing
+from ..parameters.standing import standing_in
 from .plan import Call, Forward, Plan
 
 

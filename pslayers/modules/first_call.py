@@ -35,7 +35,8 @@ from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local
 from ..core.trees import map_tensors, tensors_in, tensors_of
-from ..parameters.per_sample import Kept, held_by
+from ..parameters.kept import Kept
+from ..parameters.standing import held_by
 from .batch_of_one import run_plain
 from .how_modules_run import choose_how_modules_run
 

@@ -13,8 +13,8 @@ from torch.nn.utils import rnn
 from pslayers.attribution.gathered import GatheredRows
 from pslayers.core import op_kinds
 from pslayers.core.context import changed
-from pslayers.parameters import op_dispatch, per_sample
-from pslayers.parameters.per_sample import PerSample, Standing
+from pslayers.parameters import op_dispatch, rules
+from pslayers.parameters.per_sample import BY_FUNCTION, PerSample, Standing
 
 KINDS = {
     k: list(names) for k, names in vars(op_kinds).items() if isinstance(names, list | dict) and k[0] != "_"
@@ -74,7 +74,7 @@ def test_rules_are_made_of_all_that_they_are_for() -> None:
     assert {torch.zeros, torch.full_like, Tensor.new_ones} <= op_dispatch._MAKERS
     assert not {torch.rand_like, torch.randn_like} & op_dispatch._MAKERS
     random = op_kinds.functions([*op_kinds.RANDOM, *op_kinds.with_in_place(op_kinds.DRAWN_LIKE)])
-    assert F.dropout in random and {per_sample._RULES.get(f) for f in random} == {None, per_sample._made_like}
+    assert F.dropout in random and {BY_FUNCTION.get(f) for f in random} == {None, rules._made_like}
 
 
 @named([*op_kinds.OF_ONE, *op_kinds.CONVERTED, *op_kinds.COPIED])
@@ -83,7 +83,7 @@ def test_value_by_value_of_one_tensor(function: Any) -> None:
     each = torch.stack([function(v, *more) for v in x.flatten()]).view(3, 4)
     torch.testing.assert_close(function(x, *more), each, equal_nan=True)
     converts = function in op_kinds.functions(op_kinds.CONVERTED)
-    assert per_sample._RULES[function] is (per_sample._converted if converts else per_sample._of_each)
+    assert BY_FUNCTION[function] is (rules._converted if converts else rules._of_each)
     check(function, [x], lambda i, t: PerSample.of(t), *more)
 
 

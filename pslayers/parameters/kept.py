@@ -1,0 +1,180 @@
+"""`Kept`: what a call has made of parameters alone, after it."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import torch_api
+from ..core import op_kinds
+from ..core.context import NoRuleError, local, transforming
+from ..core.trees import map_tensors, tensors_of
+from .per_sample import PerSample, Standing, by_rule, goes_along, plainly, refuse_gradients
+
+_READ = {getattr(Tensor, name).__get__ for name in (*op_kinds.PROPERTIES, "requires_grad")}
+_READ |= set(op_kinds.functions(op_kinds.READ))
+_BACKWARD = {Tensor.backward, torch.autograd.grad, torch.autograd.backward}
+_OF_THE_GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf")}
+_TO_NUMBERS = set(op_kinds.functions(op_kinds.TO_NUMBERS))
+_ADDS = {"add", "sub", "rsub", "__add__", "__radd__", "__sub__", "__rsub__", "stack", "cat", "concat"}
+
+
+def kept(value: Any) -> Any:
+    """What is left, after a call, of a value that stands for each sample's own: see `Kept`."""
+    if not isinstance(value, PerSample):
+        return value
+    values: Kept = value.each.detach()[0].as_subclass(Kept)
+    if value.each.requires_grad and not transforming():
+        value.is_kept, values.one, values.batch = True, value, local.batch
+        if local.batch is not None:
+            local.batch.keeps = True
+        refuse_gradients(values, value.names)
+    return values
+
+
+class Kept(Tensor):
+    """What a call has made of parameters alone, and returned or left in an attribute (a penalty of the
+    weights, the weight that a hook makes), after it: an ordinary tensor's values, whose gradients are each
+    sample's own.
+
+    In a loss it may meet what is made of the model's outputs and has each sample's row in its place, which
+    two passes through the loss so far prove; be added to a number, of which each sample has its share; and
+    meet constants. It is not to be used in a further call.
+    """
+
+    one: "PerSample | None" = None
+    batch: Any = None  # of the call
+    of_all = False  # it is made of a number of all samples, too
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """By the rules of `PerSample`, where a gradient is taken."""
+        kwargs = kwargs or {}
+        if func in _READ:
+            return plainly(func, *(map_tensors(_graph_of, args) if func in _OF_THE_GRAPH else args), **kwargs)
+        graph = torch.is_grad_enabled() and func not in _TO_NUMBERS
+        if graph and local.batch is not None:
+            raise NoRuleError(
+                "what was made of a parameter of each sample's own was kept from one call to the next"
+            )
+        given = [t for t in tensors_of((args, kwargs)) if isinstance(t, Kept) and t.one is not None]
+        if not (graph and given):
+            return plainly(func, *map_tensors(_ordinary, args), **map_tensors(_ordinary, kwargs))
+        into = args[0] if args and op_kinds.writes(func.__name__) else None
+        into_number = isinstance(into, Tensor) and not isinstance(into, Kept) and not into.ndim
+        adds = into_number and op_kinds.apart(func.__name__) in _ADDS  # loss += penalty
+        if adds or func in _BACKWARD:
+            args, kwargs = map_tensors(_of_all, (args, kwargs))
+            return func(*args, **kwargs)
+        before = local.stand_ins
+        try:
+            of_all = _check_what_it_meets(func, given, tensors_of((args, kwargs)))
+            size = len(given[0].one.each)  # type: ignore[union-attr]
+            local.stand_ins = Standing([torch.empty(size)], False, {})
+            local.stand_ins.in_loss = True
+            found = by_rule(func, *map_tensors(_standing, (args, kwargs)))
+            return map_tensors(functools.partial(_found, batch=given[0].batch, of_all=of_all), found)
+        except NoRuleError as error:
+            raise NoRuleError(
+                f"{error}. It was returned by a model, or kept by it, and is made of parameters alone: in a"
+                " loss it may be added to numbers, and meet value by value what has a row for each sample."
+                " Use it in the forward, or expand it there to the batch, as in log_std.expand_as(mean)."
+            ) from error
+        finally:
+            local.stand_ins = before
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """Of the values."""
+        return _ordinary(self).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Of the values."""
+        return _ordinary(self).__reduce_ex__(protocol)
+
+
+def _check_what_it_meets(func: Any, given: Sequence[Kept], tensors: Sequence[Tensor]) -> bool:
+    """Whether the result is made of a number of all samples; NoRuleError where a sample's row would not be
+    its own.
+    """
+    if transforming():
+        raise NoRuleError("a transform of torch.func is made of the loss")
+    others = [t for t in tensors if not isinstance(t, Kept)]
+    totals = [t for t in others if t.requires_grad and not t.ndim]
+    of_all = bool(totals) or any(t.of_all for t in given)
+    if of_all and len(given) + len(totals) > 1 and getattr(func, "__name__", "") not in _ADDS:
+        raise NoRuleError("it meets a number of all samples, to which it can only be added")
+    size, batch = len(given[0].one.each), given[0].batch  # type: ignore[union-attr]
+    for t in others:
+        if t.ndim and len(t) == size and not (goes_along(t, given) or _in_order(t, batch)):
+            gone = batch is not None and batch.returned and all(ref() is None for ref, *_ in batch.returned)
+            raise NoRuleError(
+                "it meets a tensor with as many rows as there are samples, of which it is not known that they"
+                " are the samples' in order"
+                + (", as what the model returned is gone: hold it in a variable" if gone else "")
+            )
+    return of_all
+
+
+def _in_order(t: Tensor, batch: Any) -> bool:
+    """Whether each row of a tensor depends on that sample's rows of what its call has returned alone: then
+    gradients of rows that are multiplied by numbers are multiplied by these.
+    """
+    returned = [] if batch is None or not t.requires_grad else batch.returned
+    outputs = [(out, dim, ids) for ref, dim, ids in returned if (out := ref()) is not None]
+    if not outputs:
+        return False
+    draw = torch.Generator().manual_seed(0)  # the user's random numbers stay where they are
+    with torch_api.without_torch_function(), torch.no_grad():
+        weights = torch.rand(t.shape, generator=draw).to(t) + 0.5
+        factors = torch.rand(len(t), generator=draw).to(t) + 0.5
+        marked = weights * factors.view(-1, *[1] * (t.ndim - 1))
+    tensors = [out for out, *_ in outputs]
+    plain, times = (
+        torch.autograd.grad(t, tensors, g, retain_graph=True, allow_unused=True) for g in (weights, marked)
+    )
+    with torch_api.without_torch_function(), torch.no_grad():
+        for (_, dim, ids), one, other in zip(outputs, plain, times, strict=True):
+            if one is None:
+                continue
+            if dim is None:
+                return False
+            own = torch.arange(len(t), device=t.device).repeat_interleave(one.shape[dim] // len(t))
+            each = factors[own if ids is None else ids]
+            expected = one * each.view(*[1] * dim, -1, *[1] * (one.ndim - dim - 1)).to(one)
+            close = 64 * torch.finfo(t.dtype).eps ** 0.75
+            if not torch.allclose(other, expected, close, close * float(one.abs().max()), True):
+                return False
+    return any(one is not None for one in plain)
+
+
+def _found(t: Tensor, batch: Any, of_all: bool) -> Tensor:
+    """What comes of a `Kept` in a loss."""
+    values = kept(t)
+    if isinstance(values, Kept):
+        if values.one is None:
+            return _ordinary(values)
+        values.batch, values.of_all = batch, of_all
+    return values  # type: ignore[no-any-return]
+
+
+def _graph_of(t: Tensor) -> Tensor:
+    """What the gradients of a `Kept` go into."""
+    return t.one.each if isinstance(t, Kept) and t.one is not None else t
+
+
+def _ordinary(t: Tensor) -> Tensor:
+    """The values of a `Kept`, without its gradients."""
+    with torch_api.without_subclasses():
+        return t.detach().as_subclass(Tensor) if isinstance(t, Kept) else t
+
+
+def _standing(t: Tensor) -> Tensor:
+    """What stands for each sample's own, of which `Kept` holds the values."""
+    return t.one if isinstance(t, Kept) and t.one is not None else _ordinary(t)
+
+
+def _of_all(t: Tensor) -> Tensor:
+    """Of a loss for each sample the one of all: each has its share."""
+    return t.one.each.mean(0) if isinstance(t, Kept) and t.one is not None else t

@@ -1,0 +1,274 @@
+"""Rules for torch's functions on a `PerSample`: what each gives for all samples at once.
+
+A rule is called with the function and its arguments, and returns NotImplemented where it has nothing to say:
+then the function is run for each sample by itself.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import torch_api
+from ..core import op_kinds
+from ..core.context import NoRuleError, local
+from ..core.trees import tensors_of
+from .per_sample import (
+    BY_FUNCTION,
+    PerSample,
+    Rule,
+    followed,
+    is_vector,
+    names_of,
+    of_the_input,
+    over_other_values,
+    plainly,
+    recorded,
+    values_of,
+)
+
+
+def _reshaped(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if not isinstance(t, PerSample) or (like := plainly(func, t, *args, **kwargs)).dtype != t.dtype:
+        return NotImplemented  # view(dtype)
+    return t.like(t.each.reshape(len(t.each), *like.shape))
+
+
+def _transposed(func: Any, t: Any, dim0: int = 0, dim1: int = 1) -> Any:
+    return t.like(t.each.transpose(dim0 % t.ndim + 1, dim1 % t.ndim + 1)) if t.ndim >= 2 else t
+
+
+def _turned(func: Any, t: Any) -> Any:
+    return t.like(t.each.mT) if t.ndim == 2 else NotImplemented
+
+
+def _permuted(func: Any, t: Any, *dims: Any) -> Any:
+    order = dims[0] if isinstance(dims[0], tuple | list) else dims
+    return t.like(t.each.permute(0, *(d % t.ndim + 1 for d in order)))
+
+
+def _indexed(func: Any, t: Any, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    if not isinstance(t, PerSample) or any(isinstance(i, PerSample) or _of_the_batch(i) for i in parts):
+        return NotImplemented  # looked up by the batch's ids
+    if len(parts) == 1 and (
+        isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim and index.dtype == torch.long)
+    ):
+        return t.part(int(index))
+    like, each = plainly(func, t, index), t.each[(slice(None), *parts)]
+    return t.like(each) if each.shape[1:] == like.shape else NotImplemented
+
+
+def _of_the_batch(index: Any) -> bool:
+    """Whether an index has its values from the samples."""
+    if not isinstance(index, Tensor) or not index.ndim:
+        return False
+    return of_the_input(index) if followed() is None else followed().owners(index) is not None
+
+
+def _expanded(func: Any, t: Any, *sizes: Any) -> Any:
+    """To the batch: a leading dim of one becomes the samples'."""
+    shape = tuple(sizes[0]) if isinstance(sizes[0], tuple | list) else sizes
+    standing = local.stand_ins
+    if not isinstance(t, PerSample) or standing is None or standing.in_loss:
+        return NotImplemented
+    fits = any(shape[0] == len(x) for x in standing.inputs) and (t.ndim < len(shape) or t.shape[0] == 1)
+    if shape[0] in (-1, 1) or not standing.choose(fits):
+        return NotImplemented
+    batch = t.over(len(shape), shape[0])
+    batch = batch.expand(*shape) if func is Tensor.expand else batch.repeat(1, *shape[1:])
+    if followed() is not None:
+        followed().tag_batch(batch)
+    return batch
+
+
+def _of_each(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """What does the same to every value."""
+    given = (*args, *kwargs.values())
+    if any(isinstance(a, PerSample) for a in given) or kwargs.get("out") is not None:
+        return NotImplemented
+    if not isinstance(t, PerSample) or (t.same and not is_vector(t.shape)):
+        return NotImplemented
+    return t.like(func(t.each, *args, **kwargs))
+
+
+def _converted(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """To another dtype, or order in memory; what is as wanted stays itself, as in torch."""
+    if not isinstance(t, PerSample):
+        return NotImplemented
+    if (like := plainly(func, t, *args, **kwargs)) is t:
+        return t
+    if not t.same or is_vector(t.each.shape[1:]):
+        return _of_each(func, t, *args, **kwargs)
+    if (like.dtype, like.device) != (t.dtype, t.device) or torch_api.functions_transformed():
+        return NotImplemented
+    one = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return t.like(over_other_values(t.each, one.copy_(values_of(t))))
+
+
+def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """With numbers and other such parameters another one; with the batch, in whose rows each sample's meets
+    its own, a tensor.
+    """
+    if any(isinstance(a, Tensor) for a in kwargs.values()):
+        return NotImplemented
+    own = [a for a in args if isinstance(a, PerSample)]
+    others = [a for a in args if isinstance(a, Tensor) and not isinstance(a, PerSample)]
+    ndim = max(*(t.each.ndim - 1 for t in own), *(t.ndim for t in others), 0)
+    batch = [t for t in others if t.ndim]
+    if not batch:
+        shapes = (t.shape for t in (*own, *others))
+        if all(t.same for t in own) and not is_vector(torch.broadcast_shapes(*shapes)):
+            return NotImplemented
+        aligned = [
+            a.each.reshape(len(a.each), *(1,) * (ndim - a.ndim), *a.shape) if isinstance(a, PerSample) else a
+            for a in args
+        ]
+        each = func(*aligned, **kwargs)
+        return _of_own(own, each) if isinstance(each, Tensor) else NotImplemented  # `w == None`
+    if any(t.ndim != ndim or t.shape[0] != batch[0].shape[0] for t in batch):  # is it the batch's, or shared?
+        return NotImplemented
+    if (owners := _owners(batch)) is NotImplemented:
+        return NotImplemented
+    try:
+        return func(
+            *(a.over(ndim, batch[0].shape[0], owners) if isinstance(a, PerSample) else a for a in args),
+            **kwargs,
+        )
+    except NoRuleError:
+        return NotImplemented
+
+
+def _owners(batch: Sequence[Tensor]) -> Any:
+    """Whose the rows of all of these tensors are; None where they are not followed, NotImplemented where that
+    is not known.
+    """
+    if followed() is None:
+        return None
+    first, *others = (followed().owners(t) for t in batch)
+    known = (
+        first is not None
+        and first.sample_ids is not None
+        and all(o is not None and o.same(first) for o in others)
+    )
+    return first if known else NotImplemented
+
+
+def _of_own(own: Sequence[PerSample], each: Tensor) -> PerSample:
+    return PerSample.of(each, all(t.same for t in own), names_of(own))
+
+
+def _joined(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+    """With tensors that all samples share: what such a parameter is put beside is no batch."""
+    own = [t for t in tensors if isinstance(t, PerSample)]
+    if kwargs or (followed() is not None and any(followed().owners(t) is not None for t in tensors)):
+        return NotImplemented
+    trained = any(t.requires_grad for t in tensors if not isinstance(t, PerSample))  # a loss of all samples
+    once = all(t.same for t in own) and (func is torch.stack or not all(is_vector(t.shape) for t in tensors))
+    if once and not trained:
+        return NotImplemented
+    size, ndim = len(own[0].each), tensors[0].ndim + (func is torch.stack)
+    return _of_own(
+        own,
+        func(
+            [t.each if isinstance(t, PerSample) else t.expand(size, *t.shape) for t in tensors],
+            dim % ndim + 1,
+        ),
+    )
+
+
+def _in_place(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+    """Written to the batch; a parameter is not written to."""
+    return NotImplemented if isinstance(t, PerSample) else _pointwise(func, t, *args, **kwargs)
+
+
+def _replaced(func: Any, t: Any, values: Any) -> None:
+    """``t.data = values``: those of the parameter, too."""
+    values = values_of(values).detach()
+    own = isinstance(t, PerSample) and t.same
+    if not own or (values.shape, values.dtype, values.device) != (t.shape, t.dtype, t.device):
+        raise NoRuleError("the `.data` of a parameter of each sample's own would be replaced")
+    t.replace(values)
+
+
+def _hooked(func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise NoRuleError("a hook is registered on a parameter of each sample's own, or on what was made of it")
+
+
+def _made_like(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of nobody's values (noise): the same for all samples, and without a gradient."""
+    if not isinstance(t, PerSample) or kwargs.get("requires_grad"):
+        return NotImplemented
+    found = plainly(func, values_of(t), *args, **kwargs)
+    return PerSample.of(found.expand(len(t.each), *found.shape), True)
+
+
+def _trained(func: Any, t: Any, requires_grad: bool = True) -> Any:
+    """What is cut off from the parameter's graph, to be differentiated by itself."""
+    if not isinstance(t, PerSample):
+        return NotImplemented
+    if t.each.requires_grad != requires_grad:
+        if not t.each.is_leaf:
+            raise NoRuleError("a parameter of each sample's own would have no gradient")
+        t.each.requires_grad_(requires_grad)
+    return t
+
+
+def _set(func: Any, t: Any, index: Any, value: Any) -> Any:
+    """A sample's own values written to rows of the batch that a mask or an index picks."""
+    own = [p for p in tensors_of((t, index, value)) if isinstance(p, PerSample)]
+    if isinstance(t, PerSample) and all(p.same for p in own) and not recorded(own):
+        return NotImplemented  # nothing of each sample's own
+    owners = NotImplemented if followed() is None or isinstance(t, PerSample) else _owners([t])
+    if not isinstance(value, PerSample) or owners is NotImplemented:
+        raise NoRuleError(
+            "a parameter of each sample's own is written to, or to what is not known to be the batch's"
+        )
+    parts = index if isinstance(index, tuple) else (index,)
+    with torch_api.without_torch_function():
+        # whose each of the values is that are written
+        ids = owners.sample_ids.view(-1, *(1,) * (t.ndim - 1)).expand_as(t)[parts]
+        if ids.ndim < value.ndim:
+            raise NoRuleError("a parameter of each sample's own is written to values of less dims")
+        each = value.each.reshape(len(value.each), *(1,) * (ids.ndim - value.ndim), *value.shape).expand(
+            -1, *ids.shape
+        )
+        t[parts] = each.gather(0, ids.unsqueeze(0)).squeeze(0)
+    return None
+
+
+def _attention(
+    func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if any(isinstance(t, PerSample) for t in (query, key, value)) or len(query) != len(key) != len(value):
+        return NotImplemented
+    if (owners := _owners([query, key, value])) is NotImplemented:
+        return NotImplemented
+    return func(query, key, value, attn_mask.over(query.ndim, len(query), owners), *args, **kwargs)
+
+
+_KINDS: dict[Rule, Iterable[str]] = {
+    plainly: op_kinds.READ,
+    _reshaped: [*op_kinds.RESHAPED, "unsqueeze"],
+    _transposed: ["transpose", "t"],
+    _permuted: ["permute"],
+    _joined: [*op_kinds.JOINED, "stack"],
+    _expanded: ["expand", "repeat"],
+    _indexed: ["__getitem__"],
+    _set: ["__setitem__"],
+    _converted: op_kinds.CONVERTED,
+    _of_each: [*op_kinds.OF_ONE, *op_kinds.COPIED],
+    _pointwise: [*op_kinds.OF_SEVERAL, "broadcast_tensors"],
+    _in_place: op_kinds.INTO_FIRST,
+    _trained: ["requires_grad_"],
+    _hooked: ["register_hook", "retain_grad"],
+    _made_like: [*op_kinds.DRAWN_LIKE, "empty_like"],
+    _attention: ["scaled_dot_product_attention"],
+}
+BY_FUNCTION |= {f: rule for rule, names in _KINDS.items() for f in op_kinds.functions(names)}
+BY_FUNCTION |= {getattr(Tensor, name).__get__: plainly for name in op_kinds.PROPERTIES}
+BY_FUNCTION |= dict.fromkeys((Tensor.mT.__get__, Tensor.T.__get__), _turned)  # type: ignore[attr-defined]
+BY_FUNCTION[Tensor.requires_grad.__get__] = lambda func, t: t.each.requires_grad  # type: ignore[attr-defined]
+BY_FUNCTION[Tensor.data.__set__] = _replaced  # type: ignore[attr-defined]
+BY_FUNCTION[Tensor.data.__get__] = lambda func, t: t.like(t.each.detach())  # type: ignore[attr-defined]
