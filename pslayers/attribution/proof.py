@@ -324,6 +324,9 @@ HIGHEST = 31  # factors: 1, 2, .. 2^31, and the same below zero
 HIGHEST_OF_HALF = 7  # a float16 has room for no more
 NOTHING_OF_HALF = 2.0**-12  # below which a number of it, times a factor, may have lost bits
 TOGETHER = 64  # numbers of a row that make one mark
+AT_ONCE = (
+    1 << 20
+)  # numbers of a gradient that are looked at at once: of all, a copy would take as much memory
 
 
 def letters_for(size: int, half: bool) -> tuple[Tensor, int]:
@@ -384,19 +387,22 @@ def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
 
     Sums, too, are the same times a power of two, however often they are rounded.
     """
-    flat = grad.reshape(len(grad), -1)
+    flat, inverse = grad.reshape(len(grad), -1), inverse.unsqueeze(1)
     flat = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    if flat.dtype == torch.float16:
-        values = flat.to(wide) * inverse.unsqueeze(1)
-        flat, inverse = F.hardshrink(values, NOTHING_OF_HALF), torch.ones_like(inverse)
-    if more := -flat.shape[1] % TOGETHER:
-        flat = F.pad(flat, (0, more))
+    wide, half = torch.promote_types(flat.dtype, torch.float32), flat.dtype == torch.float16
     weights = torch.rand(TOGETHER, generator=torch.Generator().manual_seed(0), dtype=wide).to(flat.device)
-    # not by torch.mv, in which the order of a sum may depend on where in memory its numbers lie
-    sums = (flat.to(wide).reshape(-1, TOGETHER) * (weights + 0.5)).sum(1).view(len(flat), -1)
+    weights += 0.5
+    found = []
+    for some in flat.split(max(AT_ONCE // max(TOGETHER * len(flat), 1), 1) * TOGETHER, 1):
+        if half:
+            some = F.hardshrink(some.to(wide) * inverse, NOTHING_OF_HALF)
+        if more := -some.shape[1] % TOGETHER:
+            some = F.pad(some, (0, more))
+        # not by torch.mv, in which the order of a sum may depend on where in memory its numbers lie
+        found.append((some.to(wide).reshape(-1, TOGETHER) * weights).sum(1).view(len(flat), -1))
+    sums = torch.cat(found, 1)
     # a number that has lost bits, below the smallest normal one, is none
-    return F.hardshrink(sums * inverse.to(wide).unsqueeze(1), 1e-30)
+    return F.hardshrink(sums if half else sums * inverse.to(wide), 1e-30)
 
 
 def _of_sums(t: Tensor, dim: int, factors: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import pslayers as ps
 from pslayers import general
@@ -78,6 +80,34 @@ def test_rows_that_differ_have_other_marks(dtype: torch.dtype, width: int, facto
         others = values.clone()
         others[:, :changed] *= factor
         assert not (proof._marked(others, ones) == marks).all(1).any()
+
+
+class Copied(TorchDispatchMode):
+    """The most values in memory that an op has made, and that is not what it was given."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **kwargs or {})
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given:
+                self.values = max(self.values, t.untyped_storage().nbytes() // t.element_size())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("width", [64 * 50, 64 * 50 + 3])
+def test_a_large_gradient_is_looked_at_in_parts(
+    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose marks are those of the whole, and of which no copy is made."""
+    values, ones = torch.rand(5, width).add_(1).to(dtype), torch.ones(5, dtype=dtype)
+    whole = proof._marked(values, ones)
+    monkeypatch.setattr(proof, "AT_ONCE", 5 * 64 * 7)
+    with Copied() as copied:
+        assert torch.equal(proof._marked(values, ones), whole)
+    assert copied.values <= proof.AT_ONCE
 
 
 class TimeFromBatch(nn.Module):
