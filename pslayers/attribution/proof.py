@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
 from ..core.context import Batch, note_progress, picked_by, transforming
+from ..core.factors import at_once
 from ..core.trees import tensors_in, tensors_of
 from ..core.tuning import tuning
 from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
@@ -324,9 +325,6 @@ HIGHEST = 31  # factors: 1, 2, .. 2^31, and the same below zero
 HIGHEST_OF_HALF = 7  # a float16 has room for no more
 NOTHING_OF_HALF = 2.0**-12  # below which a number of it, times a factor, may have lost bits
 TOGETHER = 64  # numbers of a row that make one mark
-AT_ONCE = (
-    1 << 20
-)  # numbers of a gradient that are looked at at once: of all, a copy would take as much memory
 
 
 def letters_for(size: int, half: bool) -> tuple[Tensor, int]:
@@ -393,7 +391,8 @@ def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
     weights = torch.rand(TOGETHER, generator=torch.Generator().manual_seed(0), dtype=wide).to(flat.device)
     weights += 0.5
     found = []
-    for some in flat.split(max(AT_ONCE // max(TOGETHER * len(flat), 1), 1) * TOGETHER, 1):
+    # of all at once, a copy would take as much memory as anything in the step
+    for some in flat.split(at_once(TOGETHER * len(flat), weights) * TOGETHER, 1):
         if half:
             some = F.hardshrink(some.to(wide) * inverse, NOTHING_OF_HALF)
         if more := -some.shape[1] % TOGETHER:

@@ -267,7 +267,7 @@ class Factor:
         return None
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """The sum over samples, each times its weight (B,): (*S)."""
+        """The sum over samples, each times its weight (B,), in new memory: (*S)."""
         out: Tensor | None = None
         for some, rows in self.chunks():
             part = (weights[some].to(rows.dtype).unsqueeze(0) @ flat(rows)).view(self.shape[1:])

@@ -107,7 +107,7 @@ class Gather(Factor):
             padding = -1 if padding is None else padding
             return torch.ops.aten.embedding_dense_backward(gy, self.ids, self.shape[1], padding, False)
         out = gy.new_zeros(self.shape[1:])
-        out.index_add_(0, self.ids.reshape(-1), gy.reshape(self.ids.numel(), self.shape[2]))
+        out.index_add_(0, self.ids.reshape(-1), self._each())
         if padding is not None:
             out[padding] = 0
         return out
@@ -118,12 +118,15 @@ class Gather(Factor):
         values = values if scale == 1 else values * scale
         out.view(size * entries, width).index_add_(0, self.entries, values)
 
+    def _each(self) -> Tensor:
+        """The gradient of each look-up, (M, D), whatever it is of padding."""
+        return self.gy.reshape(self.ids.numel(), self.shape[2])
+
     def _values(self) -> Tensor:
-        """The gradient of each look-up, (M, D); zeros of padding."""
-        gy = self.gy.reshape(self.ids.numel(), self.shape[2])
+        """The same; zeros of padding."""
         if self.padding_idx is None:
-            return gy
-        return gy.masked_fill((self.ids == self.padding_idx).reshape(-1, 1), 0)
+            return self._each()
+        return self._each().masked_fill((self.ids == self.padding_idx).reshape(-1, 1), 0)
 
     def rows(self) -> Tensor:
         """Added to zeros."""
@@ -196,11 +199,11 @@ class Gather(Factor):
         """Of the look-ups that `firsts` (M,) says, all first ones: places (U,), and sums of the gradients of
         their entries (U, D).
         """
-        (again, first), places = self.repeated, firsts.nonzero().squeeze(1)
-        sums = self.gy.reshape(len(firsts), self.shape[2]).index_select(0, places)
+        (again, first), places, gy = self.repeated, firsts.nonzero().squeeze(1), self._each()
+        sums = gy.index_select(0, places)
         if len(again):
             at = (firsts.cumsum(0) - 1).index_select(0, first)
-            sums.index_add_(0, at, self.gy.reshape(len(firsts), self.shape[2]).index_select(0, again))
+            sums.index_add_(0, at, gy.index_select(0, again))
         return places, sums
 
     @functools.cached_property
@@ -221,7 +224,7 @@ class Gather(Factor):
     def sq_norms(self) -> Tensor:
         """Of each look-up, but that what was looked up again counts as a sum, where it came first."""
         ids, (again, first) = self.ids.reshape(-1), self.repeated
-        each = squares(self.gy.reshape(len(ids), self.shape[2]))  # (M,)
+        each = squares(self._each())  # (M,)
         if len(again):
             firsts = torch.zeros_like(ids, dtype=torch.bool).index_fill_(0, first.long(), True)
             places, sums = self._sums(firsts)

@@ -104,10 +104,10 @@ def test_a_large_gradient_is_looked_at_in_parts(
     """Whose marks are those of the whole, and of which no copy is made."""
     values, ones = torch.rand(5, width).add_(1).to(dtype), torch.ones(5, dtype=dtype)
     whole = proof._marked(values, ones)
-    monkeypatch.setattr(proof, "AT_ONCE", 5 * 64 * 7)
+    monkeypatch.setattr("pslayers.core.factors.CHUNK_BYTES", 5 * 64 * 7 * torch.float32.itemsize)
     with Copied() as copied:
         assert torch.equal(proof._marked(values, ones), whole)
-    assert copied.values <= proof.AT_ONCE
+    assert copied.values <= 5 * 64 * 7
 
 
 class TimeFromBatch(nn.Module):
