@@ -13,6 +13,7 @@ from ..core.context import local
 from ..core.converted_module import state_of
 from ..core.expansion import Expansion
 from ..core.factors import Factor
+from ..functional.bags import bag_of_each
 from ..functional.common import bias_factor
 from ..functional.conv import Patches, each, padded
 from ..functional.conv_weight_grads import Geometry, convolution
@@ -198,15 +199,8 @@ def _bag(
 ) -> Tensor:
     """Bags by their entries: (N, L), or (M,) with offsets."""
     _renormalise(layer, ids)
-    if offsets is None:
-        count, bag = (
-            ids.shape[0],
-            torch.arange(ids.shape[0], device=ids.device).unsqueeze(1).expand_as(ids).reshape(-1),
-        )
-    else:
-        starts = offsets[:-1] if layer.include_last_offset else offsets
-        count, places = starts.shape[0], torch.arange(ids.shape[0], device=ids.device)
-        bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
+    starts = ids if offsets is None else offsets[:-1] if layer.include_last_offset else offsets
+    count, bag = starts.shape[0], bag_of_each(ids, starts)
     ids = ids.reshape(-1).to(bag.dtype)
     size = local.batch.size  # type: ignore[union-attr]
     # no size in `how`: up to 2.11, torch.compile mistakes one for another

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .products import add_gram, mirrored, number
+from .products import add_gram, mirrored, number, summed
 from .tuning import tuning
 
 CHUNK_BYTES = 16 << 20  # of dense rows that are made on the side
@@ -116,7 +116,7 @@ class Factor:
             return self.total()
 
         def by_rows() -> Tensor:
-            return rows.sum(0).mul_(number(1 / scale, rows))
+            return summed(rows, 1 / scale)
 
         way = "rows" if each > self.worth_summing else "product"
         if each < MANY and rows.numel() >= WORTH_MEASURING:
@@ -364,13 +364,13 @@ class Dense(Factor):
     def total(self) -> Tensor:
         """By one sum over all rows."""
         dims = self.each.ndim - len(self.shape) + 1
-        return self.each.sum(0) if dims == 1 else self.each.flatten(0, dims - 1).sum(0)
+        return summed(self.each if dims == 1 else self.each.flatten(0, dims - 1))
 
     def total_of(self, rows: Tensor, scale: float) -> Tensor:
         """They are the sums of some of its values."""
         if self.each.numel() == rows.numel():
             return self.total()
-        return rows.sum(0).mul_(number(1 / scale, rows))
+        return summed(rows, 1 / scale)
 
     def write(self, out: Tensor, scale: float) -> None:
         """Copied where a sample has one row: there is nothing to sum."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
-from ..core.factors import Dense, Factor, Owners
+from ..core.factors import Dense, Factor, Owners, squares
 from .common import check_rows, owned, weighed
 from .embedding import Gather, places_of, repeats
 
@@ -46,22 +46,19 @@ def embedding_bag(
         raise ValueError(
             f"ps.functional.embedding_bag got padding_idx={padding_idx} for a table of {entries} entries."
         )
-    starts = ids[:, 0] if offsets is None else offsets[:-1] if include_last_offset else offsets
+    starts = ids if offsets is None else offsets[:-1] if include_last_offset else offsets
     check_rows(
         "embedding_bag",
         starts,
         weight if w is None and isinstance(weight, Tensor) else w.rows if w is not None else None,
     )
     flat, factors = ids.reshape(-1), None if per_sample_weights is None else per_sample_weights.reshape(-1)
-    if offsets is None:  # the bag of each entry
-        bag = torch.arange(len(ids), device=ids.device).unsqueeze(1).expand(ids.shape).reshape(-1)
-    else:
-        places = torch.arange(len(flat), device=ids.device)
-        bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
+    bag = None if offsets is None else bag_of_each(ids, starts)
     if padding_idx is not None:
         keep = flat != padding_idx % entries
-        flat, bag, factors = flat[keep], bag[keep], None if factors is None else factors[keep]
-    bags = _Bags(flat, bag, len(starts), mode)
+        bag = (bag_of_each(ids, starts) if bag is None else bag)[keep]
+        flat, factors = flat[keep], None if factors is None else factors[keep]
+    bags = _Bags(flat, len(starts), mode, bag)
     if w is None:
         assert isinstance(weight, Tensor)
         if len(flat) and (int(flat.min()) < 0 or int(flat.max()) >= entries):
@@ -91,23 +88,63 @@ def _check(ids: Tensor, offsets: Tensor | None, mode: str, factors: Tensor | Non
         )
 
 
-class _Bags:
-    """Ids (M,), the bag of each, how many bags there are, and how they are reduced."""
+def bag_of_each(ids: Tensor, starts: Tensor) -> Tensor:
+    """The bag of each entry, (M,): of ids (N, L), or (M,) of bags that begin at `starts` (N,)."""
+    places = torch.arange(ids.shape[0], device=ids.device)
+    if ids.ndim == 2:
+        return places.unsqueeze(1).expand_as(ids).reshape(-1)
+    return torch.searchsorted(starts.contiguous(), places, right=True) - 1
 
-    def __init__(self, ids: Tensor, bag: Tensor, count: int, mode: str) -> None:
-        self.ids, self.bag, self.count, self.mode = ids, bag, count, mode
-        self.sizes = torch.bincount(bag, minlength=count)  # (N,)
+
+class _Bags:
+    """Ids (M,), how many bags there are, how they are reduced, and the bag of each id; None: all have as
+    many.
+    """
+
+    def __init__(self, ids: Tensor, count: int, mode: str, bag: Tensor | None) -> None:
+        self.ids, self.count, self.mode, self._bag = ids, count, mode, bag
+        self.evenly = len(ids) // max(count, 1) if bag is None else None
+
+    @functools.cached_property
+    def bag(self) -> Tensor:
+        """Of each id, (M,)."""
+        if self.evenly is None:
+            assert self._bag is not None
+            return self._bag
+        return bag_of_each(self.ids.view(self.count, self.evenly), self.ids)
+
+    @functools.cached_property
+    def sizes(self) -> Tensor:
+        """How many ids each bag has, (N,)."""
+        return torch.bincount(self.bag, minlength=self.count)
 
     def plain(self, weight: Tensor, ids: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         """The result with one table for all, and which entry is the maximum (N, D)."""
-        offsets, mode = self.sizes.cumsum(0) - self.sizes, MODES.index(self.mode)
-        y, _, _, chosen = torch.embedding_bag(weight, ids, offsets.to(ids.dtype), False, mode, False, factors)
+        if self.evenly:
+            offsets = torch.arange(0, len(ids), self.evenly, dtype=ids.dtype, device=ids.device)
+        else:
+            offsets = (self.sizes.cumsum(0) - self.sizes).to(ids.dtype)
+        mode = MODES.index(self.mode)
+        y, _, _, chosen = torch.embedding_bag(weight, ids, offsets, False, mode, False, factors)
         return y, chosen
+
+    def added(self, values: Tensor) -> Tensor:
+        """Of one value for each id, (M,), the sums of each bag: (N,)."""
+        if self.evenly:
+            return values.view(self.count, self.evenly).sum(1)
+        return values.new_zeros(self.count).scatter_add_(0, self.bag, values)
+
+    def over_sizes(self, values: Tensor) -> Tensor:
+        """What each bag has, (N,) or (N, D), over how many ids it has."""
+        if self.evenly:
+            return values / self.evenly
+        sizes = self.sizes.clamp(min=1).to(values.dtype)
+        return values / (sizes if values.ndim == 1 else sizes.unsqueeze(1))
 
     def by_entry(self, gy: Tensor, factors: Tensor | None) -> Tensor:
         """The gradient of each looked-up entry, (M, D); not of a maximum."""
         if self.mode == "mean":
-            gy = gy / self.sizes.clamp(min=1).to(gy.dtype).unsqueeze(1)
+            gy = self.over_sizes(gy)
         each = gy.index_select(0, self.bag)  # some times faster than gy[bag]
         return each if factors is None else each * factors.unsqueeze(1).to(gy.dtype)
 
@@ -127,7 +164,7 @@ class _Bags:
         if factors is not None:
             found = found * factors.unsqueeze(1)
         y = found.new_zeros(self.count, width).index_add(0, self.bag, found)
-        return y / self.sizes.clamp(min=1).to(y.dtype).unsqueeze(1) if self.mode == "mean" else y
+        return self.over_sizes(y) if self.mode == "mean" else y
 
 
 class Bagged(Factor):
@@ -153,7 +190,8 @@ class Bagged(Factor):
 
     def _tables(self, bag: Tensor, shape: torch.Size) -> Tensor:
         """Where the table of each bag's sample begins."""
-        return bag // max(self.bags.count // max(shape[0], 1), 1) * shape[1]
+        k = max(self.bags.count // max(shape[0], 1), 1)
+        return (bag if k == 1 else bag // k) * shape[1]
 
     def total(self) -> Tensor:
         """As if all bags were one sample's."""
@@ -193,7 +231,7 @@ class Bagged(Factor):
         places, count = places_of(index, size, self.gy.device)
         samples = places[bags.bag // max(k, 1)]
         kept = samples >= 0
-        some = _Bags(bags.ids[kept], (samples * k + bags.bag % max(k, 1))[kept], count * k, bags.mode)
+        some = _Bags(bags.ids[kept], count * k, bags.mode, (samples * k + bags.bag % max(k, 1))[kept])
         factors = None if self.factors is None else self.factors[kept]
         gy = self.gy.unflatten(0, (size, k))[index].flatten(0, 1)
         chosen = self.chosen
@@ -224,10 +262,10 @@ class Bagged(Factor):
         again, first = repeats(self.entries, size * entries)
         times = self.gy.new_ones(len(bags.ids)) if self.factors is None else self.factors.to(self.gy.dtype)
         each = times.index_add(0, first, times.index_select(0, again)).index_fill_(0, again, 0)
-        found = each.new_zeros(size).scatter_add_(0, bags.bag, each.square_())
+        found = bags.added(each.square_())
         if bags.mode == "mean":
-            found /= bags.sizes.clamp(min=1).square()
-        return found * self.gy.square().sum(1)
+            found = bags.over_sizes(bags.over_sizes(found))
+        return found * squares(self.gy)
 
     def _like_it(self, other: Factor) -> Factor | None:
         """What `gathered` can be compared with: maxima are entries of one value, with others such alone."""

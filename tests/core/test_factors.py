@@ -98,11 +98,12 @@ def gather_of_given_samples(size: int, k: int) -> Case:
     return factor, lambda w, ids, gy: (F.embedding(ids, w) * gy).sum(), (7, 2), [ids, gy]
 
 
-def bagged(mode: str, weighed: bool = False) -> Callable[[int, int], Case]:
+def bagged(mode: str, weighed: bool = False, given: bool = False) -> Callable[[int, int], Case]:
     def make(size: int, k: int) -> Case:
         ids, gy, w = torch.randint(7, (k * size, 3)), draw(k * size, 2), torch.zeros(7, 2).double()
         w = torch.arange(14).view(7, 2).double().sin() if mode == "max" else w
-        bags = _Bags(ids.flatten(), torch.arange(k * size).repeat_interleave(3), k * size, mode)
+        bag = torch.arange(k * size).repeat_interleave(3) if given else None
+        bags = _Bags(ids.flatten(), k * size, mode, bag)
         each, shape = draw(k * size, 3), torch.Size((size, 7, 2))
         factors = each.flatten() if weighed else None
         factor = Bagged(bags, gy, factors, bags.plain(w, bags.ids, None)[1], shape)
@@ -142,8 +143,10 @@ CASES: dict[str, Callable[[int, int], Case]] = {
     "gather of given samples": gather_of_given_samples,
     "bags, sum": bagged("sum"),
     "bags, mean": bagged("mean"),
+    "bags, mean, each given": bagged("mean", given=True),
     "bags, max": bagged("max"),
     "bags, weighed": bagged("sum", weighed=True),
+    "bags, weighed, each given": bagged("sum", weighed=True, given=True),
     "grouped": grouped,
 }
 

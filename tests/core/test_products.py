@@ -88,3 +88,13 @@ def test_numbers_under_a_mode_are_plain_ones() -> None:
         made = products.number(7.25, torch.ones(3))
     assert isinstance(made, Tensor) and not made.is_inference()
     assert products.number(7.25, torch.ones(3)) is made
+
+
+@pytest.mark.parametrize("rows", [0, 3, products.MANY_ROWS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_summed(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "LARGE", 1 << 8)
+    for t in forms(torch.randn(rows, 7, 12, dtype=dtype)):
+        for scale in (1.0, 0.3):
+            expected = (scale * t.double().sum(0)).to(dtype)
+            torch.testing.assert_close(products.summed(t, scale), expected)

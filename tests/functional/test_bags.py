@@ -99,7 +99,7 @@ IDS = torch.zeros(4, 2, dtype=torch.long)
         (IDS, {"per_sample_weights": torch.ones(4, 2)}, "expected mode='sum'"),
         (IDS, {"mode": "sum", "per_sample_weights": torch.ones(4)}, "one for each id"),
         (IDS, {"padding_idx": 5}, "padding_idx=5 for a table of 5 entries"),
-        (IDS[:3], {}, r"got an input of shape \(3,\) with per-sample weights of shape \(2, 5, 3\)"),
+        (IDS[:3], {}, r"got an input of shape \(3, 2\) with per-sample weights of shape \(2, 5, 3\)"),
     ],
 )
 def test_wrong_inputs(ids: Tensor, options: dict[str, Any], message: str) -> None:
