@@ -3,7 +3,6 @@ of it.
 """
 
 import functools
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
@@ -20,7 +19,8 @@ from .attribution.snapshot import trial
 from .core import sharding
 from .core.context import Settings, changed, clear, form_of, local
 from .core.recorder import forget, recorder_of
-from .core.trees import callable_module, map_tensors, own_parameters
+from .core.trees import callable_module, cloned, own_parameters
+from .layers.batch_norm import why_mixed
 from .modules import converted
 from .modules.base import REGISTRY, PSLayer
 from .modules.container import PSContainer, container_class
@@ -194,7 +194,7 @@ converted.adopt = _adopt
 def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not isinstance(model, PSContainer):
         return
-    args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))  # a forward may write to its inputs
+    args, kwargs = cloned((args, kwargs))  # a forward may write to its inputs
     jagged = of_jagged((args, kwargs)) if local.ragged is None else nullcontext()
     with trial(model), jagged:
         try:
@@ -368,15 +368,7 @@ def _refusal(module: nn.Module) -> str | None:
             " the class (a method of that very module, self.forward = self.forward_other, is fine)"
         )
     if isinstance(module, torch_api.AnyBatchNorm) and (module.training or not module.track_running_stats):
-        return (
-            "mixes samples in training mode, so per-sample gradients are undefined: call .eval() on it, or"
-            " turn it into a GroupNorm, ps.replace_batch_norm(model)"
-            if module.track_running_stats
-            else (
-                "normalises over the batch (track_running_stats=False), which mixes samples: turn it into a"
-                " GroupNorm, ps.replace_batch_norm(model)"
-            )
-        )
+        return why_mixed(eval_helps=module.track_running_stats)
     if type(module) in REGISTRY:
         return REGISTRY[type(module)].unsupported(module)
     return None
@@ -417,8 +409,3 @@ def _calls_layers(module: nn.Module, general: bool) -> bool:
         or (general and any(p.requires_grad for _, p in own_parameters(m)))
         for m in below
     )
-
-
-def converted_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of every trainable parameter, shared ones once."""
-    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)

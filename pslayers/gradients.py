@@ -16,14 +16,13 @@ from .convert import (
     ConversionError,
     arguments,
     convert_model,
-    converted_parameters,
     restore_model,
     settings_of,
 )
 from .core.context import Settings, clear, local, recorded_or_not
 from .core.sharding import is_shard
 from .core.sinks import Sink, Streaming
-from .core.trees import map_tensors, tensors_in
+from .core.trees import map_tensors, tensors_in, trainable_parameters
 from .modules.converted import Converted, State
 
 ACCUMULATION = ("replace", "append", "add")
@@ -166,7 +165,16 @@ def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterat
     """
     if not callable(take):
         raise TypeError(f"`take` must be a function of a name and a tensor; got {type(take).__name__}.")
-    with going_to(model, Streaming(take)):
+
+    def whole(name: str, rows: Tensor, first: bool) -> None:
+        if not first:
+            raise RuntimeError(
+                f"`{name}` got its per-sample gradient in parts (a reentrant checkpoint), which cannot be"
+                " streamed: use torch.utils.checkpoint with use_reentrant=False."
+            )
+        take(name, rows)
+
+    with going_to(model, Streaming(whole)):
         yield
 
 
@@ -205,7 +213,7 @@ def expand_params(model: nn.Module, batch_size: int) -> dict[str, Tensor]:
         raise ValueError(f"`batch_size` must be at least 0; got {batch_size}.")
     if isinstance(model, Converted) and not settings_of(model)[0].partial:
         model._ps_adopt()
-    return {name: p.expand(batch_size, *p.shape) for name, p in converted_parameters(model)}
+    return {name: p.expand(batch_size, *p.shape) for name, p in trainable_parameters(model).items()}
 
 
 def per_sample_grads(
@@ -265,7 +273,7 @@ def _in_chunks(
         # the parameters
         alone = stop - start > 1 and not create_graph
         with (
-            model._ps_state().settings.turns.writing,
+            model._ps_state().settings.turns.writing(),
             changed(model, "grad", True),
             changed(model, "rows_alone", alone),
         ):
@@ -357,6 +365,10 @@ class Chunks:
         chunk_size: samples a chunk, or None.
         memory_budget: bytes that one may take, by what `made` makes of the model's output, or None.
         made: ``made(output, *targets)``, whose graph counts.
+
+    Raises:
+        ValueError: the model's parameters are sharded; `chunk_size` or `memory_budget` is not positive, both
+            are given, or one of them under `ps.sample_ids`; the batch size is unknown.
     """
 
     def __init__(
@@ -374,6 +386,11 @@ class Chunks:
         if chunk_size is not None and memory_budget is not None:
             raise ValueError(
                 "`chunk_size` and `memory_budget` both say how many samples go into a pass: give one of them."
+            )
+        if any(is_shard(p) for p in trainable_parameters(model).values()):
+            raise ValueError(
+                "parameters are sharded (fully_shard): call loss.backward(), of several outputs for each, and"
+                " read `grad_sample` after it."
             )
         args, kwargs = arguments(inputs)
         ragged = local.ragged
@@ -409,13 +426,9 @@ def _one_pass(
     size: int,
     create_graph: bool,
 ) -> dict[str, Tensor]:
-    params = list(converted_parameters(model))  # type: ignore[arg-type]
+    params = list(trainable_parameters(model).items())
     if not params:
         return {}
-    if any(is_shard(p) for _, p in params):
-        raise ValueError(
-            "parameters are sharded (fully_shard): call loss.backward(), and read `grad_sample` after it."
-        )
     settings: Settings = model._ps_state().settings
     with torch.enable_grad(), recording(model, True):
         loss = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
@@ -490,7 +503,7 @@ def _bytes_of_a_sample(model: Converted, loss_fn: Callable[..., Tensor], two: An
         torch.enable_grad(),
     ):
         graph = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
-    rows = sum(p.numel() * p.element_size() for _, p in converted_parameters(model))  # type: ignore[arg-type]
+    rows = sum(p.numel() * p.element_size() for p in trainable_parameters(model).values())
     del graph
     return max(sum(saved.values()) // 2 + rows, 1)
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .convert import converted_parameters, settings_of
+from .attribution.snapshot import gradients_unchanged
+from .convert import settings_of
 from .core.factors import Factor, added
-from .core.sharding import is_shard
-from .core.sinks import Placing
-from .core.trees import map_tensors, tensors_of
+from .core.sinks import Streaming
+from .core.trees import map_tensors, tensors_of, trainable_parameters
 from .factored import FactoredGrads, computing, factored
 from .gradients import Chunks, bar, changed, converted, going_to, recording
 from .modules.converted import Converted
@@ -69,11 +69,10 @@ def per_sample_jacobians(
     """
     with converted(model) as ours:
         chunks = Chunks(ours, inputs, (), chunk_size, memory_budget, output_fn or _as_it_is)
-        params = dict(converted_parameters(ours))  # type: ignore[arg-type]
+        params = trainable_parameters(ours)
         if not params:
             return {}
-        _check_not_sharded(params)
-        with ours._ps_state().settings.turns.writing:
+        with ours._ps_state().settings.turns.writing():
             return _placed(ours, params, chunks, output_fn or _as_it_is, progress)
 
 
@@ -127,13 +126,12 @@ def jacobian_gram(
     if kernel not in KERNELS:
         raise ValueError(f"`kernel` must be one of {', '.join(map(repr, KERNELS))}; got {kernel!r}.")
     with converted(model) as ours:
-        _check_not_sharded(dict(converted_parameters(ours)))  # type: ignore[arg-type]
         made = output_fn or _as_it_is
         one = Chunks(ours, inputs, chunk_size=chunk_size)
         two = one if other is None else Chunks(ours, other, chunk_size=chunk_size)
         full, trace = kernel == "full", kernel == "trace"
         blocks: list[list[Tensor]] = []
-        with ours._ps_state().settings.turns.writing, leaving_nothing(ours):
+        with ours._ps_state().settings.turns.writing(), leaving_nothing(ours):
             for n, span in enumerate(one.spans):
                 blocks.append([])
                 for m, rest in enumerate(two.spans):
@@ -241,7 +239,7 @@ def _placed(
         into.copy_(rows) if first else into.add_(rows)
         reached.add(name)
 
-    with leaving_nothing(model), going_to(model, Placing(take), alone=False):  # type: ignore[arg-type]
+    with leaving_nothing(model), going_to(model, Streaming(take, sums=False), alone=False):  # type: ignore[arg-type]
         for span in bar(chunks.spans, progress):
             outputs = Outputs(model, chunks, span, output_fn)
             for c, backward in enumerate(outputs.passes()):
@@ -326,38 +324,23 @@ def _stacked(ones: Sequence[Factor], twos: Sequence[Factor]) -> Tensor:
 @contextmanager
 def leaving_nothing(model: Converted) -> Iterator[None]:
     """Backward passes inside the block leave `.grad` and `.grad_sample` of the model as they were."""
-    params, every = list(model.parameters()), settings_of(model)  # type: ignore[attr-defined]
-    before = [(p, p.grad, getattr(p, "grad_sample", None)) for p in params]
+    every = settings_of(model)  # type: ignore[arg-type]
     recorded = [(settings, settings.recorded, settings.appended) for settings in every]
-    for p in params:
-        p.grad = None
     for settings in every:
         settings.recorded = {}  # what is there is not theirs to clear
     try:
-        with changed(model, "accumulation", "replace"):  # type: ignore[arg-type]
+        with gradients_unchanged(model), changed(model, "accumulation", "replace"):  # type: ignore[arg-type]
             yield
     finally:
-        for p, grad, rows in before:
-            p.grad = grad
-            if rows is not None or "grad_sample" in p.__dict__:
-                p.grad_sample = rows  # type: ignore[attr-defined]
         for settings, own, appended in recorded:
             settings.recorded, settings.appended = own, appended
 
 
 def _check_rows(model: Converted, reached: Collection[str]) -> None:
     """An error where a parameter has got a gradient, and no row of it."""
-    for name, p in converted_parameters(model):  # type: ignore[arg-type]
+    for name, p in trainable_parameters(model).items():
         if p.grad is not None and name not in reached:
             raise ValueError(
                 f"`{name}` has a gradient, but none per sample: its module is not converted (see"
                 " ps.report(model))."
             )
-
-
-def _check_not_sharded(params: Mapping[str, Tensor]) -> None:
-    if any(is_shard(p) for p in params.values()):
-        raise ValueError(
-            "parameters are sharded (fully_shard): call loss.backward() for each output, and read"
-            " `grad_sample` after it."
-        )

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .core.sharding import is_sharded
-from .core.trees import callable_module, own_parameters
-from .general import parameters_of
+from .core.trees import callable_module, own_parameters, trainable_parameters
 from .modules.base import PSLayer
 from .modules.container import PSContainer
 from .modules.converted import Converted
@@ -161,20 +160,15 @@ def report(model: nn.Module) -> Report:
     ways: dict[str, str] = {}  # of modules that are run whole, with all that is below them
     slow = frozenset(_slow(model))
     for path, module in model.named_modules():
+        above = next(
+            (f"{w} of {p or '(model)'}" for p, w in ways.items() if path.startswith(f"{p}." if p else "")), ""
+        )
         if isinstance(module, Converted):
             state = module._ps_state()
             way = (
                 "/".join(sorted({plan.way for plan in state.plans.values()}))
                 if state.per_sample_forward
                 else ""
-            )
-            above = next(
-                (
-                    f"{w} of {p or '(model)'}"
-                    for p, w in ways.items()
-                    if path.startswith(f"{p}." if p else "")
-                ),
-                "",
             )
             if state.includes_children and not above:
                 ways[path] = way
@@ -190,14 +184,6 @@ def report(model: nn.Module) -> Report:
                 )
             )
         elif callable_module(module) and any(p.requires_grad for _, p in own_parameters(module)):
-            above = next(
-                (
-                    f"{w} of {p or '(model)'}"
-                    for p, w in ways.items()
-                    if path.startswith(f"{p}." if p else "")
-                ),
-                "",
-            )
             rows.append(Row(path, module, type(module), None, way=above, slow=slow))
     return Report(rows)
 
@@ -208,7 +194,7 @@ def _slow(model: nn.Module) -> Iterator[int]:
     """
     for module in model.modules():
         if isinstance(module, PSContainer) and (state := module._ps_state()).per_sample_forward:
-            for name, param in parameters_of(module, own=not state.includes_children).items():
+            for name, param in trainable_parameters(module, own=not state.includes_children).items():
                 if not state.plans or any(
                     name not in plan.fast | plan.others for plan in state.plans.values()
                 ):

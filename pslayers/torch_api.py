@@ -9,11 +9,13 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import checkpoint
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 FLOOR = "2.10"  # the oldest torch that the tests pass on; in setup.cfg and README too
 
@@ -55,11 +57,6 @@ _warn_of_loops = _find("_C._functorch._set_vmap_fallback_warning_enabled")
 def level() -> int:
     """How many transforms of torch.func run, one in another."""
     return 0 if (innermost := peek()) is None else innermost.level()  # type: ignore[no-any-return]
-
-
-def transforms_run() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running."""
-    return peek() is not None
 
 
 @contextmanager
@@ -249,7 +246,9 @@ def held_elsewhere(t: Tensor) -> bool:
 
 # ---------------------------------------------------------------------------------------------------- classes
 AnyBatchNorm = torch.nn.modules.batchnorm._BatchNorm
+AnyInstanceNorm = torch.nn.modules.instancenorm._InstanceNorm
 AnyConv = torch.nn.modules.conv._ConvNd
+AnyConvTranspose = torch.nn.modules.conv._ConvTransposeNd
 AdaptiveOutput = torch.nn.modules.adaptive._ASMoutput
 
 # ---------------------------------------------------------------------------------------------------- kernels
@@ -328,6 +327,16 @@ global_backward_pre_hooks: dict[int, Any] = _find("nn.modules.module._global_bac
 is_tracing: Callable[[], Any] = _find("_C._get_tracing_state")  # by torch.jit.trace; None if it is not
 
 
+# torch.compile's own decorators import the compiler, which takes a second
+def mark_constant(function: F) -> F:
+    """As ``torch.compiler.assume_constant_result``: called while torch.compile traces, its result a
+    constant.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@mark_constant
 def is_exporting() -> bool:
     """Whether torch.export traces; a constant to torch.compile, which up to 2.10 takes torch's own for True
     at all times.
@@ -356,17 +365,6 @@ def not_compiling() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------- torch.compile
-# its own decorators import the compiler, which takes a second
-def mark_constant(function: Any) -> None:
-    """As ``torch.compiler.assume_constant_result``: called while torch.compile traces, its result a
-    constant.
-    """
-    function._dynamo_marked_constant = True
-
-
-mark_constant(is_exporting)
-
-
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether torch.compile has made it of another module (by name: its class takes long to import)."""
     return type(module).__module__.startswith("torch._dynamo")

@@ -48,25 +48,21 @@ def separating_groups(size: int) -> list[list[int]]:
 def disagreement(ours: Any, plain: Any) -> str | None:
     """How an output differs from the plain one; None where it does not."""
     with torch_api.without_subclasses():
-        return _disagreement(ours, plain)
-
-
-def _disagreement(ours: Any, plain: Any) -> str | None:
-    pairs = [tensors_of(ours), tensors_of(plain)]
-    shapes = [[tuple(t.shape) for t in tensors] for tensors in pairs]
-    if shapes[0] != shapes[1]:
-        return f"tensors of shape {shapes[0]} instead of {shapes[1]}"
-    for a, b in zip(*pairs, strict=True):
-        if b.is_floating_point() and b.numel():
-            # models may compute in less than they return
-            tolerance = {torch.float64: 1e-4, torch.float32: 1e-3}.get(b.dtype, 3e-2)
-            finite = b.isfinite()
-            if not torch.equal(a.isfinite(), finite):
-                return "other values than the original layers"
-            a, b = (torch.where(finite, t.detach().double(), 0) for t in (a, b))
-            if (a - b).abs().max() > tolerance * (b.abs().max() + 1e-4):
-                return "other values than the original layers"
-    return None
+        pairs = [tensors_of(ours), tensors_of(plain)]
+        shapes = [[tuple(t.shape) for t in tensors] for tensors in pairs]
+        if shapes[0] != shapes[1]:
+            return f"tensors of shape {shapes[0]} instead of {shapes[1]}"
+        for a, b in zip(*pairs, strict=True):
+            if b.is_floating_point() and b.numel():
+                # models may compute in less than they return
+                tolerance = {torch.float64: 1e-4, torch.float32: 1e-3}.get(b.dtype, 3e-2)
+                finite = b.isfinite()
+                if not torch.equal(a.isfinite(), finite):
+                    return "other values than the original layers"
+                a, b = (torch.where(finite, t.detach().double(), 0) for t in (a, b))
+                if (a - b).abs().max() > tolerance * (b.abs().max() + 1e-4):
+                    return "other values than the original layers"
+        return None
 
 
 def batched_outputs(

@@ -136,10 +136,8 @@ def put_back(before: Tensor, rows: Tensor, sure: bool = False) -> bool:
     return torch.equal(rows, torch.arange(len(rows) // k, device=rows.device).repeat_interleave(k))
 
 
-UNKNOWN, WEAK = (
-    RowProvenance(None, 0),
-    RowProvenance(None, 0, picked=False),
-)  # of rows that were picked; of what comes of the batch in any way
+UNKNOWN = RowProvenance(None, 0)  # of rows that were picked
+WEAK = RowProvenance(None, 0, picked=False)  # of what comes of the batch in any way
 
 
 class PaddedRows:

@@ -29,7 +29,7 @@ from ..core.context import (
     transforming,
 )
 from ..core.converted_module import ConvertedModule
-from ..core.trees import map_tensors, own_parameters, tensors_in, tensors_of, written_to
+from ..core.trees import cloned, map_tensors, own_parameters, tensors_in, tensors_of, written_to
 from .snapshot import trial
 
 # how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's
@@ -464,7 +464,7 @@ def run_tracked(
     """
     with torch_api.without_torch_function():
         # a model may change its inputs in place
-        args, kwargs = map_tensors(lambda t: t.clone(), (args, kwargs))
+        args, kwargs = cloned((args, kwargs))
         if (picks := local.gathered_rows) is not None:
             picks.enter(args, kwargs, model._ps_state().settings.batch_first)  # type: ignore[operator]
     local.tracker = tracker = tracker or Tracker()

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from .. import torch_api
 from ..attribution.snapshot import trial
-from ..convert import ConversionError, converted_parameters, settings_of
+from ..convert import ConversionError, settings_of
 from ..core.context import local
+from ..core.trees import trainable_parameters
 from ..gradients import recording
 from ..modules.converted import Converted
 from .losses import LowestPrecision, RealCall, floating, overlap, project, real, samples_dims
@@ -43,7 +44,7 @@ class Trials:
         self, plain: nn.Module, twin: Any, call: RealCall, value: Any, seed: int, tolerance: float | None
     ) -> None:
         self.plain, self.twin, self.call, self.value, self.seed = plain, twin, call, value, seed
-        self.params = dict(converted_parameters(twin))
+        self.params = trainable_parameters(twin)
         self.mean = settings_of(twin)[0].loss_reduction == "mean"
         lowest = LowestPrecision(
             next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
@@ -77,17 +78,15 @@ class Trials:
         """Runs that leave no trace on modules or in random generators, which give them the same numbers each
         time.
         """
-        numpy, number = sys.modules.get("numpy"), self.seed if seed is None else seed
+        number = self.seed if seed is None else seed
+        # numpy loads it when it is first asked for: before `trial` notes where the generators are
+        numpy_random = getattr(sys.modules.get("numpy"), "random", None)
         converted = any(isinstance(m, Converted) for m in model.modules())
-        with ExitStack() as stack:
-            if numpy is not None:
-                stack.callback(numpy.random.set_state, numpy.random.get_state())
-                numpy.random.seed(number % 2**32)
-            stack.enter_context(trial(model))
-            stack.enter_context(recording(model, recorded) if converted else nullcontext())
-            stack.enter_context(torch.enable_grad())
+        with trial(model), recording(model, recorded) if converted else nullcontext(), torch.enable_grad():
             torch.manual_seed(number)
             random.seed(number)
+            if numpy_random is not None:
+                numpy_random.seed(number % 2**32)
             yield
 
     def measure(
@@ -116,7 +115,7 @@ class Trials:
                 total = total / max(size, 1)
             if total.requires_grad:
                 total.backward()
-            params = dict(converted_parameters(model))
+            params = trainable_parameters(model)
             rows = {name: getattr(p, "grad_sample", None) for name, p in params.items()}
             run = Run(
                 [t.detach() for t in tensors],

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import torch_api
 from ..attribution.snapshot import trial
 from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
-from ..core.context import UNSCALED, Batch, Form, Settings, form_of, local
+from ..core.context import UNSCALED, Batch, Call, Form, Settings, form_of, local
 from ..core.converted_module import ConvertedLayer, ConvertedModule, state_of
 from .layers import FAST
 from .registry import modules
@@ -37,14 +37,6 @@ class Traced(Batch):
         self.size, self.settings, self.trackable, self.form = size, settings, trackable, form
         self.calls, self.outputs, self.root, self.given, self.scale = {}, None, None, None, UNSCALED
         self.ragged = None
-
-
-class _Call:
-    """The call of a layer that is traced."""
-
-    def __init__(self, layer: ConvertedLayer, rows: int) -> None:
-        self.layer, self.rows, self.scale = layer, rows, UNSCALED
-        self.expanded: set[str] = set()
 
 
 def call_container(
@@ -121,12 +113,14 @@ def _made(told: Any) -> Any:
     return kind(map(_made, rest[0]))
 
 
+@torch_api.mark_constant
 def _known(number: int, training: bool, form: Form) -> bool:
     """Whether a kind of call was proved; as before, where the compiler begins anew with what it was at."""
     module = modules[number]
     return _proved(module, form) and state_of(module).proved_in != torch_api.compile_id()
 
 
+@torch_api.mark_constant
 def _prove(number: int, told: Any) -> bool:
     """Prove a kind of call by a recorded one that is given such; whether that could be done."""
     module = modules[number]
@@ -141,19 +135,11 @@ def _prove(number: int, told: Any) -> bool:
     return _proved(module, form_of(args, kwargs))
 
 
+@torch_api.mark_constant
 def _without_replacement(number: int) -> bool:
     """Whether a module, or one below it, runs with per-sample parameters."""
     states = (getattr(m, "_ps", None) for m in modules[number].modules())
     return any(state is not None and state.per_sample_forward for state in states)
-
-
-torch_api.mark_constant(_without_replacement)
-
-
-torch_api.mark_constant(_known)
-
-
-torch_api.mark_constant(_prove)
 
 
 def _proved(module: nn.Module, form: Form) -> bool:
@@ -216,14 +202,12 @@ def _run_layer(
     layer: ConvertedLayer, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     args, kwargs, rows, undo = layer.arrange(args, kwargs, local.batch.size)  # type: ignore[union-attr]
-    before, local.call = local.call, _Call(layer, rows)
-    try:
+    with Call(layer, rows, UNSCALED):
         fast = FAST.get(layer.replaces)
-        output = NotImplemented if fast is None or _given(layer) else fast(layer, *args, **kwargs)
-        if output is NotImplemented:
+        if fast is None or _given(layer):
             output = ps_forward(layer, *args, **kwargs)
-    finally:
-        local.call = before
+        else:
+            output = fast(layer, *args, **kwargs)
     if undo is None:
         return output
     return undo(output) if isinstance(output, Tensor) else type(output)(undo(t) for t in output)

@@ -45,11 +45,9 @@ def number_of(module: nn.Module) -> int:
     return number
 
 
+@torch_api.mark_constant
 def use_number() -> int:
     """A number for each use of a weight: the compiler would merge two that look alike, and their rows would
     count once.
     """
     return next(_uses)
-
-
-torch_api.mark_constant(use_number)

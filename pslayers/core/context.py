@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_api
-from .converted_module import ConvertedModule
+from .converted_module import ConvertedLayer, ConvertedModule
 from .thread_turns import Turns
 from .trees import ndims, tensors_of
 
@@ -76,7 +76,7 @@ class Settings:
     rows: int = field(default=-1, repr=False)  # samples in the pass that is running
     appended: int = field(default=0, repr=False)  # samples of the passes before it whose rows are kept
     recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, repr=False)
-    # of calls, and their batch sizes
+    # the scales of recorded calls, which live as long as these calls' graphs, and the calls' batch sizes
     graphs: list[tuple["weakref.ref[Scale]", int]] = field(default_factory=list, repr=False)
     # the last recorded call ran in a DistributedDataParallel, which waits for plain gradients
     in_ddp: bool = field(default=False, repr=False)
@@ -195,25 +195,6 @@ class Batch:
     ``trackable`` says whether the outermost module can run again to find out which rows are whose.
     """
 
-    __slots__ = (
-        "calls",
-        "form",
-        "given",
-        "keeps",
-        "level",
-        "outer_pass",
-        "outputs",
-        "proving",
-        "ragged",
-        "returned",
-        "root",
-        "scale",
-        "settings",
-        "size",
-        "trackable",
-        "undecided",
-    )
-
     def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
         self.undecided = False  # some layer could not tell whose the rows of its input are
@@ -224,8 +205,8 @@ class Batch:
         self.outer_pass = torch_api.outer_pass()
         self.root: ConvertedModule | None = None  # the outermost module
         self.given: Sequence[Place] | None = None  # see `given_places`
-        # what the call has returned, the dim of the samples' rows, and whose these are; None: of no one's
-        self.keeps = False  # it leaves something for a loss that is made of parameters alone
+        self.keeps = False  # the call leaves something for a loss that is made of parameters alone
+        # what it has returned, the dim of the samples' rows, and whose these are; None: of no one's
         self.returned: list[tuple[weakref.ref[Tensor], int | None, Tensor | None]] = []
         self.calls: dict[int, int] = {}  # how often each module has been called so far
         self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
@@ -270,6 +251,24 @@ class Batch:
         """The number of the call of `module` that begins."""
         number = self.calls[id(module)] = self.calls.get(id(module), -1) + 1
         return number
+
+
+class Call:
+    """One call of a layer: its rows, the scale of its gradients, and the names of the parameters that it has
+    expanded.
+    """
+
+    __slots__ = ("before", "expanded", "layer", "rows", "scale")
+
+    def __init__(self, layer: ConvertedLayer, rows: int, scale: Scale) -> None:
+        self.layer, self.rows, self.scale = layer, rows, scale
+        self.expanded: set[str] = set()
+
+    def __enter__(self) -> None:
+        self.before, local.call = local.call, self
+
+    def __exit__(self, *error: object) -> None:
+        local.call = self.before
 
 
 # a module's parameters, the name of one, and what stands in its place
@@ -381,11 +380,6 @@ def recorded_or_not(settings: Sequence[Settings], recorded: bool) -> AbstractCon
     return changed(unrecorded=others if recorded else (*others, *settings))
 
 
-def current_batch() -> Batch | None:
-    """The batch of the outermost call that is running in this thread, or None outside of one."""
-    return local.batch
-
-
 def in_ragged() -> bool:
     """Whether rows belong to given samples: then an op's are as many as it is given."""
     return local.batch is not None and local.batch.ragged is not None
@@ -400,7 +394,7 @@ def picked_by(t: Any) -> Any:
 
 def transforming() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp, ...) is running."""
-    return not torch.compiler.is_compiling() and torch_api.transforms_run()
+    return not torch.compiler.is_compiling() and torch_api.peek() is not None
 
 
 # --------------------------------------------------------------------------------- in the place of parameters

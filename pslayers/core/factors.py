@@ -71,8 +71,8 @@ class Owners:
         kinds, found = counts.clamp(min=1).double().log2().ceil(), []
         for kind in kinds[counts > 0].unique():
             samples = ((kinds == kind) & (counts > 0)).nonzero().squeeze(1)
-            place = torch.full_like(counts, -1).index_copy(0, samples, torch.arange(len(samples)).to(samples))
-            found.append((samples, Owners(torch.where(self.ids < 0, -1, place[self.ids]), len(samples))))
+            numbers, count = renumbered(samples, self.size, samples.device)
+            found.append((samples, Owners(torch.where(self.ids < 0, -1, numbers[self.ids]), count)))
         return found
 
     def padded(self, t: Tensor) -> Tensor:
@@ -81,7 +81,9 @@ class Owners:
             return t
         order, places, n = self.places
         t = t if order is None else t[order]
-        return t.new_zeros(self.size * n, *t.shape[1:]).index_copy(0, places, t)
+        out = t.new_zeros(self.size * n, *t.shape[1:])
+        out[places] = t
+        return out
 
     def summed(self, t: Tensor) -> Tensor:
         """(R, ...) as (B, ...), added up."""
@@ -92,6 +94,16 @@ class Owners:
         return t.new_zeros(self.size, *t.shape[1:]).index_add(0, ids, t)
 
 
+def renumbered(index: slice | Tensor, size: int, device: torch.device) -> tuple[Tensor, int]:
+    """The number of each of `size` samples among those at `index`, -1 for the others; and how many these
+    are.
+    """
+    chosen = torch.arange(size, device=device)[index]
+    numbers = torch.full((size,), -1, device=device)
+    numbers[chosen] = torch.arange(len(chosen), device=device)
+    return numbers, len(chosen)
+
+
 class Factor:
     """The gradients (B, *S) that one use of a weight gives, one for each sample.
 
@@ -99,6 +111,7 @@ class Factor:
     """
 
     shape: torch.Size  # (B, *S); B is 1 where nobody asks for rows
+    gy: Tensor  # the gradient of the op's output, of most
     # how many products `total` sums, of all samples together; with more than `worth_summing` for each sample,
     # it is taken to be cheaper to sum dense rows that are there, where that is not measured
     positions, worth_summing = 0, 4
@@ -155,9 +168,6 @@ class Factor:
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name not in self.unread:
                 yield self, name, value
-            elif name == "parts":
-                for part in value:
-                    yield from part.tensors()
 
     def detach_(self) -> None:
         """Let go of the graph that it came from."""
@@ -205,8 +215,8 @@ class Factor:
         return out
 
     def like(self) -> Tensor:
-        """A tensor of its dtype, on its device."""
-        raise NotImplementedError
+        """A tensor of its dtype, on its device: the gradient of the op's output, where it holds one."""
+        return self.gy
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Dense rows of some samples at a time, which take at most `CHUNK_BYTES`, or are one sample's; only
@@ -436,7 +446,38 @@ class Dense(Factor):
         return self._of(each, self.shape[0] * len(factors))
 
 
-class Blocks(Factor):
+class OfParts(Factor):
+    """Made of other factors: what is asked of it is asked of each, unless it says otherwise."""
+
+    parts: Sequence[Factor]
+
+    def _of(self, parts: Sequence[Factor]) -> Factor:
+        """The same of other parts."""
+        raise NotImplementedError
+
+    def tensors(self) -> Iterator[tuple[Factor, str, Tensor]]:
+        for part in self.parts:
+            yield from part.tensors()
+
+    def select(self, index: slice | Tensor) -> Factor:
+        return self._of([part.select(index) for part in self.parts])
+
+    def regrouped(self, owners: Owners) -> Factor:
+        return self._of([part.regrouped(owners) for part in self.parts])
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        return self._of([part.to(dtype) for part in self.parts])
+
+    def like(self) -> Tensor:
+        return self.parts[0].like()
+
+    def stack(self, factors: Sequence[Factor]) -> Factor | None:
+        each = zip(*(factor.parts for factor in factors), strict=True)  # type: ignore[attr-defined]
+        found = [stack for part in each if (stack := part[0].stack(part)) is not None]
+        return self._of(found) if len(found) == len(self.parts) else None
+
+
+class Blocks(OfParts):
     """Of weights that are packed in one: a factor for each block of dim 0 of the weight."""
 
     def __init__(self, parts: Sequence[Factor], shape: torch.Size) -> None:
@@ -457,24 +498,8 @@ class Blocks(Factor):
         """Block by block."""
         return torch.cat([part.rows() for part in self.parts], 1)
 
-    def select(self, index: slice | Tensor) -> Factor:
-        return self._of([part.select(index) for part in self.parts])
-
-    def regrouped(self, owners: Owners) -> Factor:
-        return self._of([part.regrouped(owners) for part in self.parts])
-
-    def to(self, dtype: torch.dtype) -> Factor:
-        return self._of([part.to(dtype) for part in self.parts])
-
-    def _of(self, parts: list[Factor]) -> "Blocks":
+    def _of(self, parts: Sequence[Factor]) -> Factor:
         return Blocks(parts, torch.Size((parts[0].shape[0], *self.shape[1:])))
-
-    def like(self) -> Tensor:
-        return self.parts[0].like()
-
-    def stack(self, factors: Sequence[Factor]) -> Factor | None:
-        parts = stacked_parts(factors)
-        return None if parts is None else self._of(parts)
 
     def _split(self, t: Tensor) -> Sequence[Tensor]:
         return t.split([part.shape[1] for part in self.parts])
@@ -510,7 +535,7 @@ def added(parts: Sequence[Tensor]) -> Tensor:
     return sum(parts[1:], start=parts[0])
 
 
-class Apart(Factor):
+class Apart(OfParts):
     """Of samples in several groups (each an index of samples), a factor for each; others have no gradient."""
 
     def __init__(self, groups: Sequence[Tensor], parts: Sequence[Factor], shape: torch.Size) -> None:
@@ -538,20 +563,20 @@ class Apart(Factor):
         return self._together([part.rows() for part in self.parts])
 
     def select(self, index: slice | Tensor) -> Factor:
-        chosen = torch.arange(self.shape[0], device=self.like().device)[index]
+        size, device = self.shape[0], self.like().device
+        chosen = torch.arange(size, device=device)[index]
         groups, parts = [], []
         for group, part in zip(self.groups, self.parts, strict=True):
-            places = torch.full((self.shape[0],), -1, device=chosen.device)
-            places[group] = torch.arange(len(group), device=chosen.device)
-            groups.append((places[chosen] >= 0).nonzero().squeeze(1))
-            parts.append(part.select(places[chosen][groups[-1]]))
+            places = renumbered(group, size, device)[0][chosen]
+            groups.append((places >= 0).nonzero().squeeze(1))
+            parts.append(part.select(places[groups[-1]]))
         return Apart(groups, parts, torch.Size((len(chosen), *self.shape[1:])))
 
-    def to(self, dtype: torch.dtype) -> Factor:
-        return Apart(self.groups, [part.to(dtype) for part in self.parts], self.shape)
+    # not part by part: each is of other samples
+    regrouped, stack = Factor.regrouped, Factor.stack
 
-    def like(self) -> Tensor:
-        return self.parts[0].like()
+    def _of(self, parts: Sequence[Factor]) -> Factor:
+        return Apart(self.groups, parts, self.shape)
 
     def sq_norms(self) -> Tensor:
         return self._together([part.sq_norms() for part in self.parts])
@@ -594,14 +619,6 @@ class Spent(Factor):
     write = weighted_sum = dot = meet = meet_all = select  # type: ignore[assignment]
 
 
-def stacked_parts(factors: Sequence[Factor]) -> list[Factor] | None:
-    """The parts of several factors of the same kind, stacked part by part."""
-    each = zip(*(factor.parts for factor in factors), strict=True)  # type: ignore[attr-defined]
-    stacks = [part[0].stack(part) for part in each]
-    found = [stack for stack in stacks if stack is not None]
-    return found if len(found) == len(stacks) else None
-
-
 CANCELLED = 0.05  # of the squared norms of several uses, below which that of their sum is computed anew
 
 
@@ -619,7 +636,7 @@ def joined(parts: Sequence[Factor], scales: Sequence[float]) -> "Sum":
     return Sum([part for part, _ in found], [scale for _, scale in found])
 
 
-class Sum(Factor):
+class Sum(OfParts):
     """Of several uses of one weight, each times a number: cross terms are part of every product.
 
     Args:
@@ -630,17 +647,8 @@ class Sum(Factor):
     def __init__(self, parts: Sequence[Factor], scales: Sequence[float]) -> None:
         self.parts, self.scales, self.shape = list(parts), list(scales), parts[0].shape
 
-    def _of(self, parts: list[Factor]) -> "Sum":
+    def _of(self, parts: Sequence[Factor]) -> Factor:
         return Sum(parts, self.scales)
-
-    def select(self, index: slice | Tensor) -> Factor:
-        return self._of([part.select(index) for part in self.parts])
-
-    def to(self, dtype: torch.dtype) -> Factor:
-        return self._of([part.to(dtype) for part in self.parts])
-
-    def like(self) -> Tensor:
-        return self.parts[0].like()
 
     def total(self) -> Tensor:
         return added([s * part.total() for s, part in zip(self.scales, self.parts, strict=True)])
@@ -674,10 +682,6 @@ class Sum(Factor):
 
     def meet_all(self, other: Factor) -> Tensor | None:
         return added([s * part.gram(other) for s, part in zip(self.scales, self.parts, strict=True)])
-
-    def stack(self, factors: Sequence[Factor]) -> Factor | None:
-        parts = stacked_parts(factors)
-        return None if parts is None else self._of(parts)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         (first, *others), (s, *rest) = self.parts, self.scales

@@ -219,13 +219,14 @@ class Streaming(Sink):
     """Rows handed to a function, one parameter after the other, in memory that all of them share.
 
     Args:
-        take: ``take(name, rows)``.
+        take: ``take(name, rows, first)``, where `first` is False for a further part of the same rows.
+        sums: the plain gradients are wanted, too.
     """
 
     adds_up = False
 
-    def __init__(self, take: Callable[[str, Tensor], object]) -> None:
-        self.take = take
+    def __init__(self, take: Callable[[str, Tensor, bool], object], sums: bool = True) -> None:
+        self.take, self.sums = take, sums
         self.workspace: torch.UntypedStorage | None = None
 
     def buffer(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
@@ -242,33 +243,8 @@ class Streaming(Sink):
         self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
     ) -> None:
         """Hand the rows on, and keep none."""
-        if not first:
-            raise RuntimeError(
-                f"`{recorder.name}` got its per-sample gradient in parts (a reentrant checkpoint), which"
-                " cannot be streamed: use torch.utils.checkpoint with use_reentrant=False."
-            )
         recorder.dense.release()
-        self.take(self.name_of(recorder), rows)
-
-
-class Placing(Streaming):
-    """Rows handed on likewise, in parts too; the plain gradients are not wanted (`ps.per_sample_jacobians`).
-
-    Args:
-        take: ``take(name, rows, first)``, where `first` is False for a further part of the same rows.
-    """
-
-    sums = False
-
-    def __init__(self, take: Callable[[str, Tensor, bool], object]) -> None:
-        self.place, self.workspace = take, None
-
-    def store(
-        self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
-    ) -> None:
-        """Hand the rows on, and keep none."""
-        recorder.dense.release()
-        self.place(self.name_of(recorder), rows, first)
+        self.take(self.name_of(recorder), rows, first)
 
 
 class Use(NamedTuple):

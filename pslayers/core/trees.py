@@ -4,11 +4,13 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+
+V = TypeVar("V")
 
 _LEAVES = {type(None), bool, int, float, str}  # by far the most of what holds none
 _CLOSED = (nn.Module, type, FunctionType, MethodType, ModuleType, str, int, float, complex, bytes)
@@ -118,6 +120,12 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, An
     return copies[id(value)]
 
 
+def cloned(value: V) -> V:
+    """A copy of a value with tensors of its own, which a forward may write to."""
+    copies: V = map_tensors(lambda t: t.clone(), value)
+    return copies
+
+
 def written_to(value: Any, given: set[int]) -> list[Tensor]:
     """The tensors that a call has written into what it was called with (a cache): those that were not
     `given`, by identity.
@@ -166,6 +174,14 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for name, child in module._modules.items():
         if child is not None and not callable_module(child):
             yield from ((f"{name}.{inner}", p) for inner, p in own_parameters(child))
+
+
+def trainable_parameters(module: nn.Module, own: bool = False) -> dict[str, nn.Parameter]:
+    """The trainable parameters of the module and of all that is below it, shared ones once; with `own`, those
+    of the module alone.
+    """
+    found = own_parameters(module) if own else module.named_parameters()
+    return {name: p for name, p in found if p.requires_grad}
 
 
 def callable_module(module: nn.Module) -> bool:

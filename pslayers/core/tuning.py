@@ -96,7 +96,7 @@ class Tuning:
         return found[-1]
 
     def known(self, key: Key) -> str | None:
-        """The same, if that is settled, at less cost than to say which ways there are."""
+        """What `fastest` would give, if that is settled, else None: without the ways, which cost to make."""
         key = _here(key)
         if not self.enabled or torch.are_deterministic_algorithms_enabled() or key in self.tried:
             return None

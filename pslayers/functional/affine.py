@@ -57,6 +57,12 @@ def affine(kernel: Kernel, op: str, x: Tensor, weight: Weight, bias: Weight, ndi
     return _Affine.apply(x, *of_w, *of_b, w, b, kernel)
 
 
+def scale_and_shift(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """``y * weight + bias``, with weights (N, *S) in a shape that goes with y's, where there are any."""
+    y = y if weight is None else y * weight.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
+
+
 def in_float32(x: Tensor) -> Tensor:
     """`x` as autocast hands it to the ops that it runs in float32, on CUDA."""
     return x.float() if x.device.type == "cuda" and torch.is_autocast_enabled("cuda") else x

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
-from ..core.factors import Dense, Factor, Owners, squares
+from ..core.factors import Dense, Factor, Owners, renumbered, squares
 from .common import check_rows, owned, weighed
-from .embedding import Gather, places_of, repeats
+from .embedding import Gather, repeats
 
 MODES = "sum", "mean", "max"  # by torch's numbers
 
@@ -228,8 +228,8 @@ class Bagged(Factor):
     def select(self, index: slice | Tensor) -> Factor:
         bags, size = self.bags, self.shape[0]
         k = bags.count // max(size, 1)
-        places, count = places_of(index, size, self.gy.device)
-        samples = places[bags.bag // max(k, 1)]
+        numbers, count = renumbered(index, size, self.gy.device)
+        samples = numbers[bags.bag // max(k, 1)]
         kept = samples >= 0
         some = _Bags(bags.ids[kept], count * k, bags.mode, (samples * k + bags.bag % max(k, 1))[kept])
         factors = None if self.factors is None else self.factors[kept]
@@ -250,9 +250,6 @@ class Bagged(Factor):
 
     def to(self, dtype: torch.dtype) -> Factor:
         return Bagged(self.bags, self.gy.to(dtype), self.factors, self.chosen, self.shape)
-
-    def like(self) -> Tensor:
-        return self.gy
 
     def sq_norms(self) -> Tensor:
         """Where a sample has one bag, each entry gets the bag's gradient as often as it is in there."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .affine import Separate, Weight, affine
+from .affine import Separate, Weight, affine, scale_and_shift
 
 
 def batch_norm(
@@ -63,9 +63,7 @@ class _BatchNorm(Separate):
         return gy.flatten(2).sum(2) if gy.ndim > 2 else gy  # (N, C)
 
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        y, space = self._plain(x, None, None), (1,) * (x.ndim - 2)
-        y = y if weight is None else y * weight.reshape(*x.shape[:2], *space)
-        return y if bias is None else y + bias.reshape(*x.shape[:2], *space)
+        return scale_and_shift(self._plain(x, None, None), weight, bias, (*x.shape[:2], *(1,) * (x.ndim - 2)))
 
     def _plain(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.batch_norm(x, self.running_mean, self.running_var, weight, bias, False, 0.0, self.eps)

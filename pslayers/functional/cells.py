@@ -213,10 +213,8 @@ class _GRU(Cell):
         w_hh = p.weights["hh"]
         ih = affine(p.x, p.weights["ih"], p.weights.get("b_ih"))  # (T, N, 3 H)
         hh = affine(p.before, w_hh, p.weights.get("b_hh"))
-        (r, z, n), (to_r, to_z, to_n) = (
-            ih.unflatten(-1, (3, -1)).unbind(2),
-            hh.unflatten(-1, (3, -1)).unbind(2),
-        )
+        r, z, n = ih.unflatten(-1, (3, -1)).unbind(2)
+        to_r, to_z, to_n = hh.unflatten(-1, (3, -1)).unbind(2)
         r.add_(to_r).sigmoid_()
         z.add_(to_z).sigmoid_()
         if p.steps.padding is not None:  # a closed gate carries the state through

@@ -331,9 +331,6 @@ class Patches(Factor):
     def to(self, dtype: torch.dtype) -> Factor:
         return self._of(self.x, self.gy, self.shape[0], self.weight.detach().to(dtype))
 
-    def like(self) -> Tensor:
-        return self.gy
-
     def _outer(self) -> Outer | None:
         """As a linear map of patches, each group's a sample, where that is cheaper than dense rows."""
         (size, o, *_), groups = self.shape, self.geometry.groups

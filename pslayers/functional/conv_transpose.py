@@ -82,12 +82,8 @@ def _transposed(
     groups: int,
     dilation: Size,
 ) -> Tensor:
-    stride, dilation, padding, more = (
-        each(stride, n),
-        each(dilation, n),
-        each(padding, n),
-        each(output_padding, n),
-    )
+    stride, dilation, padding = each(stride, n), each(dilation, n), each(padding, n)
+    more = each(output_padding, n)
     if any(m and m >= max(s, d) for m, s, d in zip(more, stride, dilation, strict=True)):
         raise ValueError(
             f"ps.functional.{op} got output_padding={more}: expected less than the stride {stride} or the"

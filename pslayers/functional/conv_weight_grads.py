@@ -295,11 +295,8 @@ def _promising(
     if o == i == 1:  # depthwise: oneDNN's weight gradient has kernels for one dim and for 3 x 3, no others
         own = ["fused"] if len(shape) == 4 or shape[3:] == (3, 3) else []
         return ["turned", *own, "im2col"]
-    values, inputs, patches = (
-        groups * o * i * kernel,
-        (x.numel() + gy.numel()) / shape[0],
-        groups * i * kernel * positions,
-    )
+    values, inputs = groups * o * i * kernel, (x.numel() + gy.numel()) / shape[0]
+    patches = groups * i * kernel * positions
     copied = _copied(gy, shape, geometry)
     blocks = groups * math.prod(math.ceil(n / 32) * 32 for n in (o, i * kernel))
     if i < FEW:

@@ -13,8 +13,6 @@ from .. import torch_api
 from ..core.expansion import Op, composite_backward
 from .common import owned
 
-Result = Tensor | tuple[Tensor, ...]
-
 
 def for_each(fn: Callable[..., Any], weights: Sequence[Tensor], batch: Sequence[Tensor]) -> Any:
     """``y[n] = fn(*weights[n], *batch[n])``, weights being expansions (of stride 0 over the batch), by one

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ..core.context import in_ragged
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
-from ..core.factors import CHUNK_BYTES, Dense, Factor, Owners, at_once, beside, squares
+from ..core.factors import CHUNK_BYTES, Dense, Factor, Owners, at_once, beside, renumbered, squares
 from .common import by_position, check_rows, of_dtype, owned, weighed
 from .linear_factor import Outer
 
@@ -154,8 +154,8 @@ class Gather(Factor):
             by_sample = size, len(gy) // max(size, 1)
             ids, gy = (t.unflatten(0, by_sample)[index] for t in (self.ids, gy))
             return self._of(ids.flatten(0, 1), gy.flatten(0, 1), None, len(ids))
-        places, count = places_of(index, size, gy.device)
-        samples = places[self.samples]
+        numbers, count = renumbered(index, size, gy.device)
+        samples = numbers[self.samples]
         kept = samples >= 0
         return self._of(self.ids[kept], gy[kept], samples[kept], count)
 
@@ -170,9 +170,6 @@ class Gather(Factor):
 
     def to(self, dtype: torch.dtype) -> Factor:
         return self._of(self.ids, self.gy.to(dtype), self.samples, self.shape[0])
-
-    def like(self) -> Tensor:
-        return self.gy
 
     def stack(self, factors: Sequence[Factor]) -> Factor | None:
         parts, size = cast(Sequence[Gather], factors), self.shape[0]
@@ -357,14 +354,6 @@ def repeats(keys: Tensor, most: int) -> tuple[Tensor, Tensor]:
         first = places.scatter(0, order, order.to(narrow)[begins][begins.cumsum(0) - 1])
     again = (first != places).nonzero().squeeze(1)
     return again, first.index_select(0, again)
-
-
-def places_of(index: slice | Tensor, size: int, device: torch.device) -> tuple[Tensor, int]:
-    """Where each of `size` samples comes among those chosen, -1 for the others; and how many these are."""
-    chosen = torch.arange(size, device=device)[index]
-    places = torch.full((size,), -1, device=device)
-    places[chosen] = torch.arange(len(chosen), device=device)
-    return places, len(chosen)
 
 
 class _Embedding(Op):

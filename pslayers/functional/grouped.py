@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
-from ..core.factors import Factor, Owners
+from ..core.factors import Factor, Owners, renumbered
+from ..core.products import outer_each
 from .common import of_dtype, owned
-from .embedding import places_of
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -111,32 +111,19 @@ class Grouped(Factor):
         self._write(self.samples, out, scale)
 
     def _write(self, samples: Tensor, out: Tensor, scale: float) -> None:
-        x, gy, group, groups = self.x, self.gy, self.group, self.shape[1]
-        keys = torch.where(group < groups, samples * groups + group, len(out) * groups)
-        order = keys.argsort(stable=True)
-        counts = keys.bincount(minlength=len(out) * groups + 1)[: len(out) * groups]
-        n, rows = max(int(counts.max()), 1), int(counts.sum())
-        order, starts = order[:rows], counts.cumsum(0) - counts
-        places = (
-            torch.arange(rows, device=x.device)
-            + (torch.arange(len(counts), device=x.device) * n - starts)[keys[order]]
-        )
-        left, right = (
-            t.new_zeros(len(counts) * n, t.shape[1]).index_copy_(0, places, t[order]) for t in (x, gy)
-        )
-        if scale != 1:
-            right *= scale
-        torch.bmm(
-            left.view(-1, n, x.shape[1]).mT, right.view(-1, n, gy.shape[1]), out=out.view(-1, *out.shape[2:])
-        )
+        group, groups = self.group, self.shape[1]
+        ids = torch.where(group < groups, samples * groups + group, -1)  # (S,): each sample's group is one
+        owners = Owners(ids, len(out) * groups)
+        x, gy = (owners.padded(t).unflatten(0, (owners.size, -1)) for t in (self.x, self.gy))
+        outer_each(x, gy, scale, out.view(-1, *out.shape[2:]))
 
     # ------------------------------------------------------------------------------- without the dense rows
     def _of(self, x: Tensor, gy: Tensor, group: Tensor, samples: Tensor, size: int) -> "Grouped":
         return Grouped(x, gy, group, samples, torch.Size((size, *self.shape[1:])))
 
     def select(self, index: slice | Tensor) -> Factor:
-        places, count = places_of(index, self.shape[0], self.x.device)
-        samples = places[self.samples]
+        numbers, count = renumbered(index, self.shape[0], self.x.device)
+        samples = numbers[self.samples]
         kept = samples >= 0
         return self._of(self.x[kept], self.gy[kept], self.group[kept], samples[kept], count)
 
@@ -147,9 +134,6 @@ class Grouped(Factor):
 
     def to(self, dtype: torch.dtype) -> Factor:
         return self._of(self.x.to(dtype), self.gy.to(dtype), self.group, self.samples, self.shape[0])
-
-    def like(self) -> Tensor:
-        return self.gy
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """As if all rows were one sample's, after they were multiplied."""

@@ -81,9 +81,6 @@ class Outer(Factor):
         gy, x = self.batch()
         return self._of(gy.to(dtype), x.to(dtype))
 
-    def like(self) -> Tensor:
-        return self.gy
-
     def kin(self) -> tuple[Any, ...] | None:
         gy, x = self.gy, self.x
         if gy.numel() + x.numel() > FEW:

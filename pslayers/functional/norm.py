@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from .. import torch_api
 from ..core.context import in_ragged
-from .affine import Separate, Weight, affine, in_float32
+from .affine import Separate, Weight, affine, in_float32, scale_and_shift
 from .common import by_position
 
 
@@ -116,8 +116,7 @@ class _LayerNorm(Separate):
 
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         y = F.layer_norm(x, self.shape, None, None, self.eps)
-        y = y if weight is None else y * _spread(weight, x, self.shape)
-        return y if bias is None else y + _spread(bias, x, self.shape)
+        return scale_and_shift(y, weight, bias, _weight_shape(x, self.shape))
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class _RMSNorm(Separate):
 
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         y = F.rms_norm(x, self.shape, None, self.eps)
-        return y if weight is None else y * _spread(weight, x, self.shape)
+        return scale_and_shift(y, weight, bias, _weight_shape(x, self.shape))
 
 
 def _sum_between(values: Tensor, shape: tuple[int, ...], times: Tensor | None = None) -> Tensor:
@@ -162,8 +161,8 @@ def _sum_between(values: Tensor, shape: tuple[int, ...], times: Tensor | None = 
     return torch.bmm(times.reshape(n, 1, t), values.reshape(n, t, size)).view(n, *shape)
 
 
-def _spread(weight: Tensor, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return weight.reshape(len(x), *(1,) * (x.ndim - 1 - len(shape)), *shape)  # (N, 1, .., *S)
+def _weight_shape(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return len(x), *(1,) * (x.ndim - 1 - len(shape)), *shape  # (N, 1, .., *S)
 
 
 @dataclass(frozen=True)
@@ -225,10 +224,8 @@ class _GroupNorm:
         the time.
         """
         rows = x.shape[0] * self.groups, x.shape[1] // self.groups
-        values, g, mean, rstd = (
-            *(t.reshape(rows) for t in (x, gy)),
-            *(t.reshape(-1, 1) for t in statistics),
-        )
+        values, g = x.reshape(rows), gy.reshape(rows)
+        mean, rstd = (t.reshape(-1, 1) for t in statistics)
         gx = gw = None
         if need[0]:
             weighed = g if weight is None else (gy.flatten(1) * weight).view(rows)
@@ -242,6 +239,4 @@ class _GroupNorm:
 
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         y = F.group_norm(x, self.groups, None, None, self.eps)
-        spatial = [1] * (x.ndim - 2)
-        y = y if weight is None else y * weight.reshape(*x.shape[:2], *spatial)
-        return y if bias is None else y + bias.reshape(*x.shape[:2], *spatial)
+        return scale_and_shift(y, weight, bias, (*x.shape[:2], *(1,) * (x.ndim - 2)))

@@ -177,6 +177,17 @@ def rnn_relu_cell(
     return RNN_RELU.step(linear(x, w_ih, b_ih), linear(hx, w_hh, b_hh), hx)[0]
 
 
+# ---------------------------------------------------------------------- states as their users hold them
+def parts_of(hx: Any, count: int) -> tuple[Tensor, ...]:
+    """The parts of a state, `count` of them: h, or h and c."""
+    return (hx,) if count == 1 else tuple(hx)
+
+
+def as_state(parts: Sequence[Tensor]) -> Any:
+    """The state that is made of these parts."""
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
 # ---------------------------------------------------------------------- layer upon layer
 def _run(
     cell: Cell,

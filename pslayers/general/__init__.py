@@ -1,5 +1,6 @@
 """Modules without a replacement (with a class token, say): how their forward is run so that each sample has
-parameters of its own. `PSContainer._ps_run` calls in here.
+parameters of its own. A first call has a way chosen (`modules/how_modules_run.py`), calls go by it
+(`PSContainer._ps_run`); a model called under `ps.sample_ids` may be run whole (`modules/ragged_call.py`).
 
 Three ways, the fastest first; a way is taken only after it has been proved on the very inputs of the module's
 call:
@@ -17,7 +18,7 @@ gradient of each sample's outputs is multiplied by a number of its own, so is th
 
 from .calls import ParametersReturnedError, run, run_ragged, run_single
 from .choice import choose
-from .plan import Layouts, NoWayError, fits, parameters_of, places
+from .plan import Layouts, NoWayError, fits, places
 
 __all__ = [
     "Layouts",
@@ -25,7 +26,6 @@ __all__ = [
     "ParametersReturnedError",
     "choose",
     "fits",
-    "parameters_of",
     "places",
     "run",
     "run_ragged",

@@ -24,12 +24,12 @@ from ..core.context import Scale, by_original_layers, by_samples, in_place_of, l
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import of_one, take_data
 from ..core.recorder import recorder_of
-from ..core.trees import in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
+from ..core.trees import cloned, in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
 from ..parameters.kept import Kept, kept
 from ..parameters.per_sample import NoRuleError, PerSample, Standing
 from ..parameters.row_ops import as_rows
 from ..parameters.standing import standing_in
-from .plan import Call, Forward, Plan, copied, filled_order
+from .plan import Call, Forward, Plan, filled_order
 from .ways import run_by
 
 
@@ -74,7 +74,7 @@ def run(
         first = {n: w[0] for n, w in weights.items() if n in given} if given else {}
         by_them = in_place_of(places_of(module, first, tied=True))
         with torch.random.fork_rng(), by_original_layers(), without_gathered_rows(), by_them:
-            forward(module, *copied(call)[0], **copied(call)[1])
+            forward(module, *cloned(call)[0], **cloned(call)[1])
     if batch.outputs is not None:
         if plan.way == "direct":  # the caller may index what now has a row for each sample
             batch.outputs.add([(w, 0, None) for w in weights.values()])
@@ -217,7 +217,7 @@ def _weights(
 
 def _plainly(module: ConvertedModule, forward: Forward, call: Call) -> tuple[list[Tensor], bool]:
     """What a call returns by the original layers, and whether it draws random numbers."""
-    random, (args, kwargs) = torch.get_rng_state(), copied(call)
+    random, (args, kwargs) = torch.get_rng_state(), cloned(call)
     with trial(module), by_original_layers():
         found = [t.detach() for t in tensors_of(forward(module, *args, **kwargs))]
         return found, not torch.equal(random, torch.get_rng_state())

@@ -26,9 +26,17 @@ from ..attribution.tracking import (
 )
 from ..core.context import by_original_layers, in_place_of, places_of
 from ..core.converted_module import ConvertedModule
-from ..core.trees import map_tensors, own_parameters, tensors_in, tensors_of, written_to
+from ..core.trees import (
+    cloned,
+    map_tensors,
+    own_parameters,
+    tensors_in,
+    tensors_of,
+    trainable_parameters,
+    written_to,
+)
 from ..parameters.per_sample import Standing
-from .plan import Call, Forward, Layouts, NoWayError, Plan, copied, filled_order, parameters_of
+from .plan import Call, Forward, Layouts, NoWayError, Plan, filled_order
 from .ways import run_by
 
 
@@ -52,7 +60,7 @@ def choose(
         first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
         with in_place_of(places_of(module, first, tied=True)):
             return choose(module, forward, call, layouts, size, includes_children, picks, differ=True)
-    names = frozenset(parameters_of(module, own=not includes_children))
+    names = frozenset(trainable_parameters(module, own=not includes_children))
     try:
         proof = _Proof(module, forward, call, layouts, names, size, includes_children, differ)
     except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller
@@ -67,7 +75,7 @@ def choose(
                 return proved
     if {MIXED, PICKED} & {*layouts.inputs, *layouts.written} or PICKED in layouts.outputs:
         raise NoWayError(f"its inputs or outputs cannot be attributed to samples; {proof.problem}")
-    names = frozenset(parameters_of(module, own=False))
+    names = frozenset(trainable_parameters(module, own=False))
     proof = proof if includes_children else _Proof(module, forward, call, layouts, names, size, True, differ)
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
         if proved := proof.of(Plan(way, layouts, names, True, fresh=fresh, counts=proof.counts)):
@@ -117,7 +125,7 @@ class _Proof:
         self.includes_children, self.differ = includes_children, differ
         self.layouts, self.problem = (*layouts.outputs, *layouts.written), ""
         self.inputs = layouts.inputs
-        found = parameters_of(module, own=False)
+        found = trainable_parameters(module, own=False)
         self.values = {
             n: p.detach() + 0.1 * (p.detach().abs().mean() + 0.1) * (noise(p) - 0.4) for n, p in found.items()
         }
@@ -130,14 +138,12 @@ class _Proof:
         plain = {n: self.values[n].clone().requires_grad_() for n in self.names}
         with self._run_by_itself(plain):
             before = Snapshot(module)
-            args, kwargs = copied(call)
+            args, kwargs = cloned(call)
             given = {id(t) for t in tensors_in((args, kwargs))}
             with coarsest:
                 output = forward(module, *args, **kwargs)
-            self.plain, self.orders = (
-                self._outputs(output, (args, kwargs), given),
-                tuple(map(filled_order, tensors_of(output))),
-            )
+            self.plain = self._outputs(output, (args, kwargs), given)
+            self.orders = tuple(map(filled_order, tensors_of(output)))
             self.counts = before.differs()
             self.sums = [self._gradients(self.plain, plain, mixed) for mixed in (False, True)]
         self.plain = [t.detach() for t in self.plain]
@@ -214,7 +220,7 @@ class _Proof:
             for p in m._parameters.values()
             if p is not None
         }
-        own = parameters_of(self.module, own=True)
+        own = trainable_parameters(self.module, own=True)
         return frozenset(
             n for n, p in own.items() if id(p) in below and n not in self.sums[0] and n not in self.sums[1]
         )
@@ -235,7 +241,7 @@ class _Proof:
     def _wrong(self, plan: Plan, standing: Standing) -> str | None:
         each = self._each(plan)
         with self._run_by_itself({n: self.values[n] for n in plan.idle}):
-            call = copied(self.call)
+            call = cloned(self.call)
             given = {id(t) for t in tensors_in(call)}
             output = run_by(self.module, self.forward, plan, call, each, self.size, standing)
             tensors = self._outputs(output, call, given)

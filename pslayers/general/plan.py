@@ -2,24 +2,18 @@
 returns.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..attribution.tracking import (
-    MIXED,
-    Layout,
-    fits_layout,
-)
+from ..attribution.tracking import MIXED, Layout, fits_layout
 from ..core.converted_module import ConvertedModule
-from ..core.trees import map_tensors, memory_order, own_parameters, tensors_in
+from ..core.trees import memory_order, tensors_in
 from ..parameters.per_sample import PerSample
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 Forward = Callable[..., Any]
 
 
@@ -64,12 +58,6 @@ class NoWayError(Exception):
     """No way of running the module was proved right."""
 
 
-def parameters_of(module: nn.Module, own: bool) -> dict[str, nn.Parameter]:
-    """The trainable parameters of the module alone, or of all that is below it too."""
-    found = own_parameters(module) if own else module.named_parameters()
-    return {name: p for name, p in found if p.requires_grad}
-
-
 def fits(plan: Plan, call: Call, size: int) -> bool:
     """Whether a plan that was made for other sizes can be right for these inputs."""
     return all(
@@ -82,19 +70,11 @@ def places(module: ConvertedModule, call: int, slot: str, values: Any) -> tuple[
     """The layout of every tensor that a call takes ("in"), returns ("out") or writes ("written"), as
     tracked.
     """
-    return tuple(_places(module, call, slot, values))
-
-
-def _places(module: ConvertedModule, call: int, slot: str, values: Any) -> Iterator[Layout]:
-    for place, t in enumerate(tensors_in(values)):
-        found = module._ps_layout(call, (slot, place), t.ndim) if isinstance(t, Tensor) else None
-        yield MIXED if found is None else found
-
-
-def copied(call: Call) -> Call:
-    """A call with tensors of its own, which a forward may write to."""
-    copies: Call = map_tensors(lambda t: t.clone(), call)
-    return copies
+    found = (
+        module._ps_layout(call, (slot, place), t.ndim) if isinstance(t, Tensor) else None
+        for place, t in enumerate(tensors_in(values))
+    )
+    return tuple(MIXED if layout is None else layout for layout in found)
 
 
 def filled_order(t: Tensor) -> tuple[int, ...] | None:

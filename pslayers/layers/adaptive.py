@@ -9,14 +9,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.context import transforming
-from ..modules.base import PSLayer
+from ..modules.base import OwnBatchDim, PSLayer
 from ..torch_api import AdaptiveOutput
 
 __all__ = ["PSAdaptiveLogSoftmaxWithLoss"]
 
 
 class PSAdaptiveLogSoftmaxWithLoss(
-    PSLayer, nn.AdaptiveLogSoftmaxWithLoss, replaces=nn.AdaptiveLogSoftmaxWithLoss, fused=True
+    OwnBatchDim, nn.AdaptiveLogSoftmaxWithLoss, replaces=nn.AdaptiveLogSoftmaxWithLoss, fused=True
 ):
     """nn.AdaptiveLogSoftmaxWithLoss with per-sample weights: ``output[n] = log p(target[n] | x[n])``.
 
@@ -40,6 +40,9 @@ class PSAdaptiveLogSoftmaxWithLoss(
         torch.Size([5, 4, 2])
     """
 
+    event_dims = 1
+    _ps_input = "input_"  # whose rows the layers below bring into their order, and back
+
     def _ps_needed(self) -> bool:
         """Where one of the layers below needs it."""
         return any(
@@ -49,14 +52,6 @@ class PSAdaptiveLogSoftmaxWithLoss(
     def _ps_plain(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """All rows to all layers: what is tracked must be what is run."""
         return ps_forward(self, *args, **kwargs)
-
-    def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        x = args[0] if args else kwargs["input_"]
-        return len(x) if x.ndim > 1 else 1
-
-    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Any, int, None]:
-        """Leave the rows as they are: the layers below bring them into their order, and back."""
-        return args, kwargs, size, None
 
     def forward(self, input_: Tensor, target_: Tensor) -> AdaptiveOutput:
         """x (B, I), target (B,) -> output (B,), loss ()."""

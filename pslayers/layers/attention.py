@@ -11,16 +11,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import functional as PF
 from .. import torch_api
-from ..core.context import clear, current_batch, in_ragged, local
+from ..core.context import Call, clear, local
 from ..core.expansion import Expansion
 from ..functional.attention import of_rows
-from ..modules.base import Call, PSLayer
+from ..modules.base import OwnBatchDim, PSLayer
 from ..modules.converted import State
 from .linear import PSLinear
 
 __all__ = ["PSMultiheadAttention", "PSNonDynamicallyQuantizableLinear"]
-
-Undo = Callable[[Tensor], Tensor] | None
 
 
 class PSNonDynamicallyQuantizableLinear(
@@ -39,7 +37,7 @@ class PSNonDynamicallyQuantizableLinear(
     """
 
 
-class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.MultiheadAttention, fused=True):
+class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.MultiheadAttention, fused=True):
     """nn.MultiheadAttention in full, with per-sample weights: ``out[n] = concat(head_1, ..., head_H) @
     out_proj[n].T + bias[n]``.
 
@@ -71,6 +69,7 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
     """
 
     event_dims = 2
+    _ps_input = "query"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,7 +104,7 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """query (L, B, E), key (S, B, K), value (S, B, V) -> (L, B, E), attention weights or None."""
-        batch = current_batch()
+        batch = local.batch
         assert batch is not None
         causal = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
         masks = (
@@ -228,12 +227,6 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
     def _ps_needed(self) -> bool:
         return super()._ps_needed() or (isinstance(self.out_proj, PSLayer) and self.out_proj._ps_needed())
 
-    def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        query = args[0] if args else kwargs.get("query")
-        if isinstance(query, Tensor):
-            return query.size(0 if query.is_nested else self._batch_dim) if query.ndim == 3 else 1
-        return super()._ps_batch_size(args, kwargs)
-
     def _ps_tracked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Query, key and value, of which some may be the same for all samples, side by side."""
         given = {**dict(zip(("query", "key", "value"), args, strict=False)), **kwargs}
@@ -246,20 +239,12 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
         return rows[0] if len(rows) == 1 else torch.cat([x.flatten(1) for x in rows], 1).unsqueeze(1)
 
     def _ps_owned(self, output: Any, rows: int) -> list[tuple[Tensor, int, Tensor | None]]:
-        (out, weights), batch = output, current_batch()
+        (out, weights), batch = output, local.batch
         if batch is None or out.ndim != 3 or out.shape[self._batch_dim] != batch.size:
             return []  # k rows a sample, in some order
         return [(out, self._batch_dim, None)] + ([] if weights is None else [(weights, 0, None)])
 
     # ------------------------------------------------------------------ rows
-    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Any, int, None]:
-        """Leave the inputs as they are: `forward`, which knows what they are, brings them to rows."""
-        return args, kwargs, size, None
-
-    @property
-    def _batch_dim(self) -> int:
-        return 0 if self.batch_first else 1
-
     @staticmethod
     def _each(fn: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
         """`fn` of each; those that are the same stay so."""
@@ -269,21 +254,3 @@ class PSMultiheadAttention(PSLayer, nn.MultiheadAttention, replaces=nn.Multihead
             first = next(j for j in range(i + 1) if tensors[j] is t)
             done.append(done[first] if first < i else fn(t))
         return done
-
-    def _rows_first(self, x: Tensor) -> Tensor:
-        """(N, L, E); one row for an input without a batch dim."""
-        return x.unsqueeze(0) if x.ndim == 2 else x.movedim(self._batch_dim, 0)
-
-    def _arranged(self, x: Tensor, size: int) -> tuple[Tensor, Undo]:
-        """(N, L, E) with N = k * size rows, batch-major, and how to bring outputs back to the caller's
-        rows.
-        """
-        if x.shape[0] == 1 and not in_ragged():
-            return x.expand(size, -1, -1), None
-        try:
-            return self.to_rows(x, size)
-        except ValueError as error:
-            raise ValueError(
-                f"{error} The shape above is batch first; the batch dim of this layer's own inputs is dim"
-                f" {self._batch_dim}, by its batch_first={self.batch_first}."
-            ) from None

@@ -10,6 +10,19 @@ from ..torch_api import AnyBatchNorm
 __all__ = ["PSBatchNorm1d", "PSBatchNorm2d", "PSBatchNorm3d", "PSSyncBatchNorm"]
 
 
+def why_mixed(eval_helps: bool) -> str:
+    """Why a batch norm has no per-sample gradients, as what follows its name, and the way out."""
+    if eval_helps:
+        return (
+            "mixes samples in training mode, so per-sample gradients are undefined: call .eval() on it, or"
+            " turn it into a GroupNorm, ps.replace_batch_norm(model)"
+        )
+    return (
+        "normalises over the batch (track_running_stats=False), which mixes samples: turn it into a"
+        " GroupNorm, ps.replace_batch_norm(model)"
+    )
+
+
 class PSRunningNorm(PSLayer, AnyBatchNorm, fused=True):
     """What they share: an affine map by running statistics, and a refusal to record where samples are
     mixed.
@@ -27,15 +40,7 @@ class PSRunningNorm(PSLayer, AnyBatchNorm, fused=True):
         mean, var = self.running_mean, self.running_var
         if self.training or mean is None or var is None:
             name = f"`{self._ps_state().path}` ({(self.replaces or type(self)).__name__})"
-            raise ValueError(
-                f"{name} mixes samples in training mode, so per-sample gradients are undefined: call .eval()"
-                " on it, or turn it into a GroupNorm, ps.replace_batch_norm(model)."
-                if self.training
-                else (
-                    f"{name} normalises over the batch (track_running_stats=False), which mixes samples: turn"
-                    " it into a GroupNorm, ps.replace_batch_norm(model)."
-                )
-            )
+            raise ValueError(f"{name} {why_mixed(eval_helps=self.training)}.")
         self._check_input_dim(input)
         return PF.batch_norm(input, mean, var, self.expansion("weight"), self.expansion("bias"), self.eps)
 

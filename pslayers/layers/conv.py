@@ -6,11 +6,26 @@ from torch import Tensor, nn
 
 from .. import functional as PF
 from ..modules.base import PSLayer
+from ..torch_api import AnyConv, AnyConvTranspose
 
 __all__ = ["PSConv1d", "PSConv2d", "PSConv3d", "PSConvTranspose1d", "PSConvTranspose2d", "PSConvTranspose3d"]
 
+_CONV = PF.conv1d, PF.conv2d, PF.conv3d
+_CONV_TRANSPOSE = PF.conv_transpose1d, PF.conv_transpose2d, PF.conv_transpose3d
 
-class PSConv1d(PSLayer, nn.Conv1d, replaces=nn.Conv1d, fused=True):
+
+class PSConvolution(PSLayer, AnyConv, fused=True):
+    """What convolutions share, of any number of spatial dims."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x ``(B, C, *S)`` -> ``(B, O, *L)``."""
+        weight = self.expansion("weight")
+        assert weight is not None
+        options = self.stride, self.padding, self.dilation, self.groups, self.padding_mode
+        return _CONV[len(self.kernel_size) - 1](input, weight, self.expansion("bias"), *options)
+
+
+class PSConv1d(PSConvolution, nn.Conv1d, replaces=nn.Conv1d):
     """nn.Conv1d with per-sample weights: ``y[n] = conv1d(x[n], weight[n]) + bias[n]``; all else as in
     `PSConv2d`.
 
@@ -27,15 +42,8 @@ class PSConv1d(PSLayer, nn.Conv1d, replaces=nn.Conv1d, fused=True):
 
     event_dims = 2
 
-    def forward(self, input: Tensor) -> Tensor:
-        """x (B, C, S) -> (B, O, L)."""
-        weight = self.expansion("weight")
-        assert weight is not None
-        options = self.stride, self.padding, self.dilation, self.groups, self.padding_mode
-        return PF.conv1d(input, weight, self.expansion("bias"), *options)
 
-
-class PSConv2d(PSLayer, nn.Conv2d, replaces=nn.Conv2d, fused=True):
+class PSConv2d(PSConvolution, nn.Conv2d, replaces=nn.Conv2d):
     """nn.Conv2d with per-sample weights: ``y[n] = conv2d(x[n], weight[n]) + bias[n]``.
 
     Shapes: x (B, C, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, O, C/G, *K)`` and (B, O). Also k * B
@@ -59,15 +67,8 @@ class PSConv2d(PSLayer, nn.Conv2d, replaces=nn.Conv2d, fused=True):
 
     event_dims = 3
 
-    def forward(self, input: Tensor) -> Tensor:
-        """x (B, C, H, W) -> (B, O, *L)."""
-        weight = self.expansion("weight")
-        assert weight is not None
-        options = self.stride, self.padding, self.dilation, self.groups, self.padding_mode
-        return PF.conv2d(input, weight, self.expansion("bias"), *options)
 
-
-class PSConv3d(PSLayer, nn.Conv3d, replaces=nn.Conv3d, fused=True):
+class PSConv3d(PSConvolution, nn.Conv3d, replaces=nn.Conv3d):
     """nn.Conv3d with per-sample weights: ``y[n] = conv3d(x[n], weight[n]) + bias[n]``; all else as in
     `PSConv2d`.
 
@@ -84,15 +85,22 @@ class PSConv3d(PSLayer, nn.Conv3d, replaces=nn.Conv3d, fused=True):
 
     event_dims = 4
 
-    def forward(self, input: Tensor) -> Tensor:
-        """x (B, C, D, H, W) -> (B, O, *L)."""
-        weight = self.expansion("weight")
-        assert weight is not None
-        options = self.stride, self.padding, self.dilation, self.groups, self.padding_mode
-        return PF.conv3d(input, weight, self.expansion("bias"), *options)
+
+class PSTransposedConvolution(PSLayer, AnyConvTranspose, fused=True):
+    """What transposed convolutions share, of any number of spatial dims."""
+
+    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        """x ``(B, C, *S)`` -> ``(B, O, *L)``; `output_size` is turned into an output padding."""
+        weight, n, padding = self.expansion("weight"), len(self.kernel_size), self.padding
+        assert weight is not None and not isinstance(padding, str)
+        # what is before space may have been without the batch
+        size = None if output_size is None else list(output_size)[-n:]
+        more = self._output_padding(input, size, self.stride, padding, self.kernel_size, n, self.dilation)  # type: ignore[arg-type]
+        options = self.stride, padding, tuple(more), self.groups, self.dilation
+        return _CONV_TRANSPOSE[n - 1](input, weight, self.expansion("bias"), *options)
 
 
-class PSConvTranspose1d(PSLayer, nn.ConvTranspose1d, replaces=nn.ConvTranspose1d, fused=True):
+class PSConvTranspose1d(PSTransposedConvolution, nn.ConvTranspose1d, replaces=nn.ConvTranspose1d):
     """nn.ConvTranspose1d with per-sample weights: ``y[n] = conv_transpose1d(x[n], weight[n]) + bias[n]``; as
     `PSConvTranspose2d`.
 
@@ -109,14 +117,8 @@ class PSConvTranspose1d(PSLayer, nn.ConvTranspose1d, replaces=nn.ConvTranspose1d
 
     event_dims = 2
 
-    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        """x (B, C, S) -> (B, O, L)."""
-        weight = self.expansion("weight")
-        assert weight is not None
-        return PF.conv_transpose1d(input, weight, self.expansion("bias"), *_options(self, input, output_size))
 
-
-class PSConvTranspose2d(PSLayer, nn.ConvTranspose2d, replaces=nn.ConvTranspose2d, fused=True):
+class PSConvTranspose2d(PSTransposedConvolution, nn.ConvTranspose2d, replaces=nn.ConvTranspose2d):
     """nn.ConvTranspose2d with per-sample weights: ``y[n] = conv_transpose2d(x[n], weight[n]) + bias[n]``.
 
     Shapes: x (B, C, H, W), result ``(B, O, *L)``; `grad_sample` ``(B, C, O/G, *K)`` and (B, O). Also k * B
@@ -139,14 +141,8 @@ class PSConvTranspose2d(PSLayer, nn.ConvTranspose2d, replaces=nn.ConvTranspose2d
 
     event_dims = 3
 
-    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        """x (B, C, H, W) -> (B, O, *L)."""
-        weight = self.expansion("weight")
-        assert weight is not None
-        return PF.conv_transpose2d(input, weight, self.expansion("bias"), *_options(self, input, output_size))
 
-
-class PSConvTranspose3d(PSLayer, nn.ConvTranspose3d, replaces=nn.ConvTranspose3d, fused=True):
+class PSConvTranspose3d(PSTransposedConvolution, nn.ConvTranspose3d, replaces=nn.ConvTranspose3d):
     """nn.ConvTranspose3d with per-sample weights: ``y[n] = conv_transpose3d(x[n], weight[n]) + bias[n]``; as
     `PSConvTranspose2d`.
 
@@ -162,23 +158,3 @@ class PSConvTranspose3d(PSLayer, nn.ConvTranspose3d, replaces=nn.ConvTranspose3d
     """
 
     event_dims = 4
-
-    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        """x (B, C, D, H, W) -> (B, O, *L)."""
-        weight = self.expansion("weight")
-        assert weight is not None
-        return PF.conv_transpose3d(input, weight, self.expansion("bias"), *_options(self, input, output_size))
-
-
-def _options(
-    layer: nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d,
-    input: Tensor,
-    output_size: Sequence[int] | None,
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]:
-    """The options of a transposed convolution, `output_size` turned into an output padding."""
-    n, padding = len(layer.kernel_size), layer.padding
-    assert not isinstance(padding, str)
-    # what is before space may have been without the batch
-    size = None if output_size is None else list(output_size)[-n:]
-    more = layer._output_padding(input, size, layer.stride, padding, layer.kernel_size, n, layer.dilation)  # type: ignore[arg-type]
-    return layer.stride, padding, tuple(more), layer.groups, layer.dilation

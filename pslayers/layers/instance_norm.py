@@ -5,11 +5,41 @@ from torch import Tensor, nn
 
 from .. import functional as PF
 from ..modules.base import PSLayer
+from ..torch_api import AnyInstanceNorm
 
 __all__ = ["PSInstanceNorm1d", "PSInstanceNorm2d", "PSInstanceNorm3d"]
 
 
-class PSInstanceNorm1d(PSLayer, nn.InstanceNorm1d, replaces=nn.InstanceNorm1d, fused=True):
+class PSInstanceNorm(PSLayer, AnyInstanceNorm, fused=True):
+    """What they share: an affine map by the sample's own statistics, which training adds to the running ones;
+    in eval mode by those, where there are any.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x (B, C, ...) -> (B, C, ...)."""
+        self._check_input_dim(input)
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"expected input's size at dim=1 to match num_features ({self.num_features}), but got:"
+                f" {input.shape[1]}."
+            )
+        mean, var = self.running_mean, self.running_var
+        weight, bias = self.expansion("weight"), self.expansion("bias")
+        if mean is not None and var is not None and self.track_running_stats and not self.training:
+            return PF.batch_norm(input, mean, var, weight, bias, self.eps)
+        if input.shape[2:].numel() == 1:
+            raise ValueError(
+                f"Expected more than 1 spatial element when training, got input size {input.shape}"
+            )
+        if mean is not None and var is not None and self.momentum and len(input):
+            with torch.no_grad():
+                each_var, each_mean = torch.var_mean(input.to(mean.dtype).flatten(2), dim=2)  # (N, C)
+                mean.lerp_(each_mean.mean(0), self.momentum)
+                var.lerp_(each_var.mean(0), self.momentum)
+        return PF.instance_norm(input, weight, bias, self.eps)
+
+
+class PSInstanceNorm1d(PSInstanceNorm, nn.InstanceNorm1d, replaces=nn.InstanceNorm1d):
     """nn.InstanceNorm1d with per-sample weights; all else as in `PSInstanceNorm2d`.
 
     Shapes: x (B, C, L), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source: Ulyanov et
@@ -25,12 +55,8 @@ class PSInstanceNorm1d(PSLayer, nn.InstanceNorm1d, replaces=nn.InstanceNorm1d, f
 
     event_dims = 2
 
-    def forward(self, input: Tensor) -> Tensor:
-        """x (B, C, L) -> (B, C, L)."""
-        return _instance_norm(self, input)
 
-
-class PSInstanceNorm2d(PSLayer, nn.InstanceNorm2d, replaces=nn.InstanceNorm2d, fused=True):
+class PSInstanceNorm2d(PSInstanceNorm, nn.InstanceNorm2d, replaces=nn.InstanceNorm2d):
     """nn.InstanceNorm2d with per-sample weights: ``y[n, c] = (x[n, c] - mean[n, c]) / std[n, c] * weight[n,
     c] + bias[n, c]``.
 
@@ -53,12 +79,8 @@ class PSInstanceNorm2d(PSLayer, nn.InstanceNorm2d, replaces=nn.InstanceNorm2d, f
 
     event_dims = 3
 
-    def forward(self, input: Tensor) -> Tensor:
-        """x (B, C, H, W) -> (B, C, H, W)."""
-        return _instance_norm(self, input)
 
-
-class PSInstanceNorm3d(PSLayer, nn.InstanceNorm3d, replaces=nn.InstanceNorm3d, fused=True):
+class PSInstanceNorm3d(PSInstanceNorm, nn.InstanceNorm3d, replaces=nn.InstanceNorm3d):
     """nn.InstanceNorm3d with per-sample weights; all else as in `PSInstanceNorm2d`.
 
     Shapes: x (B, C, D, H, W), result the same; `grad_sample` (B, C). Memory: 2 x B x C values. Source:
@@ -73,35 +95,3 @@ class PSInstanceNorm3d(PSLayer, nn.InstanceNorm3d, replaces=nn.InstanceNorm3d, f
     """
 
     event_dims = 4
-
-    def forward(self, input: Tensor) -> Tensor:
-        """x (B, C, D, H, W) -> (B, C, D, H, W)."""
-        return _instance_norm(self, input)
-
-
-def _instance_norm(layer: PSInstanceNorm1d | PSInstanceNorm2d | PSInstanceNorm3d, x: Tensor) -> Tensor:
-    """By the sample's own statistics, which training adds to the running ones; in eval mode by those, where
-    there are any.
-    """
-    layer._check_input_dim(x)
-    if x.shape[1] != layer.num_features:
-        raise ValueError(
-            f"expected input's size at dim=1 to match num_features ({layer.num_features}), but got:"
-            f" {x.shape[1]}."
-        )
-    mean, var, weight, bias = (
-        layer.running_mean,
-        layer.running_var,
-        layer.expansion("weight"),
-        layer.expansion("bias"),
-    )
-    if mean is not None and var is not None and layer.track_running_stats and not layer.training:
-        return PF.batch_norm(x, mean, var, weight, bias, layer.eps)
-    if x.shape[2:].numel() == 1:
-        raise ValueError(f"Expected more than 1 spatial element when training, got input size {x.shape}")
-    if mean is not None and var is not None and layer.momentum and len(x):
-        with torch.no_grad():
-            each_var, each_mean = torch.var_mean(x.to(mean.dtype).flatten(2), dim=2)  # (N, C)
-            mean.lerp_(each_mean.mean(0), layer.momentum)
-            var.lerp_(each_var.mean(0), layer.momentum)
-    return PF.instance_norm(x, weight, bias, layer.eps)

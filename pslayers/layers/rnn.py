@@ -1,21 +1,17 @@
 """PSLSTM, PSGRU, PSRNN, and what they share."""
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED
-from ..core.context import current_batch, in_ragged, local
+from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED, owners_of_packed
+from ..core.context import in_ragged, local
 from ..core.expansion import Expansion
 from ..functional import rnn as PF
-from ..modules.base import PSLayer
+from ..modules.base import OwnBatchDim
 
 __all__ = ["PSGRU", "PSLSTM", "PSRNN"]
-
-Undo = Callable[[Tensor], Tensor] | None
 
 
 class _Samples(NamedTuple):
@@ -45,21 +41,18 @@ def _samples_of(packed: PackedSequence) -> _Samples | None:
     return _Samples((ids, ids.argsort()), ids if back is None else ids[back])
 
 
-class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
-    """A recurrent layer; a subclass says which op runs it, and what its state is where that is not just h.
-
-    The batch dim of the input is the layer's own, by its ``batch_first``, whatever the rest of the model
-    does.
-    """
+class PSRecurrent(OwnBatchDim, nn.RNNBase, fused=True):
+    """A recurrent layer; a subclass says which op runs it, and what its state is where that is not just h."""
 
     event_dims = 2
+    _count = 1  # parts of a state
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """x (T, N, I) or packed -> (T, N, D * R) or packed, final state."""
         self._update_flat_weights()
-        batch = current_batch()
+        batch = local.batch
         assert batch is not None
-        given = () if hx is None else self._states(hx)
+        given = () if hx is None else PF.parts_of(hx, self._count)
         if isinstance(input, PackedSequence):
             if in_ragged():
                 raise ValueError(
@@ -77,33 +70,25 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
             if samples is not None:
                 final = [samples.back(h) for h in final]
                 local.gathered_rows.tag(y, local.gathered_rows.owners(x))
-            return PackedSequence(y, batch_sizes, *order), self._hidden(final)
+            return PackedSequence(y, batch_sizes, *order), PF.as_state(final)
         if input.ndim not in (2, 3) or any(h.ndim != input.ndim for h in given):
             return super().forward(input, hx)  # torch's own error
-        x, undo = self._to_rows(self._rows_first(input), batch.size)  # (N, T, I)
+        x, undo = self._arranged(self._rows_first(input), batch.size)  # (N, T, I)
         if input.ndim == 2:
             given = tuple(h.unsqueeze(1) for h in given)
         if undo is not None:  # the state's rows are in the same order
-            given = tuple(self._to_rows(h.movedim(1, 0), batch.size)[0].movedim(0, 1) for h in given)
+            given = tuple(self._arranged(h.movedim(1, 0), batch.size)[0].movedim(0, 1) for h in given)
         y, *final = self._op(x.transpose(0, 1), self._initial(given, x.movedim(0, self._batch_dim), None))
         if undo is not None:
             y, *final = (undo(t.movedim(1, 0)).movedim(0, 1) for t in (y, *final))
         if input.ndim == 2 and batch.size == 1:
-            return y.squeeze(1), self._hidden([h.squeeze(1) for h in final])
-        return y.movedim(1, self._batch_dim), self._hidden(final)
+            return y.squeeze(1), PF.as_state([h.squeeze(1) for h in final])
+        return y.movedim(1, self._batch_dim), PF.as_state(final)
 
     # ------------------------------------------------------------------ what a subclass says
     def _op(self, x: Tensor, hx: Any, **packing: Any) -> tuple[Tensor, ...]:
         """(output, *final state), from x (T, N, I) or packed."""
         raise NotImplementedError
-
-    def _states(self, hx: Any) -> tuple[Tensor, ...]:
-        """The parts of a state, as its user holds it: h, ..."""
-        return (hx,)
-
-    def _hidden(self, states: Sequence[Tensor]) -> Any:
-        """A state as its user holds it."""
-        return states[0]
 
     def _sizes(self, x: Tensor, batch_sizes: Tensor | None) -> tuple[tuple[int, int, int], ...]:
         return (self.get_expected_hidden_size(x, batch_sizes),)
@@ -113,13 +98,13 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         """The initial state, checked as torch does: zeros if none is given; one row is shared by all."""
         sizes = self._sizes(x, batch_sizes)
         if given:
-            states = (
+            states = [
                 s.expand(-1, n, -1) if s.ndim == 3 and s.shape[1] == 1 else s
                 for s, (_, n, _) in zip(given, sizes, strict=True)
-            )
-            hx = self._hidden(tuple(states))
+            ]
         else:
-            hx = self._hidden(tuple(x.new_zeros(size) for size in sizes))
+            states = [x.new_zeros(size) for size in sizes]
+        hx = PF.as_state(states)
         self.check_forward_args(x, hx, batch_sizes)
         return hx
 
@@ -131,12 +116,6 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         ):
             super().flatten_parameters()
 
-    def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        x = args[0] if args else kwargs.get("input")
-        if isinstance(x, Tensor):
-            return x.shape[self._batch_dim] if x.ndim == 3 else 1
-        return super()._ps_batch_size(args, kwargs)
-
     def _ps_tracked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         x = args[0] if args else kwargs.get("input")
         if isinstance(x, PackedSequence) or (isinstance(x, Tensor) and x.ndim in (2, 3)):
@@ -144,20 +123,15 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         return None  # torch's own error is to come
 
     def _ps_owned(self, output: Any, rows: int) -> list[tuple[Tensor, int, Tensor | None]]:
-        (out, states), batch = output, current_batch()
-        states = (states,) if isinstance(states, Tensor) else states
+        (out, hx), batch = output, local.batch
+        states = PF.parts_of(hx, self._count)
         samples = _samples_of(out) if isinstance(out, PackedSequence) else None
         each = None if samples is None else samples.of_rows
         owned: list[tuple[Tensor, int, Tensor | None]] = [(s, 1, each) for s in states if s.ndim == 3]
         if isinstance(out, PackedSequence):
             if samples is not None:
-                order = samples.order[0].cpu()
-            elif out.sorted_indices is None:
-                order = torch.arange(int(out.batch_sizes[0]))
-            else:
-                order = out.sorted_indices.cpu()
-            owners = torch.cat([order[:count] for count in out.batch_sizes.tolist()])
-            owned.append((out.data, 0, owners.to(out.data.device)))
+                out = PackedSequence(out.data, out.batch_sizes, *samples.order)
+            owned.append((out.data, 0, owners_of_packed(out)))
         elif out.ndim == 3:
             owned.append((out, self._batch_dim, None))
         alone = (
@@ -165,38 +139,15 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         )  # else k rows a sample, in some order
         return owned if alone else []
 
-    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Any, int, None]:
-        """Leave the inputs as they are: `forward`, which knows what they are, brings them to rows."""
-        return args, kwargs, size, None
-
-    @property
-    def _batch_dim(self) -> int:
-        return 0 if self.batch_first else 1
-
     def _rows_first(self, x: Tensor | PackedSequence) -> Tensor:
         """(N, T, I), in the samples' order; one row for an input without a batch dim."""
-        if isinstance(x, PackedSequence):
-            rows, samples = pad_packed_sequence(x, batch_first=True)[0], _samples_of(x)
-            if samples is None:
-                return rows
+        if not isinstance(x, PackedSequence):
+            return super()._rows_first(x)
+        rows, samples = pad_packed_sequence(x, batch_first=True)[0], _samples_of(x)
+        if samples is not None:
             rows = rows.index_select(0, samples.of_rows.argsort())
             local.gathered_rows.tag_batch(rows)
-            return rows
-        return x.unsqueeze(0) if x.ndim == 2 else x.movedim(self._batch_dim, 0)
-
-    def _to_rows(self, x: Tensor, size: int) -> tuple[Tensor, Undo]:
-        """(N, T, I) with N = k * size rows, batch-major, and how to bring outputs back to the caller's
-        rows.
-        """
-        if x.shape[0] == 1 and not in_ragged():
-            return x.expand(size, -1, -1), None
-        try:
-            return self.to_rows(x, size)
-        except ValueError as error:
-            raise ValueError(
-                f"{error} The shape above is batch first; the batch dim of this layer's own input is dim"
-                f" {self._batch_dim}, by its batch_first={self.batch_first}."
-            ) from None
+        return rows
 
     def _packed_rows(self, packed: PackedSequence, size: int) -> PackedSequence:
         n = int(packed.batch_sizes[0])
@@ -229,7 +180,7 @@ class PSRecurrent(PSLayer, nn.RNNBase, fused=True):
         }
 
 
-class PSLSTM(PSRecurrent, nn.LSTM, replaces=nn.LSTM, fused=True):
+class PSLSTM(PSRecurrent, nn.LSTM, replaces=nn.LSTM):
     """nn.LSTM in full, with per-sample weights: ``gates[t, n] = w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t -
     1, n] + b_hh[n]``.
 
@@ -254,21 +205,16 @@ class PSLSTM(PSRecurrent, nn.LSTM, replaces=nn.LSTM, fused=True):
         ValueError: the number of sequences is no multiple of the batch size; and what nn.LSTM raises.
     """
 
+    _count = 2
+
     def _op(self, x: Tensor, hx: Any, **packing: Any) -> tuple[Tensor, ...]:
         return PF.lstm(x, hx, self._weights(), **self._options(), **packing)
-
-    def _states(self, hx: Any) -> tuple[Tensor, ...]:
-        h, c = hx
-        return h, c
-
-    def _hidden(self, states: Sequence[Tensor]) -> Any:
-        return tuple(states)
 
     def _sizes(self, x: Tensor, batch_sizes: Tensor | None) -> tuple[tuple[int, int, int], ...]:
         return self.get_expected_hidden_size(x, batch_sizes), self.get_expected_cell_size(x, batch_sizes)
 
 
-class PSGRU(PSRecurrent, nn.GRU, replaces=nn.GRU, fused=True):
+class PSGRU(PSRecurrent, nn.GRU, replaces=nn.GRU):
     """nn.GRU in full, with per-sample weights; inputs, rows and errors as in `PSLSTM`.
 
     With ``rx, zx, nx = w_ih[n] @ x[t, n] + b_ih[n]`` and ``rh, zh, nh = w_hh[n] @ h[t - 1, n] + b_hh[n]``: r,
@@ -292,7 +238,7 @@ class PSGRU(PSRecurrent, nn.GRU, replaces=nn.GRU, fused=True):
         return PF.gru(x, hx, self._weights(), **self._options(), **packing)
 
 
-class PSRNN(PSRecurrent, nn.RNN, replaces=nn.RNN, fused=True):
+class PSRNN(PSRecurrent, nn.RNN, replaces=nn.RNN):
     """nn.RNN in full, tanh or relu, with per-sample weights; inputs, rows and errors as in `PSLSTM`.
 
     ``h[t, n] = tanh(w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t - 1, n] + b_hh[n])``.

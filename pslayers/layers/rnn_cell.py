@@ -1,30 +1,30 @@
 """PSLSTMCell, PSGRUCell, PSRNNCell, and what they share."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..core.context import current_batch
+from ..core.context import local
 from ..core.trees import map_tensors
 from ..functional import rnn as PF
-from ..modules.base import PSLayer
+from ..modules.base import OwnBatchDim
 
 __all__ = ["PSGRUCell", "PSLSTMCell", "PSRNNCell"]
 
 
-class PSRecurrentCell(PSLayer, nn.RNNCellBase, fused=True):
+class PSRecurrentCell(OwnBatchDim, nn.RNNCellBase, fused=True):
     """One step of a recurrent layer; a subclass says which op runs it, and what its state is where that is
     not just h.
     """
 
     event_dims = 1
+    _count = 1  # parts of a state
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         """x (N, I), state (N, H) or zeros -> state (N, H)."""
-        batch = current_batch()
+        batch = local.batch
         assert batch is not None
-        given = () if hx is None else self._states(hx)
+        given = () if hx is None else PF.parts_of(hx, self._count)
         # the state that an earlier call has left has B rows also where all samples share an input without a
         # batch dim
         whole = [h.ndim == 2 and len(h) == batch.size > 1 for h in given]
@@ -38,34 +38,14 @@ class PSRecurrentCell(PSLayer, nn.RNNCellBase, fused=True):
         else:
             states = [x.new_zeros(len(x), self.hidden_size)] * self._count
         weights = [self.expansion(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
-        final = self._op(x, self._hidden(states), *weights)
+        final = self._op(x, PF.as_state(states), *weights)
         return final if undo is None else map_tensors(undo, final)
-
-    _count = 1  # states
 
     def _op(self, x: Tensor, hx: Any, *weights: Any) -> Any:
         raise NotImplementedError
 
-    def _states(self, hx: Any) -> tuple[Tensor, ...]:
-        """The parts of a state, as its user holds it: h, ..."""
-        return (hx,)
 
-    def _hidden(self, states: Sequence[Tensor]) -> Any:
-        """A state as its user holds it."""
-        return states[0]
-
-    def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        x = args[0] if args else kwargs.get("input")
-        if isinstance(x, Tensor):
-            return len(x) if x.ndim == 2 else 1
-        return super()._ps_batch_size(args, kwargs)
-
-    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Any, int, None]:
-        """Leave the inputs as they are: `forward`, which knows what they are, brings them to rows."""
-        return args, kwargs, size, None
-
-
-class PSLSTMCell(PSRecurrentCell, nn.LSTMCell, replaces=nn.LSTMCell, fused=True):
+class PSLSTMCell(PSRecurrentCell, nn.LSTMCell, replaces=nn.LSTMCell):
     """nn.LSTMCell with per-sample weights: one step of `PSLSTM`.
 
     Shapes: x (B, I), hx two of (B, H), zeros if None; result like hx; `grad_sample` (B, 4 H, I), (B, 4 H, H)
@@ -88,15 +68,8 @@ class PSLSTMCell(PSRecurrentCell, nn.LSTMCell, replaces=nn.LSTMCell, fused=True)
     def _op(self, x: Tensor, hx: Any, *weights: Any) -> Any:
         return PF.lstm_cell(x, hx, *weights)
 
-    def _states(self, hx: Any) -> tuple[Tensor, ...]:
-        h, c = hx
-        return h, c
 
-    def _hidden(self, states: Sequence[Tensor]) -> Any:
-        return tuple(states)
-
-
-class PSGRUCell(PSRecurrentCell, nn.GRUCell, replaces=nn.GRUCell, fused=True):
+class PSGRUCell(PSRecurrentCell, nn.GRUCell, replaces=nn.GRUCell):
     """nn.GRUCell with per-sample weights: one step of `PSGRU`.
 
     Shapes: x (B, I), hx (B, H), zeros if None; result like hx; `grad_sample` (B, 3 H, I), (B, 3 H, H) and (B,
@@ -114,7 +87,7 @@ class PSGRUCell(PSRecurrentCell, nn.GRUCell, replaces=nn.GRUCell, fused=True):
         return PF.gru_cell(x, hx, *weights)
 
 
-class PSRNNCell(PSRecurrentCell, nn.RNNCell, replaces=nn.RNNCell, fused=True):
+class PSRNNCell(PSRecurrentCell, nn.RNNCell, replaces=nn.RNNCell):
     """nn.RNNCell, tanh or relu, with per-sample weights: one step of `PSRNN`.
 
     Shapes: x (B, I), hx (B, H), zeros if None; result like hx; `grad_sample` (B, H, I), (B, H, H) and (B, H).

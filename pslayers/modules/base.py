@@ -22,6 +22,7 @@ from ..attribution.tracking import (
 )
 from ..core.context import (
     Batch,
+    Call,
     Place,
     Scale,
     Settings,
@@ -68,7 +69,7 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             return self._ps_plain(ps_forward, args, kwargs)
         if (batch := local.batch) is not None:
             batch.count(self)
-            if torch_api.transforms_run() and torch_api.level() > batch.level:
+            if torch_api.level() > batch.level:
                 self._ps_transformed(batch)
                 if batch.undecided:
                     return self._ps_plain(ps_forward, args, kwargs)
@@ -87,24 +88,6 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(ps_forward: Callable[..., Any], self: "PSLayer", *args: Any, **kwargs: Any) -> Any:
     return self._ps_run(ps_forward, args, kwargs)
-
-
-class Call:
-    """One call of a layer: its rows, the scale of its gradients, and the names of the parameters that it has
-    expanded.
-    """
-
-    __slots__ = ("before", "expanded", "layer", "rows", "scale")
-
-    def __init__(self, layer: "PSLayer", rows: int, scale: Scale) -> None:
-        self.layer, self.rows, self.scale = layer, rows, scale
-        self.expanded: set[str] = set()
-
-    def __enter__(self) -> None:
-        self.before, local.call = local.call, self
-
-    def __exit__(self, *error: object) -> None:
-        local.call = self.before
 
 
 if TYPE_CHECKING:
@@ -432,7 +415,7 @@ class PSLayer(_Layer):
         if layout == SHARED:
             return x.expand(size, *x.shape[1:]), None
         if layout == TABLE:
-            return x.expand(size, *x.shape), (_squeeze if size == 1 else None)
+            return x.expand(size, *x.shape), ((lambda y: y.squeeze(0)) if size == 1 else None)
         if kind == "dim" and dim:
             return x.movedim(dim, 0), lambda y: y.movedim(0, dim).contiguous()  # as torch's, for views of it
         if layout == TIME_MAJOR:
@@ -567,14 +550,52 @@ class PSLayer(_Layer):
         return weight if len(weight) == rows else weight.repeat_interleave(rows // len(weight), 0)
 
 
+class OwnBatchDim(PSLayer):
+    """A layer that brings its inputs to rows in its forward. Their batch dim is its own, by its
+    ``batch_first``, whatever the rest of the model does; dim 0 where it has no such option.
+    """
+
+    batch_first: bool = True
+    _ps_input: ClassVar[str] = "input"  # the name of the first one
+
+    def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        x = args[0] if args else kwargs.get(self._ps_input)
+        if isinstance(x, Tensor):
+            batched = x.ndim - 1 == self.event_dims
+            return x.size(0 if x.is_nested else self._batch_dim) if batched else 1
+        return super()._ps_batch_size(args, kwargs)
+
+    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> tuple[Any, Any, int, None]:
+        """Leave the inputs as they are: `forward`, which knows what they are, brings them to rows."""
+        return args, kwargs, size, None
+
+    @property
+    def _batch_dim(self) -> int:
+        return 0 if self.batch_first else 1
+
+    def _rows_first(self, x: Tensor) -> Tensor:
+        """(N, T, I); one row for an input without a batch dim, (T, I)."""
+        return x.unsqueeze(0) if x.ndim == 2 else x.movedim(self._batch_dim, 0)
+
+    def _arranged(self, x: Tensor, size: int) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+        """(N, T, I) with N = k * size rows, batch-major, and how to bring outputs back to the caller's
+        rows.
+        """
+        if x.shape[0] == 1 and not in_ragged():
+            return x.expand(size, -1, -1), None
+        try:
+            return self.to_rows(x, size)
+        except ValueError as error:
+            raise ValueError(
+                f"{error} The shape above is batch first; the batch dim of this layer's own inputs is dim"
+                f" {self._batch_dim}, by its batch_first={self.batch_first}."
+            ) from None
+
+
 def _marked(each: Tensor) -> Tensor:
     """Told from a weight that all samples share, where no parameter of its name says how many dims it has."""
     each._ps_each = True  # type: ignore[attr-defined]
     return each
-
-
-def _squeeze(t: Tensor) -> Tensor:
-    return t.squeeze(0)
 
 
 def _swap_rows(t: Tensor, outer: int) -> Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import compiled, general, torch_api
 from ..core.context import by_original_layers, form_of, local, transforming
+from ..core.trees import trainable_parameters
 from ..parameters.per_sample import NoRuleError
 from .converted import Converted
 
@@ -66,7 +67,7 @@ class PSContainer(Converted):
         recording = torch.is_grad_enabled() or torch_api.in_reentrant_forward()
         recording = state.settings.recording and recording and not transforming()
         given = self._ps_given(own=not state.includes_children)
-        if not given and not (recording and general.parameters_of(self, own=not state.includes_children)):
+        if not given and not (recording and trainable_parameters(self, own=not state.includes_children)):
             return original(self, *args, **kwargs)
         if batch.size <= 1:
             return general.run_single(self, original, args, kwargs, given)

@@ -184,13 +184,13 @@ class Converted(_Mixin):
         if torch_api.is_tracing() is not None:
             return run_plain(self, args, kwargs)
         if not self._ps_layer and not recorded and not transforming() and not self._ps_given():
-            with nullcontext() if nested else settings.turns.reading:
+            with nullcontext() if nested else settings.turns.reading():
                 return run_plain(self, args, kwargs)
         before, local.form = local.form, form_of(args, kwargs)
         try:
             if nested:  # whoever runs the backward pass has its turn
                 return self._ps_in_turn(run, args, kwargs, recorded)
-            with settings.turns.writing:
+            with settings.turns.writing():
                 return self._ps_in_turn(run, args, kwargs, recorded)
         finally:
             local.form = before

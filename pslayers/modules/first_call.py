@@ -2,8 +2,8 @@
 
 A call of a kind that was proved before is run (`ModelCall.again`). The first one of a kind is run and
 verified (`first`); where that leaves open which rows are whose, what the layers are given is tracked, how
-each module is to be run is settled (how_modules_run.py), and the call is run and proved (`learn`). Each step
-returns the output, or UNDECIDED, and then the next one follows.
+each module is to be run is settled (how_modules_run.py), and the call is run and proved (`learn`). Each of
+these returns the output; a single run (`_attempt`) may return UNDECIDED, and then `learn` follows.
 """
 
 import functools
@@ -34,7 +34,7 @@ from ..attribution.snapshot import Randomness, Snapshot, gradients_unchanged, tr
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local
-from ..core.trees import map_tensors, tensors_in, tensors_of
+from ..core.trees import cloned, map_tensors, tensors_in, tensors_of
 from ..parameters.kept import Kept
 from ..parameters.standing import held_by
 from .batch_of_one import run_plain
@@ -66,20 +66,6 @@ _log = logging.getLogger(__name__.partition(".")[0])
 
 class ModelCall:
     """A call of a converted model, `run(model, *args, **kwargs)`, for `size` samples, more than one."""
-
-    __slots__ = (
-        "args",
-        "forget",
-        "kind",
-        "kwargs",
-        "model",
-        "others",
-        "random",
-        "run",
-        "settings",
-        "size",
-        "state",
-    )
 
     def __init__(
         self,
@@ -158,7 +144,7 @@ class ModelCall:
 
         def run() -> list[Tensor]:
             self._rewind()
-            args, kwargs = map_tensors(lambda t: t.clone(), (self.args, self.kwargs))
+            args, kwargs = cloned((self.args, self.kwargs))
             with gradients_unchanged(self.model):
                 output = run_plain(self.model, args, kwargs)
             return [t.detach() for t in tensors_of(output)]
@@ -376,11 +362,6 @@ class ModelCall:
             self.settings.has_gathered_rows = picked
             raise
 
-    def _make_room(self) -> None:
-        """Have memory for the rows of all samples, where rows are recorded."""
-        if self.settings.recording and torch.is_grad_enabled():
-            self.model._ps_make_room(self.size)
-
     def _learned_from(self, call: "ModelCall | None") -> Any:
         """The output, after what `call`, this one or a part of its samples, has shown is found right of all;
         None: what is known in the other mode, training or eval.
@@ -393,7 +374,8 @@ class ModelCall:
                 with trial(self.model) if call is not self else nullcontext():
                     call._learn()
             self._rewind()
-            self._make_room()
+            if self.settings.recording and torch.is_grad_enabled():
+                self.model._ps_make_room(self.size)
             with gathering(self.size, self.settings, self.args, self.kwargs):
                 output = self._proved()
             if call is not self and not self.model._ps_proved(self.kind):
@@ -443,7 +425,7 @@ class ModelCall:
                 agree = rows_agree(batch.outputs, own)
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(model), torch_api.reentrant_checkpoints("otherwise"):
-                args, kwargs = map_tensors(lambda t: t.clone(), (self.args, self.kwargs))
+                args, kwargs = cloned((self.args, self.kwargs))
                 again, batch = self._watched(args, kwargs)
                 agree = rows_agree(batch.outputs, batched_outputs(again, batch, layouts))
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):

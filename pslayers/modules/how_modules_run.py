@@ -75,10 +75,8 @@ def choose_how_modules_run(
         given = bool(module._ps_given(own=not state.includes_children))
         how = (call, module.training, given, batch.form, form_of(taken, named))
         try:
-            forward, picks = (
-                module._ps_forward(),
-                id(module) in tracker.pickers or PICKED in layouts.outputs,
-            )
+            forward = module._ps_forward()
+            picks = id(module) in tracker.pickers or PICKED in layouts.outputs
             state.settings.has_gathered_rows = state.settings.has_gathered_rows or picks
             options = layouts, batch.size, state.includes_children, picks
             alike = *options, given, forward, _likeness((module, taken, named), {})

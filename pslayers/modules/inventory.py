@@ -98,7 +98,7 @@ class Inventory:
                 module._ps_check_given(slot.name, slot.held[slot.name], size)
 
     def given(self) -> set[str]:
-        """The same parameters by their paths."""
+        """The paths of parameters in whose place per-sample weights were given."""
         return {slot.path for slot in self.given_slots()}
 
 

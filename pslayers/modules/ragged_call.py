@@ -6,7 +6,7 @@ from typing import Any
 from .. import general
 from ..attribution.proof import past_expansions, quiet_hooks
 from ..attribution.ragged import RaggedCall
-from ..attribution.snapshot import Snapshot, trial
+from ..attribution.snapshot import Randomness, Snapshot, trial
 from ..core import sharding
 from ..core.context import Batch, local, transforming
 from .batch_of_one import run_alone
@@ -61,12 +61,13 @@ def _call(
     model._ps_make_room(size)
     if model._ps_layer or model.training in state.ragged_proved:
         return _output(model, run, args, kwargs)
-    random, before = random_state(), Snapshot(model, (args, kwargs))
+    random, others, before = random_state(), Randomness(), Snapshot(model, (args, kwargs))
     params = list(model.parameters())
     asked: set[str] = set()  # what was found out of
     forget = model._ps_count_from_here()
     while True:
         set_random_state(random)
+        others.restore()
         before.restore()
         forget()
         past, mixed = True, set[str]()

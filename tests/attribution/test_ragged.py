@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -749,6 +750,24 @@ def test_random_numbers_and_what_is_not_recorded_are_the_plain_models() -> None:
     torch.manual_seed(1)
     with ps.sample_ids(IDS, SIZE), torch.no_grad():
         assert torch.equal(model(x), plain)
+
+
+def test_numbers_of_pythons_and_numpys_generators_are_the_plain_models() -> None:
+    def scaled(m: Own, x: Tensor) -> Tensor:  # past its layer: a first call runs it more than once
+        return F.linear(m.net(x), m.net.weight) * (random.random() + numpy.random.rand())
+
+    def seeded(m: nn.Module) -> Tensor:
+        random.seed(5), numpy.random.seed(5)
+        return m(x)
+
+    model, x = Own(scaled).double(), double(ROWS, 6)
+    plain, after = seeded(model), (random.random(), numpy.random.rand())
+    assert_ragged(model, lambda m: losses(seeded(m)), by_loss(model, lambda m: losses(seeded(m))))
+    ps.convert_model(model)
+    for _ in range(2):
+        with ps.sample_ids(IDS, SIZE):
+            torch.testing.assert_close(seeded(model), plain)
+        assert (random.random(), numpy.random.rand()) == after
 
 
 def test_a_sample_that_is_not_finite_leaves_the_others() -> None:
