@@ -223,7 +223,7 @@ class Gather(Factor):
         ids, (again, first) = self.ids.reshape(-1), self.repeated
         each = squares(self._each())  # (M,)
         if len(again):
-            firsts = torch.zeros_like(ids, dtype=torch.bool).index_fill_(0, first.long(), True)
+            firsts = torch.zeros_like(ids, dtype=torch.bool).index_fill_(0, first, True)
             places, sums = self._sums(firsts)
             each.index_fill_(0, again, 0).index_copy_(0, places, squares(sums))
         if self.padding_idx is not None:
@@ -343,7 +343,10 @@ def repeats(keys: Tensor, most: int) -> tuple[Tensor, Tensor]:
     Found in a table, of which only what was written is read, where that is not large; else by sorting, which
     takes ten times as long.
     """
-    narrow = torch.int32 if len(keys) < 1 << 31 else torch.int64  # of which more stay in the caches
+    # of which the most stay in the caches
+    narrow = next(
+        dtype for dtype in (torch.int16, torch.int32, torch.int64) if torch.iinfo(dtype).max >= len(keys)
+    )
     places = torch.arange(len(keys), dtype=narrow, device=keys.device)
     if most * places.element_size() <= CHUNK_BYTES and not torch.are_deterministic_algorithms_enabled():
         first = places.new_empty(most).scatter_(0, keys, places).index_select(0, keys)
@@ -353,7 +356,7 @@ def repeats(keys: Tensor, most: int) -> tuple[Tensor, Tensor]:
         torch.ne(keys[1:], keys[:-1], out=begins[1:])
         first = places.scatter(0, order, order.to(narrow)[begins][begins.cumsum(0) - 1])
     again = (first != places).nonzero().squeeze(1)
-    return again, first.index_select(0, again)
+    return again, first.index_select(0, again).long()
 
 
 class _Embedding(Op):
