@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attribution.snapshot import trial
 from .convert import (
     ConversionError,
     arguments,
@@ -498,7 +499,7 @@ def _bytes_of_a_sample(model: Converted, loss_fn: Callable[..., Tensor], two: An
 
     args, kwargs, targets = two
     with (
-        torch.random.fork_rng(),
+        trial(model),  # type: ignore[arg-type]
         torch.autograd.graph.saved_tensors_hooks(see, lambda t: t),
         torch.enable_grad(),
     ):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -408,6 +409,28 @@ def test_streaming_refuses_what_it_cannot_do() -> None:
     model.zero_grad()
     squares(model(x)).mean().backward()
     assert model[0].weight.grad_sample is not None
+
+
+def test_what_a_memory_budget_measures_leaves_no_trace() -> None:
+    class Draws(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.layer(x) * (random.random() + torch.rand(()))
+
+    model, x, found = Draws(), torch.ones(6, 4), []
+    for options in ({}, {"memory_budget": 1 << 30}):
+        ours = ps.convert_model(copy.deepcopy(model))
+        torch.manual_seed(0)
+        random.seed(0)
+        rows = ps.per_sample_grads(ours, squares, x, **options)["layer.weight"]
+        found.append((rows, ours.calls, torch.tensor(random.random()), torch.rand(())))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("budget", [1, 20_000, 10**9])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .products import add_gram, mirrored, number, summed
+from .products import add_gram, mirrored, number, summed, weighted_sum
 from .tuning import tuning
 
 CHUNK_BYTES = 16 << 20  # of dense rows that are made on the side
@@ -280,7 +280,7 @@ class Factor:
         """The sum over samples, each times its weight (B,), in new memory: (*S)."""
         out: Tensor | None = None
         for some, rows in self.chunks():
-            part = (weights[some].to(rows.dtype).unsqueeze(0) @ flat(rows)).view(self.shape[1:])
+            part = weighted_sum(weights[some], flat(rows)).view(self.shape[1:])
             out = part if out is None else out.add_(part)
         return self.like().new_zeros(self.shape[1:]) if out is None else out
 
@@ -369,7 +369,8 @@ class Dense(Factor):
     def _by_sample(self) -> Tensor:
         """(B, t, *S), where t counts every row of a sample; also where something is empty."""
         size, *own = self.shape
-        return self.each.reshape(size, self.each.numel() // max(self.shape.numel(), 1), *own)
+        rows = self.each.shape[: self.each.ndim - len(own)].numel()
+        return self.each.reshape(size, rows // max(size, 1), *own)
 
     def total(self) -> Tensor:
         """By one sum over all rows."""
@@ -428,8 +429,7 @@ class Dense(Factor):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self.each.shape != self.shape:
             return super().weighted_sum(weights)
-        rows = flat(self.each)
-        return torch.mm(weights.to(rows.dtype).unsqueeze(0), rows).view(self.shape[1:])
+        return weighted_sum(weights, flat(self.each)).view(self.shape[1:])
 
     def meet_all(self, other: Factor) -> Tensor | None:
         there = [f for f in (self, other) if isinstance(f, Dense) and f.each.numel() == f.shape.numel()]

@@ -141,22 +141,32 @@ def _number(value: float, dtype: torch.dtype) -> Tensor:
 
 
 # samples, and values of all of them, from which the library that multiplies adds up rows as fast as memory is
-# read, and torch's own sum, which walks so many rows side by side, at half that
-MANY_ROWS, LARGE = 32, 1 << 21
+# read, and torch's own sum, which walks so many rows side by side, at half that; and how many are added one
+# after the other at most, as each sum is rounded
+MANY_ROWS, LARGE, CHAIN = 32, 1 << 21, 1 << 10
 
 
 def summed(rows: Tensor, scale: float = 1.0) -> Tensor:
     """``scale * rows.sum(0)``: rows (B, *S), result (*S)."""
     if (
-        len(rows) >= MANY_ROWS
+        MANY_ROWS <= len(rows) <= CHAIN
         and rows.numel() >= LARGE
         and rows.is_cpu
         and rows.dtype in (torch.float32, torch.float64)
         and rows.is_contiguous()
     ):
-        return torch.mv(rows.flatten(1).t(), rows.new_full((len(rows),), scale)).view(rows.shape[1:])
+        return torch.mv(rows.view(len(rows), -1).t(), rows.new_full((len(rows),), scale)).view(rows.shape[1:])
     found = rows.sum(0)
     return found if scale == 1 else found * number(scale, found)
+
+
+def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """The sum of rows (B, p), each times its weight (B,): (p,). Not in one chain of more than `CHAIN`."""
+    weights = weights.to(rows.dtype).unsqueeze(0)
+    if len(rows) <= CHAIN:
+        return torch.mm(weights, rows).squeeze(0)
+    parts = zip(weights.split(CHAIN, 1), rows.split(CHAIN), strict=True)
+    return torch.cat([torch.mm(some, part) for some, part in parts]).sum(0)
 
 
 def outer_one(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor:

@@ -74,12 +74,17 @@ def _check(ids: Tensor, offsets: Tensor | None, mode: str, factors: Tensor | Non
     if (
         ids.ndim not in (1, 2)
         or (ids.ndim == 1) is (offsets is None)
-        or (offsets is not None and offsets.ndim != 1)
+        or (offsets is not None and (offsets.ndim != 1 or offsets.is_floating_point()))
     ):
-        given = "none" if offsets is None else f"some of shape {tuple(offsets.shape)}"
+        given = "none" if offsets is None else f"some of shape {tuple(offsets.shape)}, {offsets.dtype}"
         raise ValueError(
             f"{where} got ids of shape {tuple(ids.shape)}, and of offsets {given}: expected ids (N, L), or"
-            " (M,) with offsets (N,)."
+            " (M,) with offsets (N,), whole numbers."
+        )
+    if offsets is not None and len(offsets) and (int(offsets[0]) or int(offsets[-1]) > len(ids)):
+        raise ValueError(
+            f"{where} got offsets from {int(offsets[0])} to {int(offsets[-1])} for {len(ids)} ids: expected"
+            " the first one to be 0, and none to be larger than the number of ids."
         )
     if factors is not None and (mode != "sum" or factors.shape != ids.shape):
         raise ValueError(

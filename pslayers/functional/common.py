@@ -40,7 +40,7 @@ def by_sample(t: Tensor, size: int, width: int) -> Tensor:
     """
     if t.ndim == 2 and t.shape[0] == size:
         return t.unsqueeze(1)
-    return t.reshape(size, t.numel() // max(size * width, 1), width)
+    return t.reshape(size, t.shape[:-1].numel() // max(size, 1), width)
 
 
 def weighed(t: Tensor, weights: Tensor) -> Tensor:

@@ -180,7 +180,10 @@ def rnn_relu_cell(
 # ---------------------------------------------------------------------- states as their users hold them
 def parts_of(hx: Any, count: int) -> tuple[Tensor, ...]:
     """The parts of a state, `count` of them: h, or h and c."""
-    return (hx,) if count == 1 else tuple(hx)
+    parts = (hx,) if count == 1 else tuple(hx)
+    if len(parts) != count:
+        raise ValueError(f"an initial state of {len(parts)} tensors: expected {count}, (h, c).")
+    return parts
 
 
 def as_state(parts: Sequence[Tensor]) -> Any:

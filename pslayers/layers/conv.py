@@ -93,8 +93,9 @@ class PSTransposedConvolution(PSLayer, AnyConvTranspose, fused=True):
         """x ``(B, C, *S)`` -> ``(B, O, *L)``; `output_size` is turned into an output padding."""
         weight, n, padding = self.expansion("weight"), len(self.kernel_size), self.padding
         assert weight is not None and not isinstance(padding, str)
-        # what is before space may have been without the batch
-        size = None if output_size is None else list(output_size)[-n:]
+        size = None if output_size is None else list(output_size)
+        if size is not None and len(size) - n in (1, 2):  # before space, with a batch or without one
+            size = size[-n:]
         more = self._output_padding(input, size, self.stride, padding, self.kernel_size, n, self.dilation)  # type: ignore[arg-type]
         options = self.stride, padding, tuple(more), self.groups, self.dilation
         return _CONV_TRANSPOSE[n - 1](input, weight, self.expansion("bias"), *options)

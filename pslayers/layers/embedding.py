@@ -159,4 +159,6 @@ class PSEmbeddingBag(PSTable, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=T
 def _bag_inputs(
     input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    if input.ndim == 1 and offsets is None:
+        raise ValueError("offsets has to be a 1D Tensor but got None")  # as torch's own layer
     return input, offsets, per_sample_weights

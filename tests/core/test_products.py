@@ -98,3 +98,12 @@ def test_summed(rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
         for scale in (1.0, 0.3):
             expected = (scale * t.double().sum(0)).to(dtype)
             torch.testing.assert_close(products.summed(t, scale), expected)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_of_many_narrow_rows_are_not_one_chain(weighted: bool) -> None:
+    rows = torch.rand(1 << 21, 1)
+    ones = torch.ones(len(rows))
+    found = products.weighted_sum(ones, rows) if weighted else products.summed(rows)
+    torch.testing.assert_close(found.double(), rows.double().sum(0), rtol=1e-5, atol=0)
+    assert products.summed(rows[:, 0]).shape == ()

@@ -95,6 +95,9 @@ IDS = torch.zeros(4, 2, dtype=torch.long)
     [
         (IDS, {"mode": "min"}, "got mode='min'"),
         (IDS, {"offsets": torch.tensor([0, 1])}, "and of offsets some of shape"),
+        (IDS[:, 0], {"offsets": torch.tensor([0.0, 2.0])}, r"shape \(2,\), torch.float32"),
+        (IDS[:, 0], {"offsets": torch.tensor([1, 2])}, "offsets from 1 to 2 for 4 ids"),
+        (IDS[:, 0], {"offsets": torch.tensor([0, 7])}, "offsets from 0 to 7 for 4 ids"),
         (IDS[:, 0], {}, r"\(4,\), and of offsets none"),
         (IDS, {"per_sample_weights": torch.ones(4, 2)}, "expected mode='sum'"),
         (IDS, {"mode": "sum", "per_sample_weights": torch.ones(4)}, "one for each id"),

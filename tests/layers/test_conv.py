@@ -112,3 +112,5 @@ def test_output_size_of_an_unbatched_input_and_of_rows() -> None:
         torch.testing.assert_close(y, layer(given, size).expand(2, 3, 12))
     with pytest.raises(ValueError, match="requested an output size of"):
         ours(x, output_size=[14])
+    with pytest.raises(ValueError, match="output_size must have 1 or 3 elements"):
+        ours(x, output_size=[1, 2, 3, 12])

@@ -40,3 +40,16 @@ def test_both_inputs_of_a_bilinear_layer_are_arranged_alike() -> None:
     assert_rows(ours, true_rows(lambda i: layer(x1[:, i], x2[:, i]).square().sum(), layer, 6))
     with pytest.raises(ValueError, match=r"ps\.functional\.bilinear got inputs of shapes"):
         ours(torch.zeros(2, 6, 4), torch.zeros(2, 6, 5))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_of_no_width() -> None:
+    for layer, x in ((nn.Linear(0, 2), floats(3, 5, 0)), (nn.Linear(4, 0), floats(3, 5, 4))):
+        ours = ps.convert_model(layer.double())
+        ours(x).sum().backward()
+        for p in ours.parameters():
+            torch.testing.assert_close(p.grad_sample, torch.full((3, *p.shape), 15.0).double())
+        with ps.factored(ours) as grads:
+            ours(x).sum().backward()
+        count = sum(p.numel() for p in ours.parameters())
+        torch.testing.assert_close(grads.norms(), torch.full((3,), 15 * count**0.5).double())

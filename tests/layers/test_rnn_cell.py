@@ -184,3 +184,11 @@ class TestPSRNNCell(LayerSuite):
         for net in (layer, self.converted(layer)):
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 self.losses(net(*inputs).mul_(2), self.batch).sum().backward()
+
+
+@kinds
+def test_a_state_of_other_parts_is_an_error(kind: str) -> None:
+    ours, h = ps.convert_model(KINDS[kind](I, H).double()), floats(3, H)
+    for hx in ([h] * 3, [h], ()):
+        with pytest.raises((ValueError, TypeError, AttributeError)):
+            ours(floats(3, I), hx)
