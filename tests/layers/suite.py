@@ -427,8 +427,9 @@ class LayerSuite:
             args = tuple(replaced.get(id(t), t) for t in inputs)
             return self.losses(torch.func.functional_call(ours, params, args), 2)
 
-        assert torch.autograd.gradcheck(call, (*given.values(), *own.values()), fast_mode=True)
-        assert torch.autograd.gradgradcheck(call, (*given.values(), *own.values()), fast_mode=True)
+        with ps.tuning.holding():  # two passes are compared to the last bit
+            assert torch.autograd.gradcheck(call, (*given.values(), *own.values()), fast_mode=True)
+            assert torch.autograd.gradgradcheck(call, (*given.values(), *own.values()), fast_mode=True)
 
     # ------------------------------------------------------------------ passes
     def test_later_pass_replaces_and_retained_graph(self, case: Case) -> None:
