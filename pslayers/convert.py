@@ -19,7 +19,7 @@ from .attribution.snapshot import trial
 from .core import sharding
 from .core.context import Settings, changed, clear, form_of, local
 from .core.recorder import forget, recorder_of
-from .core.trees import callable_module, cloned, own_parameters
+from .core.trees import callable_module, cloned, own_parameters, trainable_parameters
 from .layers.batch_norm import why_mixed
 from .modules import converted
 from .modules.base import REGISTRY, PSLayer
@@ -302,7 +302,7 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
             if general or _calls_layers(module, on_unsupported == "general"):
                 row = replace(row, target=container_class(row.original), general=general)
             if row.trainable:
-                names = ", ".join(n for n, p in own_parameters(module) if p.requires_grad)
+                names = ", ".join(trainable_parameters(module, own=True))
                 unsupported.append(
                     f"{name} {why or _no_replacement(cls)}; its trainable parameters: {names}."
                 )
@@ -404,8 +404,6 @@ def _calls_layers(module: nn.Module, general: bool) -> bool:
     """Whether the module has a forward, and below it layers, or with `general` whatever has parameters."""
     below = (m for m in module.modules() if m is not module)
     return callable_module(module) and any(
-        isinstance(m, PSLayer)
-        or type(m) in REGISTRY
-        or (general and any(p.requires_grad for _, p in own_parameters(m)))
+        isinstance(m, PSLayer) or type(m) in REGISTRY or (general and trainable_parameters(m, own=True))
         for m in below
     )

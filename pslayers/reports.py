@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .core.sharding import is_sharded
-from .core.trees import callable_module, own_parameters, trainable_parameters
+from .core.trees import callable_module, trainable_parameters
 from .modules.base import PSLayer
 from .modules.container import PSContainer
 from .modules.converted import Converted
@@ -74,7 +74,7 @@ class Row:
     @property
     def trainable(self) -> list[nn.Parameter]:
         """The module's own parameters that require grad."""
-        return [p for _, p in own_parameters(self.module) if p.requires_grad]
+        return list(trainable_parameters(self.module, own=True).values())
 
     @property
     def parameters(self) -> int:
@@ -183,7 +183,7 @@ def report(model: nn.Module) -> Report:
                     slow,
                 )
             )
-        elif callable_module(module) and any(p.requires_grad for _, p in own_parameters(module)):
+        elif callable_module(module) and trainable_parameters(module, own=True):
             rows.append(Row(path, module, type(module), None, way=above, slow=slow))
     return Report(rows)
 

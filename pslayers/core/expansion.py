@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import torch_api
 from .context import UNSCALED, Scale, Settings, in_ragged, local, transforming
 from .factors import Factor
-from .products import number
+from .products import number, summed
 from .sinks import UNRECORDED
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ class _Join(Op):
             if len(grad) != shape[0]:  # k rows a sample
                 grad = grad.reshape(shape[0], -1, *shape[1:]).sum(1)
             rows = grad if need_rows else None
-        total = grad.sum(0) if need_weight else None
+        total = summed(grad) if need_weight else None
         return *ctx.expansion.finish_differentiable(total, rows), None, None
 
 

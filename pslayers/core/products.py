@@ -155,6 +155,7 @@ def summed(rows: Tensor, scale: float = 1.0) -> Tensor:
         and rows.dtype in (torch.float32, torch.float64)
         and rows.is_contiguous()
     ):
+        # a product that autocast leaves in this precision, as `weighted_sum`'s is not
         return torch.mv(rows.view(len(rows), -1).t(), rows.new_full((len(rows),), scale)).view(rows.shape[1:])
     found = rows.sum(0)
     return found if scale == 1 else found * number(scale, found)

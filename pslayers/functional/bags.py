@@ -53,11 +53,10 @@ def embedding_bag(
         weight if w is None and isinstance(weight, Tensor) else w.rows if w is not None else None,
     )
     flat, factors = ids.reshape(-1), None if per_sample_weights is None else per_sample_weights.reshape(-1)
-    bag = None if offsets is None else bag_of_each(ids, starts)
-    if padding_idx is not None:
+    bag = None if offsets is None and padding_idx is None else bag_of_each(ids, starts)
+    if bag is not None and padding_idx is not None:
         keep = flat != padding_idx % entries
-        bag = (bag_of_each(ids, starts) if bag is None else bag)[keep]
-        flat, factors = flat[keep], None if factors is None else factors[keep]
+        flat, bag, factors = flat[keep], bag[keep], None if factors is None else factors[keep]
     bags = _Bags(flat, len(starts), mode, bag)
     if w is None:
         assert isinstance(weight, Tensor)
@@ -81,11 +80,13 @@ def _check(ids: Tensor, offsets: Tensor | None, mode: str, factors: Tensor | Non
             f"{where} got ids of shape {tuple(ids.shape)}, and of offsets {given}: expected ids (N, L), or"
             " (M,) with offsets (N,), whole numbers."
         )
-    if offsets is not None and len(offsets) and (int(offsets[0]) or int(offsets[-1]) > len(ids)):
-        raise ValueError(
-            f"{where} got offsets from {int(offsets[0])} to {int(offsets[-1])} for {len(ids)} ids: expected"
-            " the first one to be 0, and none to be larger than the number of ids."
-        )
+    if offsets is not None and len(offsets):
+        first, last = int(offsets[0]), int(offsets[-1])
+        if first or last > len(ids):
+            raise ValueError(
+                f"{where} got offsets from {first} to {last} for {len(ids)} ids: expected the first one to be"
+                " 0, and none to be larger than the number of ids."
+            )
     if factors is not None and (mode != "sum" or factors.shape != ids.shape):
         raise ValueError(
             f"{where} got per_sample_weights of shape {tuple(factors.shape)} with mode={mode!r} and ids of"
@@ -108,13 +109,12 @@ class _Bags:
 
     def __init__(self, ids: Tensor, count: int, mode: str, bag: Tensor | None) -> None:
         self.ids, self.count, self.mode, self._bag = ids, count, mode, bag
-        self.evenly = len(ids) // max(count, 1) if bag is None else None
+        self.evenly = len(ids) // max(count, 1) if bag is None else 0  # ids of each bag, where that is told
 
     @functools.cached_property
     def bag(self) -> Tensor:
         """Of each id, (M,)."""
-        if self.evenly is None:
-            assert self._bag is not None
+        if self._bag is not None:
             return self._bag
         return bag_of_each(self.ids.view(self.count, self.evenly), self.ids)
 

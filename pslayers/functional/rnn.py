@@ -182,7 +182,7 @@ def parts_of(hx: Any, count: int) -> tuple[Tensor, ...]:
     """The parts of a state, `count` of them: h, or h and c."""
     parts = (hx,) if count == 1 else tuple(hx)
     if len(parts) != count:
-        raise ValueError(f"an initial state of {len(parts)} tensors: expected {count}, (h, c).")
+        raise ValueError(f"an initial state has {count} parts, (h, c); got {len(parts)}.")
     return parts
 
 

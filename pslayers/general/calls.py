@@ -73,8 +73,9 @@ def run(
     if plan.counts:
         first = {n: w[0] for n, w in weights.items() if n in given} if given else {}
         by_them = in_place_of(places_of(module, first, tied=True))
+        args, kwargs = cloned(call)
         with torch.random.fork_rng(), by_original_layers(), without_gathered_rows(), by_them:
-            forward(module, *cloned(call)[0], **cloned(call)[1])
+            forward(module, *args, **kwargs)
     if batch.outputs is not None:
         if plan.way == "direct":  # the caller may index what now has a row for each sample
             batch.outputs.add([(w, 0, None) for w in weights.values()])
