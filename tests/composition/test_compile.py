@@ -59,7 +59,9 @@ def pair(model: nn.Module, *inputs: Tensor) -> tuple[nn.Module, nn.Module]:
 
 
 AOT_EAGER = [(name, "aot_eager") for name in MODELS]
-FIRST = [case for case in AOT_EAGER if case[0] != "transformer"]  # it takes longer than the others together
+FIRST = [
+    case for case in AOT_EAGER if case[0] in ("mlp", "cnn")
+]  # the others take longer than these together
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_recording_off_and_no_grad() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp"])
-@pytest.mark.parametrize("differ", [False, True], ids=["expanded", "different"])
+@pytest.mark.parametrize("differ", part([(True,)], [(True,), (False,)]))
 def test_functional_form(name: str, differ: bool) -> None:
     build, inputs = MODELS[name]
     _, ours = pair(build(), inputs(3))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pslayers as ps
+from tests.combinations import every
 from tests.composition.common import both
 from tests.oracle import assert_rows, square, squares, true_rows
 
@@ -65,7 +66,7 @@ class Told(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.* is run sample by sample")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", every(3, ((seed,) for seed in range(8))))
 def test_calls_of_many_kinds_in_turn(seed: int) -> None:
     drawn = random.Random(seed)
     torch.manual_seed(seed)

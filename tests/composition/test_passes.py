@@ -4,6 +4,7 @@ break off.
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import pslayers as ps
 
 from .. import zoo
+from ..combinations import every
 from ..layers.suite import floats
 from ..oracle import assert_rows_right, loop, squares, true_rows
 
@@ -291,8 +293,7 @@ def leaves(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if not list(m.children())]
 
 
-@each_model
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize(("name", "first"), every(3, itertools.product(MODELS, (False, True))))
 def test_exceptions_in_the_forward(name: str, first: bool) -> None:
     """After each module in turn, in the model's first call or in a later one."""
     model, _, x = build(name)

@@ -3,6 +3,7 @@ that is certain.
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 import pslayers as ps
 from pslayers.parameters.per_sample import NoRuleError, PerSample
 
+from ..combinations import every
 from ..oracle import assert_rows_right, members, squares
 from .test_op_dispatch import Leaf
 
@@ -241,8 +243,7 @@ MOVED = (
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
-@pytest.mark.parametrize("op", [_linear, _times, _norm])
-@pytest.mark.parametrize("move", MOVED)
+@pytest.mark.parametrize(("move", "op"), every(5, itertools.product(MOVED, (_linear, _times, _norm))))
 def test_rows_that_lie_elsewhere_for_some_shapes_alone(
     move: Callable[..., Tensor], op: Callable[..., Tensor]
 ) -> None:
