@@ -141,26 +141,26 @@ class GatheredRows(TorchFunctionMode):
                 RowProvenance(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False),
             )
 
+    def tag_packed(self, t: PackedSequence) -> None:
+        """Note whose the rows of packed sequences are."""
+        if len(t.batch_sizes):
+            ids, is_sorted = owners_of_packed(t), t.sorted_indices is not None
+            rows = ids if is_sorted else None
+            provenance = RowProvenance(
+                ids, len(t.batch_sizes), rows=rows, by_data=False, moves=int(is_sorted)
+            )
+            self.tag(t.data, provenance)
+
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_first: bool) -> None:
         """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is
         as long. Where the batch is in dim 1, what rows are picked is not followed, but noted.
         """
         for place, t in enumerate(tensors_in((args, kwargs))):
-            if isinstance(t, PackedSequence) and len(t.batch_sizes):
-                ids = owners_of_packed(t)
-                self.tag(
-                    t.data,
-                    RowProvenance(
-                        ids,
-                        len(t.batch_sizes),
-                        rows=ids if t.sorted_indices is not None else None,
-                        by_data=False,
-                        moves=int(t.sorted_indices is not None),
-                    ),
-                )
-            if not isinstance(t, Tensor) or not t.ndim:
+            if isinstance(t, PackedSequence):
+                self.tag_packed(t)
+            elif not t.ndim:
                 continue
-            if batch_first and (
+            elif batch_first and (
                 (place == 0 and len(t) % self.size == 0)
                 or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1])
             ):
@@ -338,7 +338,9 @@ def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]
     before, local.gathered_rows = local.gathered_rows, local.gathered_rows or GatheredRows(size)
     picks: GatheredRows = local.gathered_rows
     for t, layout in inputs:
-        if layout in (BATCH_MAJOR, ("dim", 0)):
+        if isinstance(t, PackedSequence):
+            picks.tag_packed(t)
+        elif layout in (BATCH_MAJOR, ("dim", 0)):
             picks.tag_batch(t)
         elif layout not in (SHARED, TABLE, PICKED):
             picks.tag(t, WEAK)

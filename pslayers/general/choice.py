@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from .. import torch_api
 from ..attribution.proof import quiet_hooks, quiet_pass, separating_groups
@@ -146,6 +147,8 @@ class _Proof:
             self.orders = tuple(map(filled_order, tensors_of(output)))
             self.counts = before.differs()
             self.sums = [self._gradients(self.plain, plain, mixed) for mixed in (False, True)]
+        if self.sums[1] and any(isinstance(t, PackedSequence) for t in tensors_in(output)):
+            raise ValueError(f"{sorted(self.sums[1])} reach a PackedSequence that it returns")
         self.plain = [t.detach() for t in self.plain]
         self.relative, self.absolute = 1e-7, 1e-8  # of numbers, and of the largest one
         if (eps := coarsest.eps) > 1e-12:  # not all in double precision
@@ -169,7 +172,8 @@ class _Proof:
         return stack
 
     def _outputs(self, output: Any, call: Call, given: set[int]) -> list[Tensor]:
-        return [*tensors_of(output), *written_to(call, given)]
+        tensors = (t if isinstance(t, Tensor) else t.data for t in tensors_in(output))
+        return [*tensors, *written_to(call, given)]
 
     def _parts(self, tensors: Sequence[Tensor], mixed: bool) -> Iterator[tuple[Tensor, Layout]]:
         """The outputs that count, with their layouts, and a row for each sample of what all share."""

@@ -61,7 +61,7 @@ class NoWayError(Exception):
 def fits(plan: Plan, call: Call, size: int) -> bool:
     """Whether a plan that was made for other sizes can be right for these inputs."""
     return all(
-        isinstance(t, Tensor) and fits_layout(layout, t, size)
+        not isinstance(t, Tensor) or fits_layout(layout, t, size)  # packed sequences tell themselves
         for t, layout in zip(tensors_in(call), plan.layouts.inputs, strict=True)
     )
 

@@ -413,7 +413,10 @@ class ModelCall:
         output, batch = self._watched(self.args, self.kwargs)
         problem = None if given else disagreement(output, plain)
         tensors = tensors_in(output)
-        layouts = [model._ps_layout(0, ("out", i), t.ndim) for i, t in enumerate(tensors)]  # type: ignore[union-attr]
+        layouts = [
+            model._ps_layout(0, ("out", i), t.ndim) if isinstance(t, Tensor) else None
+            for i, t in enumerate(tensors)
+        ]
         own = batched_outputs(output, batch, layouts)
         numbers = all(
             isinstance(t, Tensor) and not t.ndim

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 import pslayers as ps
 from tests.oracle import assert_rows, square, squares, true_rows
@@ -36,6 +36,44 @@ def test_a_model_that_returns_a_packed_sequence() -> None:
             return square(pad_packed_sequence(one, batch_first=True, total_length=time)[0], 0)
 
         assert_rows(ours, true_rows(loss, model, len(x)))
+
+
+class PackedBoth(nn.Module):
+    """Packed sequences in and out, and the last states, which may be scaled by a parameter of its own."""
+
+    def __init__(self, own: str) -> None:
+        super().__init__()
+        self.lstm, self.gru, self.own = nn.LSTM(3, 4, batch_first=True), nn.GRU(4, 2), own
+        if own:
+            self.scale = nn.Parameter(torch.ones(2) / 3)
+
+    def forward(self, packed: PackedSequence) -> Any:
+        packed, h = self.gru(self.lstm(packed)[0])
+        if self.own == "of the sequences":
+            packed = packed._replace(data=packed.data * self.scale)
+        return packed, h[-1] * self.scale if self.own == "of the states" else h
+
+
+@pytest.mark.parametrize("own", ["", "of none", "of the states", "of the sequences"])
+def test_a_model_that_is_given_and_returns_packed_sequences(own: str) -> None:
+    model, ours = both(PackedBoth(own))
+    for lengths in ([5, 2, 3], [1, 1, 4, 5], [2, 2]):
+        xs = [batch(1, length, 3)[0] for length in lengths]
+
+        def squared(net: nn.Module, xs: list[Tensor]) -> Tensor:
+            packed, h = net(pack_sequence(xs, enforce_sorted=False))
+            return (packed.data**2).sum() + (h**2).sum()
+
+        ours.zero_grad()
+        if own == "of the sequences":
+            with pytest.raises(ValueError, match="PackedSequence"):
+                squared(ours, xs)
+            return
+        squared(ours, xs).div(len(xs)).backward()
+        expected = true_rows(lambda i, xs=xs: squared(model, xs[i : i + 1]), model, len(xs), zeros=True)
+        if own == "of none":
+            assert ours.scale.grad_sample is None and not expected.pop("scale").any()
+        assert_rows(ours, expected)
 
 
 class MaskedBags(nn.Module):
