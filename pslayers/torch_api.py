@@ -370,6 +370,22 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return type(module).__module__.startswith("torch._dynamo")
 
 
+def leaves(module: torch.nn.Module) -> bool:
+    """Whether torch.compile runs such a module as it is, in whatever model."""
+    return isinstance(module, torch.nn.RNNBase) and not getattr(torch._dynamo.config, "allow_rnn", False)
+
+
+_set_strategy = _find("_C._dynamo.eval_frame.set_code_exec_strategy")
+_strategy = _find("_C._dynamo.eval_frame._FrameExecStrategy")
+_skip = _find("_C._dynamo.eval_frame._FrameAction").SKIP
+
+
+def leave_alone(function: F) -> F:
+    """Where torch.compile has left a call as it is, it does not compile what that calls, either."""
+    _set_strategy(function.__code__, _strategy(_skip, _skip))  # type: ignore[attr-defined]
+    return function
+
+
 def mark_disabled(function: Any, reason: str) -> None:
     """As ``torch.compiler.disable``: torch.compile leaves calls of it as they are, and says why where it may
     not.

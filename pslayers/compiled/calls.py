@@ -38,6 +38,17 @@ class Traced(Batch):
         self.calls, self.outputs, self.root, self.given, self.scale = {}, None, None, None, UNSCALED
         self.ragged = None
 
+    @property
+    def level(self) -> int:  # type: ignore[override]
+        """No layer that is not traced asks for it; one that is would put down rows of a loss whose factor is
+        not known.
+        """
+        raise RuntimeError(
+            "A layer of a converted model was run without torch.compile inside of a call that is compiled"
+            " (torch.compiler.disable, or a graph break around it): leave out the whole model, or compile its"
+            " other parts by themselves, each converted alone."
+        )
+
 
 def call_container(
     module: ConvertedModule, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -47,6 +58,10 @@ def call_container(
     outside = local.batch is None and local.tracker is None and not local.use_original_forward
     if outside and records(state.settings) and _without_replacement(state.number):
         return _general(module, args, kwargs)
+    if outside and _left(state.number):
+        if records(state.settings) or module._ps_given(own=False):
+            return _recurrent(module, args, kwargs)
+        return original(module, *args, **kwargs)
     if state.per_sample_forward and (
         records(state.settings) or module._ps_given(own=not state.includes_children)
     ):
@@ -142,6 +157,12 @@ def _without_replacement(number: int) -> bool:
     return any(state is not None and state.per_sample_forward for state in states)
 
 
+@torch_api.mark_constant
+def _left(number: int) -> bool:
+    """Whether torch.compile runs a module below as it is."""
+    return any(map(torch_api.leaves, modules[number].modules()))
+
+
 def _proved(module: nn.Module, form: Form) -> bool:
     """Whether a call of such a form was proved, whatever the sizes of its inputs were."""
     for training, proved, _, given in state_of(module).proved:  # torch.compile traces no generator here
@@ -171,6 +192,11 @@ _general = _as_it_is(
     "a converted model holds modules without a replacement (ps.report(model) shows them), which run with"
     " per-sample parameters and cannot be compiled: write layers for them (ps.PSLayer), or compile the other"
     " parts by themselves"
+)
+
+_recurrent = _as_it_is(
+    "a converted model holds nn.LSTM, nn.GRU or nn.RNN, which torch.compile traces in no model unless told"
+    " to: set ``torch._dynamo.config.allow_rnn = True``, or compile the other parts by themselves"
 )
 
 _picking = _as_it_is(

@@ -277,12 +277,13 @@ def _check(
 
 def _samples(op: str, given: Sequence[Weight], common: Sequence[Expansion | None], rows: int) -> int:
     """How many samples the weights are for (1: any); the rows must be k for each, batch-major."""
-    sizes = {len(c.rows) for c in common if c is not None and c.rows is not None}
-    sizes |= {len(w) for w, c in zip(given, common, strict=True) if c is None and isinstance(w, Tensor)}
+    # no set, which would tie torch.compile to one size
+    sizes = [len(c.rows) for c in common if c is not None and c.rows is not None]
+    sizes += [len(w) for w, c in zip(given, common, strict=True) if c is None and isinstance(w, Tensor)]
     for size in () if in_ragged() else sizes:
         if rows != size and (not size or not rows or rows % size):
             raise ValueError(
                 f"ps.functional.{op} got {rows} sequences with {size} per-sample weights: expected {size},"
                 " one for each sample's weight, or a multiple of it (k a sample, batch-major)."
             )
-    return max(sizes, default=1)
+    return max(sizes) if sizes else 1

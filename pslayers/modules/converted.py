@@ -176,6 +176,7 @@ class Converted(_Mixin):
             return sizes[0][1]
         return sizes[self._ps_state().places.get(tuple([ndim for ndim, _ in sizes]), 0)][1]
 
+    @torch_api.leave_alone
     def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an outermost call, its batch size known to every layer below."""
         settings, nested = self._ps_state().settings, local.again or torch_api.current_pass() != -1

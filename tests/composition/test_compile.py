@@ -368,6 +368,57 @@ def test_without_fullgraph_a_first_call_of_one_sample_runs_as_it_is() -> None:
     assert graphs() == 1
 
 
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(3, 4), layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.first(x))[0]
+
+
+@pytest.mark.parametrize("layer", part([(nn.LSTM,)], [(nn.LSTM,), (nn.GRU,), (nn.RNN,)]))
+@pytest.mark.parametrize("called", [False, True])
+def test_recurrent_layers_run_as_they_are_unless_torch_is_told_to_trace_them(
+    layer: Any, called: bool
+) -> None:
+    model = nn.Sequential(Recurrent(layer(4, 5, batch_first=True)), nn.Linear(5, 2)).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    if called:
+        ours(floats(4, 6, 3))
+    run = torch.compile(ours, backend="aot_eager")
+    for n in (5, 3, 7):
+        assert_right(run, ours, model, floats(n, 6, 3))
+    with torch.no_grad():
+        torch.testing.assert_close(run(x := floats(5, 6, 3)), model(x))
+    with pytest.raises(Exception, match="allow_rnn = True"):
+        compiled(ours)(floats(5, 6, 3))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        assert_right(compiled(ours), ours, model, floats(11, 6, 3))
+
+
+def test_recurrent_layers_converted_alone_run_as_they_are() -> None:
+    model = Recurrent(nn.LSTM(4, 5, batch_first=True)).double()
+    ours = copy.deepcopy(model)
+    ps.convert_model(ours.layer)
+    run = torch.compile(ours, backend="aot_eager")
+    for n in (5, 3, 7):
+        ours.zero_grad()
+        squares(run(x := floats(n, 6, 3))).mean().backward()
+        expected = loop(model, square, (x,))
+        for name, p in ours.layer.named_parameters():
+            torch.testing.assert_close(p.grad_sample, expected[f"layer.{name}"])
+
+
+def test_a_layer_that_is_left_out_of_a_compiled_call_is_refused() -> None:
+    """The factor of the loss is not known where it runs."""
+    _, ours = pair(Recurrent(nn.Identity()), floats(4, 3))
+    ours.layer = torch.compiler.disable(ps.convert_model(nn.Linear(4, 2).double()))
+    with pytest.raises(RuntimeError, match=r"without torch\.compile inside of a call"):
+        torch.compile(ours, backend="aot_eager")(floats(5, 3))
+
+
 class Picking(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -12,11 +12,6 @@ from .every_layer import EVERY
 # torch.compile's own, while it traces and compiles
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# torch.compile does not trace torch's own: `nn.LSTM`, `nn.GRU`, `nn.RNN`
-UNTRACEABLE = {"PSLSTM", "PSGRU", "PSRNN"}
-LAYERS = {name: each for name, each in EVERY.items() if name not in UNTRACEABLE}
-
-
 # of layers whose ops are of one kind, one; not attention, which takes as long as all of these
 ONE_OF_A_KIND = [
     (f"PS{name}",)
@@ -27,9 +22,10 @@ ONE_OF_A_KIND = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", part(ONE_OF_A_KIND, ((name,) for name in LAYERS)))
+@pytest.mark.parametrize("name", part(ONE_OF_A_KIND, ((name,) for name in EVERY)))
 def test_layers(name: str) -> None:
-    assert_layer_right(*LAYERS[name])
+    with torch._dynamo.config.patch(allow_rnn=True):
+        assert_layer_right(*EVERY[name])
 
 
 def assert_layer_right(suite: LayerSuite, case: Case) -> None:
