@@ -3,6 +3,7 @@ empty batches, and calls that are not recorded.
 """
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -163,7 +164,8 @@ def _flat_weights(inventory: Inventory) -> list[Place]:
         names, held = layer.get("_flat_weights_names", ()), layer["_parameters"]
         if names and "_flat_weight_refs" in layer and all(name in held for name in names):
             weights = [held[name] for name in names]
-            flat += [(layer, "_flat_weights", weights), (layer, "_flat_weight_refs", [None] * len(names))]
+            refs = [None if w is None else weakref.ref(w) for w in weights]  # others may be given inside
+            flat += [(layer, "_flat_weights", weights), (layer, "_flat_weight_refs", refs)]
     return flat
 
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 
-from ..oracle import squares, true_rows
+from ..oracle import assert_rows_right, squares, true_rows
 
 
 class Net(nn.Module):
@@ -71,6 +71,27 @@ def _graph(output: Tensor) -> list[Any]:
             seen.add(node)
             todo += [n for n, _ in node.next_functions]
     return list(seen)
+
+
+class Dropped(nn.Module):
+    """Weight-dropped: a recurrent layer is given others in the forward, then its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.arange(5) % 3 > 0
+        given = torch.func.functional_call(self.rnn, {"weight_hh_l0": self.rnn.weight_hh_l0 * mask}, (x,))
+        return self.out(given[0] + self.rnn(x)[0])
+
+
+def test_a_recurrent_layer_that_is_given_other_weights() -> None:
+    model = Dropped().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in (1, 3, 1):
+        assert_rows_right(model, torch.randn(n, 3, 4, dtype=torch.float64), converted=ours)
+        ours.zero_grad()
 
 
 def test_no_side_effects_of_autograd_grad() -> None:
