@@ -28,6 +28,7 @@ from ..attribution.tracking import (
 from ..core.context import by_original_layers, in_place_of, places_of
 from ..core.converted_module import ConvertedModule
 from ..core.trees import (
+    callable_module,
     cloned,
     map_tensors,
     own_parameters,
@@ -220,9 +221,8 @@ class _Proof:
         below = {
             id(p)
             for m in self.module.modules()
-            if m is not self.module
-            for p in m._parameters.values()
-            if p is not None
+            if m is not self.module and callable_module(m)  # not its own ParameterList
+            for _, p in own_parameters(m)
         }
         own = trainable_parameters(self.module, own=True)
         return frozenset(

@@ -493,3 +493,34 @@ def test_a_forward_that_constrains_its_own_weight(way: str, ragged: bool) -> Non
             right(ours, model, x)
         for p, q in zip(model.parameters(), ours.parameters(), strict=True):
             torch.testing.assert_close(p, q)
+
+
+class Later(nn.Module):
+    """Uses more of its parameters, call by call: layer drop, growing, one for each task."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc, self.used, scales = nn.Linear(4, 4), 0, [nn.Parameter(torch.rand(4)) for _ in range(3)]
+        if kind == "list":
+            self.scales: Any = nn.ParameterList(scales)
+        elif kind == "dict":
+            self.scales = nn.ParameterDict({str(i): p for i, p in enumerate(scales)})
+        else:
+            self.scales = nn.Module()
+            for i, p in enumerate(scales):
+                self.scales.register_parameter(str(i), p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        for p in [*self.scales.parameters()][: self.used]:
+            x = torch.tanh(x * p)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "module"])
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_parameters_that_a_later_call_is_the_first_to_use(kind: str, first: int) -> None:
+    model, ours = both(Later(kind))
+    for used in (first, 2, 0, 3, 1):
+        model.used = ours.used = used
+        right(ours, model, batch(3, 4))
