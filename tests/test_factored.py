@@ -361,6 +361,47 @@ def test_a_factored_gradient_is_no_tensor() -> None:
         kept[3]
 
 
+class Predicts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.weight = nn.Linear(4, 4), nn.Parameter(torch.rand(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) @ self.weight
+
+    def predict(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+BLOCKS: dict[str, Callable[[nn.Module], Any]] = {
+    "clipping": lambda model: ps.clipping(model, 1e-3),
+    "each": lambda model: ps.clipping(model, dict.fromkeys(("fc.weight", "fc.bias", "weight"), 1e-3)),
+    "reweighting": lambda model: ps.reweighting(model, lambda grads: 1 / grads.norms()),
+    "factored": lambda model: ps.factored(model),
+    "streaming": lambda model: ps.streaming(model, lambda name, rows: None),
+    "rows alone": lambda model: ps.recording(model, grad=False),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("called", [False, True])
+def test_a_pass_of_which_nothing_has_rows_is_an_error(block: str, called: bool) -> None:
+    """What arrives would be in `.grad` as if it were clipped."""
+    ours, x = ps.convert_model(Predicts().double()), floats(5, 4)
+    if called:
+        squares(ours(x)).mean().backward()
+        ours.zero_grad()
+    with BLOCKS[block](ours):
+        loss = squares(ours.predict(x)).mean()
+        with pytest.raises(RuntimeError, match="`weight` received a gradient, and no row of it"):
+            loss.backward()
+    ours.zero_grad()
+    with BLOCKS[block](ours), ps.recording(ours, False):  # as one may want
+        squares(ours.predict(x)).mean().backward()
+    assert ours.weight.grad is not None
+    squares(ours.predict(x)).mean().backward()  # outside, it is a pass like any other
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_gradient_past_its_layer_is_an_error(grad: bool) -> None:
     _, ours = pair(mlp())

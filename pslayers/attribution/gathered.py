@@ -337,18 +337,25 @@ def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]
     """Know whose the rows of tensors are in the forward of a module whose inputs hold the samples so."""
     before, local.gathered_rows = local.gathered_rows, local.gathered_rows or GatheredRows(size)
     picks: GatheredRows = local.gathered_rows
+    set_aside: list[tuple[Tensor, RowProvenance]] = []
     for t, layout in inputs:
         if isinstance(t, PackedSequence):
             picks.tag_packed(t)
         elif layout in (BATCH_MAJOR, ("dim", 0)):
             picks.tag_batch(t)
-        elif layout not in (SHARED, TABLE, PICKED):
+        elif layout in (SHARED, TABLE):  # also where a first call has taken it for the batch's by its shape
+            if (known := picks.owners(t)) is not None:
+                set_aside.append((t, known))
+                picks.tags[t] = None
+        elif layout != PICKED:
             picks.tag(t, WEAK)
     try:
         with picks if before is None else nullcontext():
             yield
     finally:
         local.gathered_rows = before
+        for t, known in set_aside:
+            picks.tags[t] = known
 
 
 @contextmanager

@@ -159,21 +159,25 @@ class Settings:
         self.bare.append(recorder)
 
     def check_bare(self) -> None:
-        """An error where the pass that ends has given a parameter a gradient, and no row of it."""
+        """An error where the pass that ends has given a parameter a gradient, and no row of it, though it has
+        given rows to others, or a block takes all that there are (`.grad` would be what was not clipped).
+        """
         found, self.bare = self.bare, []
+        gave = self.pass_id == self.bare_pass
         names = [
             f"`{r.name}`"
             for r in found
             # where no sums are wanted, nothing comes by way of expansions
-            if (not self.sums if r.pass_id == self.pass_id else not self.partial)
+            if (not self.sums if gave and r.pass_id == self.pass_id else not self.partial)
         ]
-        if names and self.pass_id == self.bare_pass:
+        if names and (gave or (self.recording and not (self.grad and self.sink is None))):
             some = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
+            where = "that gave rows to other parameters" if gave else "inside of a block that takes its rows"
             raise RuntimeError(
-                f"{some} received a gradient, and no row of it, in a backward pass that gave rows to other"
-                " parameters: a part of the forward was not recorded (under ps.recording(model, False), or"
-                " past the model's own modules), or the loss uses the parameter itself. Compute that part of"
-                " the loss in a backward pass of its own, without recording."
+                f"{some} received a gradient, and no row of it, in a backward pass {where}: a part of the"
+                " forward was not recorded (under ps.recording(model, False), or past the model's own modules"
+                " as they are called, model(x)), or the loss uses the parameter itself. Compute that part of"
+                " the loss in a backward pass of its own, without recording: ps.recording(model, False)."
             )
 
     def clear(self) -> None:

@@ -524,3 +524,24 @@ def test_parameters_that_a_later_call_is_the_first_to_use(kind: str, first: int)
     for used in (first, 2, 0, 3, 1):
         model.used = ours.used = used
         right(ours, model, batch(3, 4))
+
+
+class MaskToken(nn.Module):
+    """A learnt token in the place of what a mask hides, whichever way the mask is brought to its shape."""
+
+    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.how, self.token, self.fc = how, nn.Parameter(torch.rand(4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.fc(torch.where(self.how(mask), self.token, x))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [lambda m: m[..., None], lambda m: ~m.unsqueeze(2), lambda m: m.view(*m.shape, 1).expand(-1, -1, 4)],
+)
+def test_masks_are_the_samples_in_later_calls_too(how: Callable[[Tensor], Tensor]) -> None:
+    model, ours = both(MaskToken(how))
+    for n, time in ((4, 5), (4, 5), (3, 5), (5, 5), (1, 5)):
+        right(ours, model, batch(n, time, 4), torch.rand(n, time) < 0.5)
