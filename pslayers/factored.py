@@ -114,7 +114,7 @@ class FactoredGrad:
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """The sum over samples, each times its weight (B,): ``(*S)``."""
         with computing():
-            return self.factor.weighted_sum(_weights(weights, len(self)))
+            return self.factor.weighted_sum(_weights(weights, len(self)).to(_wide(self)))
 
     def dot(self, direction: Tensor) -> Tensor:
         """The product of each sample's gradient with a direction ``(*S)``: (B,)."""
@@ -130,7 +130,7 @@ class FactoredGrad:
                 " parameter's."
             )
         with computing():
-            return self.real.dot(torch.view_as_real(direction) if direction.is_complex() else direction)
+            return self.real.dot(torch.view_as_real(direction.resolve_conj()) if is_complex else direction)
 
     def gram(self, other: "FactoredGrad | None" = None) -> Tensor:
         """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""
@@ -204,6 +204,8 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
         """The product of each sample's gradient with a direction ``{name: (*S)}``, (B,); a name that is left
         out counts as zeros.
         """
+        if not isinstance(direction, Mapping):
+            raise TypeError(f"`direction` must be {{name: (*S)}}; got {_what(direction)}.")
         unknown = direction.keys() - self.keys()
         if unknown:
             raise KeyError(
@@ -218,7 +220,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
         """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""
         if not isinstance(other, FactoredGrads | None):
             raise TypeError(f"`other` must be the factored gradients of another batch; got {other!r}.")
-        theirs = {grad.name: grad for grad in (other or self)._all()}
+        theirs = {grad.name: grad for grad in (self if other is None else other)._all()}
         found = [grad.gram(theirs[grad.name]) for grad in self._all() if grad.name in theirs]
         if not found:
             raise ValueError("The two have no parameter in common: they are of different models.")
@@ -235,6 +237,8 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
         """
         if not hasattr(dim, "__index__") or dim < 1:
             raise ValueError(f"`dim` must be a whole number, at least 1; got {dim!r}.")
+        if not hasattr(seed, "__index__"):
+            raise ValueError(f"`seed` must be a whole number; got {seed!r}.")
         with computing():
             return added([_projected(grad.real, dim, grad.name, seed) for grad in self._all()])
 
@@ -344,7 +348,7 @@ def clipping(
 
     Raises:
         ValueError: the model is not converted, a norm is not positive, or `passes` is something else.
-        KeyError: a parameter has no norm.
+        KeyError: a parameter has no norm, or a norm no parameter.
 
     Source: Abadi et al. (2016), "Deep Learning with Differential Privacy", algorithm 1.
 
@@ -360,6 +364,11 @@ def clipping(
     if passes not in (1, 2, "auto"):
         raise ValueError(f'`passes` must be 1, 2 or "auto"; got {passes!r}.')
     grads = FactoredGrads()
+    if isinstance(most, dict):  # also by what a wrapper (DistributedDataParallel) calls them
+        named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        known = {part for name in named for part in (name, name.removeprefix("module."))}
+        if unknown := most.keys() - known:
+            raise KeyError(f"`max_norm` names {sorted(unknown)}, which are no parameters of the model.")
 
     def weights() -> dict[str, Tensor]:
         if isinstance(most, dict):
@@ -499,7 +508,7 @@ class _Block(Keeping):
                 self.spent[recorder] = _weights(own, len(grad))
             else:
                 reduction = recorder.settings.loss_reduction
-                kept[recorder] = partial(_weighted_sum, grad, *share(own, len(grad), reduction))
+                kept[recorder] = partial(_weighted_sum, grad, *share(own, len(grad), reduction, _wide(grad)))
         if not self.spent:
             self._add_all(kept)
         elif self.twice:
@@ -531,11 +540,18 @@ class _Block(Keeping):
             return
         self.twice = True
         try:
-            loss.backward(retain_graph=True)
+            try:
+                loss.backward(retain_graph=True)
+            except RuntimeError as error:
+                if "donated buffers" in str(error):
+                    raise _once_only("it lets go of what it holds in the first one") from error
+                raise
             if self.spent:
                 leaves = [recorder.leaf for recorder in self.spent if recorder.leaf is not None]
                 with going_to(self.model, Weighing(self._add_now), alone=False):
                     torch.autograd.backward(loss, inputs=leaves)
+                if left := self.spent.keys() - self.totals.keys():
+                    raise _once_only(f"`{min(recorder.name for recorder in left)}` was not reached by it")
                 with computing():
                     self._add_all({recorder: partial(self.totals.pop, recorder) for recorder in self.totals})
         finally:
@@ -547,7 +563,7 @@ class _Block(Keeping):
             return
         with computing():
             grad = FactoredGrad(recorder.name, [Use(factor, scale, [])])
-            share = _share(weights, len(grad), recorder.settings.loss_reduction)
+            share = _share(weights, len(grad), recorder.settings.loss_reduction, _wide(grad))
             self.totals[recorder] = _weighted_sum(grad, *share)
 
     def _clear(self) -> None:
@@ -563,6 +579,13 @@ class _Block(Keeping):
             self.grads._grads.pop(self.name_of(recorder), None)
 
 
+def _once_only(why: str) -> RuntimeError:
+    return RuntimeError(
+        "ps.clipping in more than one pass goes through a graph twice, which one of torch.compile"
+        f" does not allow ({why}): take passes=1, or leave the model as it is."
+    )
+
+
 def _check_whole(model: nn.Module, every: list[Settings]) -> None:
     if any(settings.partial for settings in every):
         slots = Inventory(model, "", 0).strangers
@@ -573,9 +596,16 @@ def _check_whole(model: nn.Module, every: list[Settings]) -> None:
             )
 
 
-def _share(weights: Tensor, size: int, loss_reduction: str) -> tuple[Tensor | None, Tensor]:
+def _wide(grad: FactoredGrad) -> torch.dtype:
+    """What weights of its samples are computed in: no less precise than itself, and than float32."""
+    return torch.promote_types(grad._uses[0].factor.like().real.dtype, torch.float32)
+
+
+def _share(
+    weights: Tensor, size: int, loss_reduction: str, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor]:
     """(which samples have one, None where all have; their weights, divided as the loss divides)."""
-    weights, index = _weights(weights, size), None
+    weights, index = _weights(weights, size).to(dtype), None
     if not bool(weights.all()):  # what is left out may hold what is not finite
         index = weights.nonzero().squeeze(1)
         weights = weights[index]

@@ -432,6 +432,39 @@ def test_inputs_that_are_changed_in_place_after_the_backward_pass_are_an_error()
     near(grads["3.weight"].norms(), grads["3.weight"].dense().flatten(1).norm(dim=1))
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_ids_that_are_changed_in_place_after_the_backward_pass_are_an_error(mode: str) -> None:
+    """As where a loader uses its memory again."""
+    model, ours = pair(nn.EmbeddingBag(9, 3, mode=mode).double())
+    ids = torch.randint(9, (3, 4))
+    with ps.factored(ours) as grads:
+        squares(ours(ids)).mean().backward()
+    before, rows = ids.clone(), loop(model, square, (ids,))
+    near(grads.norms(), flat(rows).norm(dim=1))
+    ids.zero_()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        grads.dense()
+    with ps.factored(ours) as grads:
+        squares(ours(before)).mean().backward()
+    assert_factored(grads, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool])
+def test_weights_are_no_less_precise_than_the_gradients(dtype: torch.dtype) -> None:
+    (model, ours), x = pair(mlp()), floats(300, 5)
+    weights = (torch.rand(300) * 300).to(dtype)
+    rows = loop(model, square, (x,))
+    expected = {name: torch.tensordot(weights.double(), r, 1) for name, r in rows.items()}
+    with ps.factored(ours, grad=False) as grads:
+        squares(ours(x)).mean().backward()
+    for name, total in grads.weighted_sum(weights).items():
+        near(total, expected[name])
+    with ps.reweighting(ours, lambda grads: weights):
+        squares(ours(x)).mean().backward()
+    for name, p in ours.named_parameters():
+        near(p.grad, expected[name] / 300)
+
+
 @pytest.mark.parametrize("bound", [torch.tensor([[0.3]]), Fraction(3, 10), torch.tensor(0.3)])
 def test_bounds_that_are_numbers_of_other_kinds(bound: Any) -> None:
     (model, ours), x = pair(mlp()), floats(4, 5)
@@ -479,6 +512,12 @@ def test_what_makes_no_sense_is_refused() -> None:
     ours.zero_grad()
     with ps.factored(ours) as grads:
         squares(ours(x)).mean().backward()
+    with pytest.raises(KeyError, match=r"1\.wieght"), ps.clipping(ours, {"0.weight": 1.0, "1.wieght": 1.0}):
+        pass
+    with pytest.raises(RuntimeError, match="no factored gradients yet"):
+        grads.gram(ps.FactoredGrads())
+    with pytest.raises(TypeError, match="direction"):
+        grads.dot(torch.ones(3))  # type: ignore[arg-type]
     with pytest.raises(KeyError, match="other"):
         grads.dot({"other": x})
     with pytest.raises(ValueError, match=r"0\.weight"):

@@ -209,7 +209,7 @@ def _bag(
     found = _tap(layer, "bags", F.embedding(ids, _shared(layer)[0]), torch.stack([ids, samples]), [])
     keep = torch.ones_like(ids, dtype=torch.bool) if layer.padding_idx is None else ids != layer.padding_idx
     # (N, 1)
-    sizes = torch.zeros_like(ids[:1]).expand(count).index_add(0, bag, keep.to(ids.dtype)).unsqueeze(1)
+    sizes = ids.new_zeros(count).index_add(0, bag, keep.to(ids.dtype)).unsqueeze(1)
     if layer.mode == "max":
         least = found.detach().new_full((count, found.shape[1]), -torch.inf)
         found = found.masked_fill(~keep.unsqueeze(1), -torch.inf)

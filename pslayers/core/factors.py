@@ -163,8 +163,8 @@ class Factor:
     # ------------------------------------------------------------------------------- without the dense rows
     unread: tuple[str, ...] = ()  # attributes of which only shape and dtype count
 
-    def tensors(self) -> Iterator[tuple["Factor", str, Tensor]]:
-        """What it holds: of which factor, its name there, and the tensor."""
+    def tensors(self) -> Iterator[tuple[Any, str, Tensor]]:
+        """What it holds: of which object, its name there, and the tensor."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and name not in self.unread:
                 yield self, name, value
@@ -455,7 +455,7 @@ class OfParts(Factor):
         """The same of other parts."""
         raise NotImplementedError
 
-    def tensors(self) -> Iterator[tuple[Factor, str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[Any, str, Tensor]]:
         for part in self.parts:
             yield from part.tensors()
 

@@ -4,7 +4,7 @@ Shapes: N = k * B bags, k a sample; M ids in all of them together; V entries of 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -187,6 +187,10 @@ class Bagged(Factor):
         self, bags: _Bags, gy: Tensor, factors: Tensor | None, chosen: Tensor, shape: torch.Size
     ) -> None:
         self.bags, self.gy, self.factors, self.chosen, self.shape = bags, gy, factors, chosen, shape
+
+    def tensors(self) -> Iterator[tuple[Any, str, Tensor]]:
+        yield from super().tensors()
+        yield self.bags, "ids", self.bags.ids
 
     @functools.cached_property
     def entries(self) -> Tensor:  # type: ignore[override]

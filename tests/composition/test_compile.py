@@ -5,6 +5,7 @@ loop over samples. Every layer: `test_compiled_layers.py`.
 import copy
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -254,6 +255,23 @@ def test_factored_gradients(name: str, backend: str) -> None:
             torch.testing.assert_close(p.grad, torch.tensordot((bound / norms).clamp(max=1), rows, 1) / n)
         assert_right(run, ours, model, x)
     assert graphs() <= 3  # with rows, with sums beside factors, without sums
+
+
+@pytest.mark.parametrize("passes", [2, "auto"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_clipping_in_more_passes_is_right_or_refused(backend: str, passes: Any) -> None:
+    model, ours = pair(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), x := floats(5, 3))
+    run, rows = compiled(ours, backend), loop(model, square, (x,))
+    factors = (1e-3 / flat(rows).norm(dim=1)).clamp(max=1)
+    right = (backend, passes) == ("eager", "auto")
+    with nullcontext() if right else pytest.raises(RuntimeError, match="take passes=1"):
+        with ps.clipping(ours, 1e-3, passes) as clip:
+            clip.backward(squares(run(x)).mean())
+    for name, p in ours.named_parameters():
+        if right:
+            torch.testing.assert_close(p.grad, torch.tensordot(factors, rows[name], 1) / 5)
+        else:
+            assert p.grad is None
 
 
 def test_a_block_around_a_part_of_a_compiled_step() -> None:

@@ -28,10 +28,10 @@ def test_layers(name: str) -> None:
         assert_layer_right(*EVERY[name])
 
 
-def assert_layer_right(suite: LayerSuite, case: Case) -> None:
+def assert_layer_right(suite: LayerSuite, case: Case, backend: str = "aot_eager") -> None:
     layer = suite.build(case)
     ours = suite.converted(layer)
-    run = compiled(ours)
+    run = compiled(ours, backend)
     for n in (11, 9, 14):  # not sizes of weights, to which torch.compile would tie them
         ours.zero_grad()
         inputs = suite.inputs(case, n)
@@ -58,6 +58,9 @@ BAGS = {
 ONE_OF_A_MODE = ("mean-and-padding", "max", "offsets-weighted-with-last-offset", "offsets-padding")
 
 
-@pytest.mark.parametrize("name", part([(name,) for name in ONE_OF_A_MODE], ((name,) for name in BAGS)))
-def test_bags(name: str) -> None:
-    assert_layer_right(*BAGS[name])
+EACH_BAG = [(name, "aot_eager") for name in BAGS] + [(name, "inductor") for name in ONE_OF_A_MODE]
+
+
+@pytest.mark.parametrize(("name", "backend"), part([(name, "aot_eager") for name in ONE_OF_A_MODE], EACH_BAG))
+def test_bags(name: str, backend: str) -> None:
+    assert_layer_right(*BAGS[name], backend)
