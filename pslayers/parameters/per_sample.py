@@ -405,11 +405,15 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _written(args[0], _for_each(getattr(Tensor, op_kinds.apart(name)), args, kwargs))
     size, names = len(own[0].each), names_of(own)
     rows = _Rows(size, name)
-    batch = [(t, held) for t in given if not isinstance(t, PerSample) and (held := rows.take(t)) is not None]
-    one = function_of([*own, *(t for t, _ in batch)], func, args, kwargs)
+    batch = [(t, held) for t in others if (held := rows.take(t)) is not None]
+    of_batch = {id(t) for t, _ in batch}
+    # what all samples share gets the sum of what each has to say
+    shared = [t for t in others if t.requires_grad and id(t) not in of_batch]
+    one = function_of([*own, *shared, *(t for t, _ in batch)], func, args, kwargs)
     try:
         with torch_api.without_torch_function(), torch_api.quiet_vmap():
             each, together = [t.each for t in own], [rows for _, rows in batch]
+            each += [t.expand(size, *t.shape) for t in shared]
             if same and not torch_api.functions_transformed():
                 found = for_each(one, each, together)
             else:

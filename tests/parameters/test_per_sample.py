@@ -530,3 +530,43 @@ def test_functions_of_parameters_alone_are_each_samples_own(name: str, same: boo
     torch.testing.assert_close(rows, members(alone, {"w": each})[1]["w"])
     if same and found.ndim > 1:
         assert found.each.stride(0) == 0  # computed once
+
+
+SHARED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "linear": lambda x, w, s: F.linear(x, w + s),
+    "scaled": lambda x, w, s: F.linear(x, w / s[:1, :1]),
+    "product": lambda x, w, s: x @ (w @ s),
+    "convolution": lambda x, w, s: F.conv1d(x.unsqueeze(1), (w * s).unsqueeze(1)).mean(2),
+    "where": lambda x, w, s: F.linear(x, torch.where(s > 0.5, w, s)),
+    "lerp": lambda x, w, s: F.linear(x, torch.lerp(w, s, 0.3)),
+    "norm": lambda x, w, s: F.layer_norm(x, (4,), w[0] * s[0], s[1]),
+}
+
+
+class Given(nn.Module):
+    """A parameter of its own meets what all samples share, and which needs a gradient: of another model."""
+
+    def __init__(self, op: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.op, self.first, self.w = op, nn.Linear(4, 4), nn.Parameter(torch.rand(4, 4))
+        self.shared: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.first(x), self.w, self.shared)
+
+
+@pytest.mark.parametrize("op", SHARED)
+def test_what_all_samples_share_gets_its_gradient(op: str) -> None:
+    model = Given(SHARED[op]).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in (3, 2, 4, 1):
+        shared, found = torch.rand(4, 4, dtype=torch.float64), []
+        x = torch.randn(n, 4, dtype=torch.float64)
+        for net in (model, ours):
+            net.shared = shared.clone().requires_grad_()
+            squares(net(x)).mean().backward()
+            found.append(net.shared.grad)
+        torch.testing.assert_close(*found)
+        ours.zero_grad()
+        assert_rows_right(model, x, converted=ours)
+        ours.zero_grad()
