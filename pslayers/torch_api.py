@@ -191,6 +191,31 @@ any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled")
 copy_each = _find("_foreach_copy_")  # several tensors, by one call
 # a context in which a module has other parameters
 reparametrized = _find("nn.utils.stateless._reparametrize_module")
+_parametrize = _find("nn.utils.parametrize")
+_find("_cache", _parametrize)
+_find("_cache_enabled", _parametrize)
+
+
+@contextmanager
+def own_parametrized() -> Iterator[None]:
+    """Inside of `torch.nn.utils.parametrize.cached` the block keeps what it computes for itself: of that of
+    another call, samples have no rows.
+    """
+    if not _parametrize._cache_enabled:
+        yield
+        return
+    before, _parametrize._cache = _parametrize._cache, {}
+    try:
+        yield
+    finally:
+        _parametrize._cache = before
+
+
+def forget_parametrized() -> None:
+    """What that block has kept so far is computed anew."""
+    if _parametrize._cache_enabled:
+        _parametrize._cache.clear()
+
 
 # ----------------------------------------------------------------------------------- whether memory is in use
 _use_count = _find("_C._storage_Use_Count")

@@ -281,6 +281,7 @@ def trial(model: nn.Module) -> Iterator[None]:
     try:
         with (
             torch.random.fork_rng(devices),
+            torch_api.own_parametrized(),
             unchanged(model) as before,
             gradients_unchanged(model),
             before.watching(),

@@ -189,10 +189,11 @@ class Converted(_Mixin):
                 return run_plain(self, args, kwargs)
         before, local.form = local.form, form_of(args, kwargs)
         try:
-            if nested:  # whoever runs the backward pass has its turn
-                return self._ps_in_turn(run, args, kwargs, recorded)
-            with settings.turns.writing():
-                return self._ps_in_turn(run, args, kwargs, recorded)
+            with torch_api.own_parametrized():
+                if nested:  # whoever runs the backward pass has its turn
+                    return self._ps_in_turn(run, args, kwargs, recorded)
+                with settings.turns.writing():
+                    return self._ps_in_turn(run, args, kwargs, recorded)
         finally:
             local.form = before
 

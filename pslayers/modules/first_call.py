@@ -197,6 +197,7 @@ class ModelCall:
         return changed(progress=tell)
 
     def _rewind(self) -> None:
+        torch_api.forget_parametrized()
         if self.random is not None:
             set_random_state(self.random)
         if self.others is not None:

@@ -48,7 +48,7 @@ def choose_how_modules_run(
     for (key, call, _, _), x in tracker.seen.items():
         layer = cast("PSLayer", modules[key])
         if layer._ps_layer and layer._ps_unattributable(x, call):
-            _whole(modules, tracker.callers.get((key, call)), layer)
+            _whole_caller(modules, tracker, (key, call), layer)
             why = why or layer._ps_not_attributable(x, batch.size)
     made: list[Any] = list(tracker.made)
     plans: dict[Any, Plan] = {}  # of modules that compute the same, as the blocks of a stack do
@@ -63,7 +63,7 @@ def choose_how_modules_run(
                 and (shared if slot == "in" else {TABLE})
                 & {*state.layouts_of(module.training, call, slot, ndim)}
             ):
-                _whole(modules, caller, module)
+                _whole_caller(modules, tracker, (key, call), module)
     for module, call, taken, named, returned, written in made:  # a caller comes after what it has called
         state = module._ps_state()
         if not state.per_sample_forward:
@@ -87,7 +87,7 @@ def choose_how_modules_run(
         except general.NoWayError as error:
             if why is not None and module is model:
                 raise why from error
-            _whole(modules, tracker.callers.get((id(module), call)), module, str(error))
+            _whole_caller(modules, tracker, (id(module), call), module, str(error))
 
 
 def _likeness(value: Any, seen: dict[int, int]) -> Any:
@@ -146,10 +146,25 @@ def _escalate(modules: dict[int, "Converted"], tracker: Tracker, key: int, param
     """Let the module that uses parameters of others be run whole, or the first of its callers that holds them
     all.
     """
-    while not params <= {id(p) for p in modules[key].parameters()}:
-        caller = next((c for (k, _), c in tracker.callers.items() if k == key and c is not None), None)
-        if caller is None:
-            return
-        key = caller
-    if not modules[key]._ps_layer:
-        _whole(modules, key, modules[key])
+    holder = _holder(modules, tracker, key, params)
+    if holder is not None and not modules[holder]._ps_layer:
+        _whole(modules, holder, modules[holder])
+
+
+def _holder(
+    modules: dict[int, "Converted"], tracker: Tracker, key: int | None, params: set[int]
+) -> int | None:
+    """This module or the first of its callers that holds all of these parameters: a part may be called by a
+    module that was given it.
+    """
+    while key is not None and not params <= {id(p) for p in modules[key].parameters()}:
+        key = next((c for (k, _), c in tracker.callers.items() if k == key and c is not None), None)
+    return key
+
+
+def _whole_caller(
+    modules: dict[int, "Converted"], tracker: Tracker, call: tuple[int, int], module: "Converted", *why: str
+) -> None:
+    """Let what has called a module be run whole, with it."""
+    params = {id(p) for p in module.parameters()}
+    _whole(modules, _holder(modules, tracker, tracker.callers.get(call), params), module, *why)

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import cached
 
-from tests.oracle import assert_rows, square, squares
+from tests.oracle import assert_rows, square, squares, true_rows
 
 from .common import batch, both, right
 
@@ -95,3 +97,22 @@ def test_spectral_norms_by_hand(write: str) -> None:
         model(x)
         del model[0].layer.weight  # with its graph, which cannot be copied
         torch.testing.assert_close(ours[0].u, model[0].u)
+
+
+@pytest.mark.parametrize("kind", [parametrizations.weight_norm, parametrizations.orthogonal])
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_is_cached_around_calls(kind: Callable[[nn.Module], nn.Module], times: int) -> None:
+    model, ours = both(nn.Sequential(kind(nn.Linear(4, 6)), nn.Tanh(), nn.Linear(6, 3)))
+
+    def outputs(net: nn.Module, x: Tensor) -> Tensor:
+        with cached():
+            return torch.cat([net(x * (i + 1)) for i in range(times)], 1)
+
+    for n in (5, 1, 3, 3):
+        x = batch(n, 4)
+        ours.zero_grad()
+        squares(outputs(ours, x)).mean().backward()
+        expected = true_rows(lambda i, x=x: square(outputs(model, x[i : i + 1]), i), model, n)
+        assert_rows(ours, expected)
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name].mean(0))

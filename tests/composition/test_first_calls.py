@@ -545,3 +545,30 @@ def test_masks_are_the_samples_in_later_calls_too(how: Callable[[Tensor], Tensor
     model, ours = both(MaskToken(how))
     for n, time in ((4, 5), (4, 5), (3, 5), (5, 5), (1, 5)):
         right(ours, model, batch(n, time, 4), torch.rand(n, time) < 0.5)
+
+
+class Magnitude(nn.Module):
+    """As DoRA: is given the layers of another module, which it also calls on what all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor, one: nn.Module, two: nn.Module) -> Tensor:
+        norms = two(one(torch.eye(4, dtype=x.dtype))).detach().norm(dim=0)
+        return self.size / norms * two(one(x))
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.magnitude = nn.Linear(4, 2, bias=False), nn.Linear(2, 4), Magnitude()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.magnitude(x, self.one, self.two)
+
+
+def test_layers_that_a_module_is_given_and_calls_on_what_all_samples_share() -> None:
+    model, ours = both(Adapted())
+    for n in (3, 5, 1, 4):
+        right(ours, model, batch(n, 4))
