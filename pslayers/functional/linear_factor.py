@@ -280,7 +280,7 @@ def cancelled(each: Tensor, found: Tensor) -> Tensor:
 
 
 # how far a squared norm may be off, relatively
-WORST, LIKELY = 1e-3, 2e-6
+WORST, LIKELY = 3e-5, 2e-6
 
 
 def product(gy: Tensor, x: Tensor) -> Tensor:

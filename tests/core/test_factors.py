@@ -376,6 +376,17 @@ def test_norms_in_float32_are_right_to_rounding() -> None:
     torch.testing.assert_close(outer.meet(outer) / exact.sq_norms(), one, rtol=1e-6, atol=0)
 
 
+def test_tokens_that_are_alike_round_alike() -> None:
+    """Half of them pull one way, half the other: rounding does not average out."""
+    one, x = torch.rand(4, 1, 700), torch.rand(4, 1, 700) + 3e-3 * torch.randn(4, 256, 700)
+    for back in (0.9, 0.95, 0.97, 0.98):
+        other = -back * one * (1 + 1e-2 * torch.randn(4, 1, 700))
+        gy = torch.cat([one.expand(-1, 128, -1), other.expand(-1, 128, -1)], 1)
+        outer = Outer(gy, x, torch.Size((4, 700, 700)))
+        exact = Outer(gy.double(), x.double(), outer.shape).dense().flatten(1).norm(dim=1)
+        torch.testing.assert_close(outer.sq_norms().sqrt().double(), exact, rtol=3e-5, atol=0)
+
+
 @pytest.mark.parametrize("positions", [1, 40, 500, 501, 5000])
 def test_what_cancels_is_told_by_both_bounds(positions: int) -> None:
     """Of positions that are alike, of one that is larger, of zeros, and of what is not finite."""

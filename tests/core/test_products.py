@@ -107,3 +107,11 @@ def test_sums_of_many_narrow_rows_are_not_one_chain(weighted: bool) -> None:
     found = products.weighted_sum(ones, rows) if weighted else products.summed(rows)
     torch.testing.assert_close(found.double(), rows.double().sum(0), rtol=1e-5, atol=0)
     assert products.summed(rows[:, 0]).shape == ()
+
+
+def test_products_of_long_rows_are_not_one_chain() -> None:
+    """Of numbers of one sign, as squares are, what is rounded does not average out."""
+    rows, out = torch.rand(3, 3_000_001), torch.zeros(3, 3)
+    products.add_gram(out, rows, rows)
+    exact = rows.double() @ rows.double().t()
+    torch.testing.assert_close(products.mirrored(out).double(), exact, rtol=2e-5, atol=0)
