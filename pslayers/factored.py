@@ -635,17 +635,19 @@ def _what(value: object) -> str:
 
 
 def _projected(factor: Factor, dim: int, name: str, seed: int) -> Tensor:
-    """Rows (B, p) times random numbers (p, dim), some of these at a time."""
+    """Rows (B, p) times random numbers (p, dim), many of these at a time: to draw one takes as long as some
+    hundred multiplications, by which rows are formed again.
+    """
     width, like = factor.shape[1:].numel(), factor.like()
     out = like.new_zeros(factor.shape[0], dim)
-    step = max(1, CHUNK_BYTES // (dim * 4))
-    for some, rows in factor.chunks():
-        draw = torch.Generator(device="cpu").manual_seed(_number(name, seed))
-        for start in range(0, width, step):
-            stop = min(start + step, width)
-            numbers = torch.randn(stop - start, dim, generator=draw, device="cpu")
-            out[some] += flat(rows)[:, start:stop] @ numbers.to(like) * dim**-0.5
-    return out
+    step = max(1, 8 * CHUNK_BYTES // (dim * 4))
+    draw = torch.Generator(device="cpu").manual_seed(_number(name, seed))
+    for start in range(0, width, step):
+        stop = min(start + step, width)
+        numbers = torch.randn(stop - start, dim, generator=draw, device="cpu").to(like)
+        for some, rows in factor.chunks():
+            out[some] += flat(rows)[:, start:stop] @ numbers
+    return out * dim**-0.5
 
 
 def _number(name: str, seed: int) -> int:
