@@ -69,7 +69,9 @@ def group_norm(
             f"ps.functional.group_norm got an input of shape {tuple(x.shape)} for {num_groups} groups of"
             " channels."
         )
-    return affine(_GroupNorm(num_groups, eps), "group_norm", in_float32(x), weight, bias, 1)
+    x = in_float32(x)
+    kernels = _InstanceNorm if num_groups == x.shape[1] and _is_long(x) else _GroupNorm
+    return affine(kernels(num_groups, eps), "group_norm", x, weight, bias, 1)
 
 
 def instance_norm(x: Tensor, weight: Weight = None, bias: Weight = None, eps: float = 1e-5) -> Tensor:
@@ -83,6 +85,10 @@ def instance_norm(x: Tensor, weight: Weight = None, bias: Weight = None, eps: fl
         ValueError: the shapes do not fit.
     """
     return group_norm(x, x.shape[1], weight, bias, eps).to(x.dtype)  # autocast leaves this one in x's dtype
+
+
+def _is_long(x: Tensor) -> bool:
+    return x.numel() > x.shape[:2].numel() and x.dtype in (torch.float32, torch.float64)
 
 
 def _check_shape(op: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -240,3 +246,37 @@ class _GroupNorm:
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         y = F.group_norm(x, self.groups, None, None, self.eps)
         return scale_and_shift(y, weight, bias, (*x.shape[:2], *(1,) * (x.ndim - 2)))
+
+
+class _InstanceNorm(_GroupNorm):
+    """The same of single channels, by batch_norm's kernels, as torch's own: the weight's gradient is a
+    difference in group_norm's, of which less is left the farther the inputs are from zero.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        scale, shift = (None if t is None else t.repeat(len(x)) for t in (weight, bias))
+        y, mean, rstd = torch.native_batch_norm(_one(x), scale, shift, None, None, True, 0.0, self.eps)
+        return y.view(x.shape), mean, rstd
+
+    def grads(
+        self,
+        gy: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        statistics: Sequence[Tensor],
+        need: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """All at once: every row's channels are channels of one row."""
+        every = None if weight is None else weight.repeat(len(x))
+        mask = [need[0], need[1] and weight is not None, need[2]]
+        found = torch.ops.aten.native_batch_norm_backward(
+            _one(gy), _one(x), every, None, None, *statistics, True, self.eps, mask
+        )
+        shapes: tuple[torch.Size, ...] = (x.shape, x.shape[:2], x.shape[:2])
+        gx, gw, gb = (g.view(s) if m else None for g, s, m in zip(found, shapes, mask, strict=True))
+        return gx, gw, gb
+
+
+def _one(x: Tensor) -> Tensor:
+    """(N, C, ...) as (1, N * C, values of a channel)."""
+    return x.contiguous().view(1, x.shape[:2].numel(), -1)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pslayers.core.expansion import Expansion
 from pslayers.functional import group_norm, instance_norm, layer_norm, rms_norm
 
 from .ops import Case, check_sizes, each_form, floats
@@ -98,3 +99,20 @@ def test_wrong_shapes() -> None:
     for call in (lambda x: layer_norm(x, (3,)), lambda x: rms_norm(x, (3,)), lambda x: group_norm(x, 3)):
         with pytest.raises(ValueError, match=r"_norm got an input of shape \(2, 4\)"):
             call(torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("offset", [1, 10])
+def test_weights_of_instance_norm_are_as_precise_as_torchs(offset: float) -> None:
+    """Of inputs far from zero, whose weight's gradient is small beside what it is the difference of."""
+    x, gy, weight = torch.rand(2, 3, 32, 32) + offset, torch.rand(2, 3, 32, 32) + 0.5, torch.ones(3)
+
+    def rows(dtype: torch.dtype) -> Tensor:
+        each = weight.to(dtype).expand(2, 3).clone().requires_grad_()
+        y = torch.stack([F.instance_norm(x[n : n + 1].to(dtype), weight=each[n])[0] for n in range(2)])
+        return torch.autograd.grad((y * gy.to(dtype)).sum(), each)[0]
+
+    exact = rows(torch.float64)
+    leaf = weight.expand(2, 3).requires_grad_()
+    (instance_norm(x, Expansion(weight, leaf)) * gy).sum().backward()
+    found, torchs = ((t.double() - exact).norm() / exact.norm() for t in (leaf.grad, rows(torch.float32)))
+    assert found <= 2 * torchs
