@@ -295,9 +295,13 @@ class Gather(Factor):
             return torch.stack([self.by_sample(each) for each in found], 1)
         if not isinstance(other, Gather):
             return None
-        theirs, their_ids, their_sums = other.sparse
-        out = sums.new_zeros(self.shape[0], other.shape[0])
-        used = ids.unique()
+        order = other.sparse[1].argsort()
+        theirs, their_ids, their_sums = (t.index_select(0, order) for t in other.sparse)
+        out, used = sums.new_zeros(self.shape[0], other.shape[0]), ids.unique()
+        begin, end = (torch.searchsorted(their_ids, ids, right=right) for right in (False, True))
+        if int((end - begin).sum()) * PAIR <= len(used) * out.numel():
+            _add_pairs(out, (samples, sums), (theirs, their_sums), begin, end - begin)
+            return out
         step = at_once((len(out) + out.shape[1]) * sums.shape[1], sums)
         for some in used.split(step):
             out += (
@@ -334,6 +338,27 @@ def _at(some: Tensor, samples: Tensor, ids: Tensor, sums: Tensor, size: int) -> 
     out = sums.new_zeros(size, len(some), sums.shape[1])
     out[samples[kept], at[kept]] = sums[kept]
     return out.flatten(1)
+
+
+# how many multiplications of a product of tables take as long as one of two entries that are looked for
+PAIR = 64
+
+
+def _add_pairs(
+    out: Tensor, ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], begin: Tensor, count: Tensor
+) -> None:
+    """Add to `out` (B, B') the products of entries that are the same: of ours, (samples, sums), each one's
+    are `count` of theirs, from `begin` on.
+    """
+    (samples, sums), (their_samples, their_sums) = ours, theirs
+    step = max(1, at_once(2 * sums.shape[1], sums) // max(int(count.max()) if len(count) else 1, 1))
+    for start in range(0, len(count), step):
+        n = count[start : start + step]
+        one = torch.arange(start, start + len(n), device=n.device).repeat_interleave(n)
+        before = (n.cumsum(0) - n - begin[start : start + step]).repeat_interleave(n)
+        two = torch.arange(len(one), device=n.device) - before
+        products = sums[one].mul_(their_sums[two]).sum(1)
+        out.view(-1).index_add_(0, samples[one] * out.shape[1] + their_samples[two], products)
 
 
 def repeats(keys: Tensor, most: int) -> tuple[Tensor, Tensor]:

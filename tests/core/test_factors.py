@@ -1,15 +1,19 @@
 """Factors of every family of ops: what they write, and what they sum to, against a loop over samples."""
 
 import copy
+import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import pslayers as ps
+from pslayers.core import factors
 from pslayers.core.expansion import Expansion
 from pslayers.core.factors import MANY, WORTH_MEASURING, Blocks, Dense, Factor, Sum, joined, sq_norms, squares
 from pslayers.core.tuning import tuning
@@ -21,7 +25,8 @@ from pslayers.functional.embedding import Gather
 from pslayers.functional.grouped import Grouped
 from pslayers.functional.linear_factor import Outer
 
-from ..oracle import true_rows
+from ..oracle import flat, loop, square, true_rows
+from ..oracle import squares as losses
 
 Op = Callable[..., Tensor]  # op(weight, *inputs): a sum that is linear in the gradients among the inputs
 Case = tuple[Factor, Op, tuple[int, ...], list[Tensor]]  # the last: inputs, k * B rows each
@@ -470,3 +475,24 @@ def test_the_total_of_values_of_several_positions_is_that_of_rows() -> None:
     factor.write(rows, 3.0)
     factor.total = None  # type: ignore[assignment]
     torch.testing.assert_close(factor.total_of(rows, 3.0), each.sum((0, 1)))
+
+
+@pytest.mark.parametrize("pair", [0, 1 << 40], ids=["by-pairs", "by-tables"])
+@pytest.mark.parametrize("bags", [False, True])
+@pytest.mark.parametrize("chunk", [1, 16 << 20])
+def test_tables_that_share_some_entries(
+    pair: int, bags: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("pslayers.functional.embedding"), "PAIR", pair)
+    monkeypatch.setattr(factors, "CHUNK_BYTES", chunk)
+    plain = (nn.EmbeddingBag if bags else nn.Embedding)(30, 3).double()
+    model, found, rows = ps.convert_model(copy.deepcopy(plain)), [], []
+    for size in (5, 1, 4):
+        ids = torch.randint(0, 30, (size, 6))
+        with ps.factored(model, grad=False) as grads:
+            losses(model(ids)).mean().backward()
+        found.append(grads)
+        rows.append(flat(loop(plain, square, (ids,))))
+    for one, two in itertools.product(range(3), range(3)):
+        torch.testing.assert_close(found[one].gram(found[two]), rows[one] @ rows[two].t())
+    assert (rows[0] @ rows[2].t()).any()
