@@ -122,6 +122,10 @@ class GatheredRows(TorchFunctionMode):
             self.tag(t, owners.lost() if one is None else RowProvenance(one, 1, one=one))
             self.second[t] = owners
 
+    def tag_second_batch(self, t: Tensor) -> None:
+        """Note that the rows in dim 1 are the batch's, one a sample."""
+        self.tag_second(t, RowProvenance(torch.arange(self.size, device=t.device), 1, picked=False))
+
     def notes_of(self, t: Tensor) -> tuple[Any, ...]:
         """All that is known of a tensor."""
         return tuple(notes.get(t) for notes in (self.tags, self.second, self.batches))

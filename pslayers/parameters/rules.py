@@ -68,11 +68,14 @@ def _of_the_batch(index: Any) -> bool:
 
 
 def _expanded(func: Any, t: Any, *sizes: Any) -> Any:
-    """To the batch: a leading dim of one becomes the samples'."""
+    """To the batch: a leading dim of one becomes the samples', or dim 1, where recurrent states have it."""
     shape = tuple(sizes[0]) if isinstance(sizes[0], tuple | list) else sizes
     standing = local.stand_ins
     if not isinstance(t, PerSample) or standing is None or standing.in_loss:
         return NotImplemented
+    same = (-1, *t.shape) if func is Tensor.expand else (1, 1, 1, 1)
+    if len(shape) == t.ndim == 3 and t.shape[1] == 1 and shape[0] in same[:2] and shape[2] in same[::3]:
+        return _states(t, standing.choose(shape[1] == len(t.each)))
     fits = any(shape[0] == len(x) for x in standing.inputs) and (t.ndim < len(shape) or t.shape[0] == 1)
     if shape[0] in (-1, 1) or not standing.choose(fits):
         return NotImplemented
@@ -81,6 +84,16 @@ def _expanded(func: Any, t: Any, *sizes: Any) -> Any:
     if followed() is not None:
         followed().tag_batch(batch)
     return batch
+
+
+def _states(t: PerSample, chosen: bool) -> Any:
+    """The states (L, B, R) that each sample's own (L, 1, R) are, where they were taken for that."""
+    if not chosen:
+        return NotImplemented
+    states = t.each.squeeze(2).transpose(0, 1)
+    if followed() is not None:
+        followed().tag_second_batch(states)
+    return states
 
 
 def _of_each(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -570,3 +570,60 @@ def test_what_all_samples_share_gets_its_gradient(op: str) -> None:
         ours.zero_grad()
         assert_rows_right(model, x, converted=ours)
         ours.zero_grad()
+
+
+STATES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "expand": lambda h, n: h.expand(-1, n, -1),
+    "expand-all": lambda h, n: h.expand(len(h), n, h.shape[2]).contiguous(),
+    "repeat": lambda h, n: h.repeat(1, n, 1),
+    "unsqueeze": lambda h, n: h.squeeze(1).unsqueeze(1).expand(-1, n, -1),
+}
+
+
+class LearntState(nn.Module):
+    def __init__(self, layers: int, way: str, dropout: float) -> None:
+        super().__init__()
+        self.way, self.state = STATES[way], nn.Parameter(torch.rand(layers, 1, 4))
+        self.gru = nn.GRU(3, 4, layers, batch_first=True, dropout=dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x, self.way(self.state, len(x)))[0]
+
+
+@pytest.mark.parametrize("way", STATES)
+@pytest.mark.parametrize(("layers", "dropout"), [(1, 0.0), (2, 0.0), (2, 0.5)])
+def test_states_that_are_learnt(way: str, layers: int, dropout: float) -> None:
+    model = LearntState(layers, way, dropout).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in (4, 2, 5, 1):  # once as long as they are many
+        x = torch.randn(n, 4, 3, dtype=torch.float64)
+        for net in (model, ours):
+            net.zero_grad()
+            torch.manual_seed(n)
+            squares(net(x)).mean().backward()
+        for p, q in zip(model.parameters(), ours.parameters(), strict=True):
+            torch.testing.assert_close(q.grad, p.grad)
+            torch.testing.assert_close(q.grad_sample.mean(0), p.grad)
+        if not dropout:
+            ours.zero_grad()
+            assert_rows_right(model, x, converted=ours)
+
+
+class MiddleDim(nn.Module):
+    """What is no batch, though it is in the dim where states have it, and may be as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.w = nn.Linear(3, 3), nn.Parameter(torch.rand(1, 1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * self.w.expand(-1, x.shape[1], -1)
+
+
+def test_a_middle_dim_that_is_as_long_as_the_batch() -> None:
+    for first in ((4, 4), (4, 2)):
+        model = MiddleDim().double()
+        ours = ps.convert_model(copy.deepcopy(model))
+        for n, time in (first, (3, 3), (3, 5), (2, 4), (1, 3)):
+            ours.zero_grad()
+            assert_rows_right(model, torch.randn(n, time, 3, dtype=torch.float64), converted=ours)
