@@ -41,6 +41,8 @@ from ..parameters.per_sample import Standing
 from .plan import Call, Forward, Layouts, NoWayError, Plan, filled_order
 from .ways import run_by
 
+INPUT = "input "  # no parameter's name begins like that
+
 
 def choose(
     module: ConvertedModule,
@@ -191,7 +193,7 @@ class _Proof:
         mixed: bool = False,
         factors: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Of some numbers times the outputs, and times the factor of each sample."""
+        """Of some numbers times the outputs, and times the factor of each sample; of inputs by their numbers."""
         loss: Tensor | float = 0.0
         for t, layout in self._parts(tensors, mixed):
             weights = torch.where(t.isfinite(), noise(t) + 0.5, 0)
@@ -204,7 +206,8 @@ class _Proof:
         taken = [t for t in tensors_of(self.call) if t.requires_grad]
         with quiet_pass():
             found = torch.autograd.grad(loss, [*of.values(), *taken], allow_unused=True, retain_graph=True)
-        return {name: g for name, g in zip(of, found, strict=False) if g is not None}
+        names = [*of, *(f"{INPUT}{i}" for i in range(len(taken)))]
+        return {name: g for name, g in zip(names, found, strict=True) if g is not None}
 
     def idle(self) -> list[frozenset[str]]:
         """The parameters that reach but outputs in which samples interact, if there are any beside others;
@@ -252,6 +255,10 @@ class _Proof:
             if problem := self._outputs_differ(tensors):
                 return problem
             rows = self._gradients(tensors, each)
+            inputs = [{n: g for n, g in of.items() if n.startswith(INPUT)} for of in (rows, self.sums[0])]
+            if not self._close(*inputs):
+                return f"its inputs have other gradients ({plan.way})"
+            rows = {n: g for n, g in rows.items() if n not in inputs[0]}
             if problem := self._rows_differ(rows, self.sums[0], plan):
                 return problem
             scaled = self._gradients(tensors, each, factors=self.factors)
