@@ -40,6 +40,10 @@ class FactoredGrad:
         self._factor: Sum | None = None
         self._joined = 0  # uses that it is of
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, by `copy` or `pickle`: an error where it is gone."""
+        return self.__dict__ if self.factor is not None else {}
+
     @property
     def factor(self) -> Sum:
         """Of all uses.

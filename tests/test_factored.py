@@ -5,6 +5,7 @@ trained. Every layer: `test_factored` of the layers' suite.
 import copy
 import functools
 import importlib
+import pickle
 import sys
 import weakref
 from collections.abc import Callable
@@ -447,6 +448,21 @@ def test_ids_that_are_changed_in_place_after_the_backward_pass_are_an_error(mode
     with ps.factored(ours) as grads:
         squares(ours(before)).mean().backward()
     assert_factored(grads, rows)
+
+
+def test_copies_are_their_own() -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(inplace=True), nn.Linear(7, 3)).double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), floats(3, 2, 5)
+    rows = loop(model, square, (x,))
+    with ps.factored(ours, grad=False) as grads:
+        squares(ours(x)).mean().backward()
+    copies = copy.deepcopy(grads), pickle.loads(pickle.dumps(grads))
+    x += 1
+    for one in copies:
+        assert_factored(one, rows)
+    for take in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="changed in place"):
+            take(grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool])

@@ -256,6 +256,15 @@ class Use(NamedTuple):
     scale: float
     versions: list[tuple[Tensor, int]]
 
+    @staticmethod
+    def of(factor: Factor, scale: float) -> "Use":
+        """Of what it holds now."""
+        versions = [(t, t._version) for *_, t in factor.tensors() if not t.is_inference()]
+        return Use(factor, scale, versions)
+
+    def __reduce__(self) -> Any:  # versions of a copy are its own
+        return Use.of, (self.factor, self.scale)
+
 
 class Keeping(Sink):
     """The factors themselves, of one backward pass, from which no dense rows are made (`ps.factored`).
@@ -335,9 +344,7 @@ class Keeping(Sink):
             recorder.holder.enter(holder, recorder)
             holder.grad_sample = self.carried(recorder)  # type: ignore[attr-defined]
         factor.detach_()
-        factor = self.held(recorder, factor)
-        held = [(t, t._version) for *_, t in factor.tensors() if not t.is_inference()]
-        uses.append(Use(factor, scale, held))
+        uses.append(Use.of(self.held(recorder, factor), scale))
 
 
 class Weighing(Sink):

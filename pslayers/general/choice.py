@@ -193,7 +193,7 @@ class _Proof:
         mixed: bool = False,
         factors: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Of some numbers times the outputs, and times the factor of each sample; of inputs by their numbers."""
+        """Of some numbers times the outputs, and times the factors of samples; of inputs by their numbers."""
         loss: Tensor | float = 0.0
         for t, layout in self._parts(tensors, mixed):
             weights = torch.where(t.isfinite(), noise(t) + 0.5, 0)
