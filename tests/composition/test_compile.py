@@ -397,9 +397,7 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("layer", part([(nn.LSTM,)], [(nn.LSTM,), (nn.GRU,), (nn.RNN,)]))
 @pytest.mark.parametrize("called", [False, True])
-def test_recurrent_layers_run_as_they_are_unless_torch_is_told_to_trace_them(
-    layer: Any, called: bool
-) -> None:
+def test_models_with_recurrent_layers_run_as_they_are(layer: Any, called: bool) -> None:
     model = nn.Sequential(Recurrent(layer(4, 5, batch_first=True)), nn.Linear(5, 2)).double()
     ours = ps.convert_model(copy.deepcopy(model))
     if called:
@@ -411,9 +409,17 @@ def test_recurrent_layers_run_as_they_are_unless_torch_is_told_to_trace_them(
         torch.testing.assert_close(run(x := floats(5, 6, 3)), model(x))
     with pytest.raises(Exception, match="allow_rnn = True"):
         compiled(ours)(floats(5, 6, 3))
-    torch._dynamo.reset()
+
+
+@pytest.mark.combinations
+def test_recurrent_layers_are_traced_where_torch_is_told_to() -> None:
+    model = nn.Sequential(Recurrent(nn.GRU(4, 5, batch_first=True)), nn.Linear(5, 2))
+    model, ours = pair(model, floats(4, 6, 3))
     with torch._dynamo.config.patch(allow_rnn=True):
-        assert_right(compiled(ours), ours, model, floats(11, 6, 3))
+        run = compiled(ours)
+        for n in (11, 9):
+            assert_right(run, ours, model, floats(n, 6, 3))
+    assert graphs() == 1
 
 
 def test_recurrent_layers_converted_alone_run_as_they_are() -> None:
