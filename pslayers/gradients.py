@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from numbers import Real
 from threading import RLock
 from typing import Any
 
@@ -382,8 +383,13 @@ class Chunks:
         made: Callable[..., Tensor] = lambda output: output,
     ) -> None:
         for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, or None; got {value}.")
+            if value is not None and not (isinstance(value, Real) and value >= 1 and value % 1 == 0):
+                raise ValueError(f"`{name}` must be a whole number, at least 1, or None; got {value!r}.")
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "There are no gradients inside of torch.inference_mode(): leave it for this call (under"
+                " torch.no_grad() it works)."
+            )
         if chunk_size is not None and memory_budget is not None:
             raise ValueError(
                 "`chunk_size` and `memory_budget` both say how many samples go into a pass: give one of them."
@@ -404,9 +410,9 @@ class Chunks:
             raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
         self.values, self.size = (args, kwargs, targets), size
         self.dim = 0 if model._ps_state().settings.batch_first else 1
-        step = chunk_size or max(size, 1)
+        step = int(chunk_size or max(size, 1))
         if memory_budget is not None and size > 1:
-            step = max(memory_budget // _bytes_of_a_sample(model, made, self.part(0, 2)), 1)
+            step = max(int(memory_budget) // _bytes_of_a_sample(model, made, self.part(0, 2)), 1)
         self.spans = [(start, min(start + step, size)) for start in range(0, max(size, 1), step)]
 
     def part(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
@@ -433,6 +439,8 @@ def _one_pass(
     settings: Settings = model._ps_state().settings
     with torch.enable_grad(), recording(model, True):
         loss = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss_fn must return a tensor; got {type(loss).__name__}.")
         if loss.shape == (size,) and loss.ndim == 1:
             loss = loss.mean() if settings.loss_reduction == "mean" and size else loss.sum()
         elif loss.numel() != 1:

@@ -124,8 +124,13 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match=r"shape \(7, 3\): expected one loss, or the losses of 7 samples"):
         ps.per_sample_grads(model, lambda out, y: out, x, y)
     assert type(model[0]) is nn.Linear  # taken back although the loss failed
-    with pytest.raises(ValueError, match="`chunk_size` must be at least 1, or None; got 0"):
-        ps.per_sample_grads(model, F.cross_entropy, x, y, chunk_size=0)
+    for size in (0, 1.5, "4"):
+        with pytest.raises(ValueError, match="`chunk_size` must be a whole number, at least 1, or None; got"):
+            ps.per_sample_grads(model, F.mse_loss, x, x, chunk_size=size)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must return a tensor; got NoneType"):
+        ps.per_sample_grads(model, lambda output: None, x)  # type: ignore[arg-type, return-value]
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        ps.per_sample_grads(model, F.mse_loss, x, x)
     with pytest.raises(ps.ConversionError, match="BatchNorm1d"):
         ps.per_sample_grads(nn.Sequential(model, nn.BatchNorm1d(3)), F.cross_entropy, x, y)
     ps.convert_model(model[0])
@@ -444,7 +449,7 @@ def test_memory_budget(budget: int) -> None:
     assert max(sizes[-1:]) == {1: 1, 10**9: 5}.get(budget, sizes[-1]) and sizes[-1] <= 5
     with pytest.raises(ValueError, match="give one of them"):
         ps.per_sample_grads(model, squares, x, memory_budget=budget, chunk_size=2)
-    with pytest.raises(ValueError, match="`memory_budget` must be at least 1"):
+    with pytest.raises(ValueError, match="`memory_budget` must be a whole number, at least 1"):
         ps.per_sample_grads(model, squares, x, memory_budget=0)
 
 

@@ -310,7 +310,7 @@ def test_what_makes_no_sense_is_refused() -> None:
             run(model, x, output_fn=lambda out: out["logits"].sum())
         with pytest.raises(ValueError, match="depend on no trainable parameter"):
             run(model, x, output_fn=lambda out: out["logits"].detach())
-        with pytest.raises(ValueError, match="`chunk_size` must be at least 1"):
+        with pytest.raises(ValueError, match="`chunk_size` must be a whole number, at least 1"):
             run(model, x, chunk_size=0)
         with pytest.raises(ps.ConversionError, match="BatchNorm1d"):
             run(nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)), x)
