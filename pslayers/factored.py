@@ -489,7 +489,8 @@ class _Block(Keeping):
 
     def end(self) -> None:
         for settings in self.every:
-            settings.check_bare()
+            if settings.bare_pass == settings.pass_id:  # else of a pass that broke off
+                settings.check_bare()
         recorders = list(self.uses)
         for recorder in recorders:
             recorder.checked = True

@@ -403,6 +403,27 @@ def test_a_pass_of_which_nothing_has_rows_is_an_error(block: str, called: bool) 
     squares(ours.predict(x)).mean().backward()  # outside, it is a pass like any other
 
 
+def test_a_pass_that_broke_off_says_nothing_of_the_next_one() -> None:
+    _, ours = pair(mlp())
+    squares(ours(x := floats(3, 5))).mean().backward()
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(grad: Tensor) -> None:
+        raise Stop
+
+    x.requires_grad_().register_hook(stop)
+    with ps.recording(ours, False):
+        loss = squares(ours(x)).mean()
+        with pytest.raises(Stop):
+            loss.backward()
+    ours.zero_grad()
+    with ps.clipping(ours, 1.0) as clip:
+        squares(ours(floats(3, 5))).mean().backward()
+    assert clip.norms.shape == (3,)
+
+
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_gradient_past_its_layer_is_an_error(grad: bool) -> None:
     _, ours = pair(mlp())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pslayers as ps
+from pslayers.compiled import registry
 from pslayers.core.context import local
 from pslayers.functional.linear_factor import Outer
 
@@ -612,3 +613,12 @@ def test_parts_that_were_converted_apart() -> None:
     ps.convert_model(model)
     ps.convert_model(model[1])
     torch.testing.assert_close(ps.per_sample_grads(model, lambda y: y.square().sum(1), x), expected)
+
+
+def test_conversions_of_one_model_leave_nothing_behind() -> None:
+    model, x, _ = model_and_data()
+    held = []
+    for _ in range(5):
+        ps.per_sample_grads(model, lambda output: output.square().sum(1), x)
+        held.append(len(registry.modules))
+    assert held[2] == held[4]

@@ -54,10 +54,14 @@ def call_container(
     module: ConvertedModule, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A module with layers below it."""
+    if not torch.compiler.is_compiling():
+        return _given_up(module, args, kwargs)
     state = state_of(module)
     outside = local.batch is None and local.tracker is None and not local.use_original_forward
     if outside and records(state.settings) and _without_replacement(state.number):
         return _general(module, args, kwargs)
+    if outside and records(state.settings) and _has_strangers(state.number):
+        return _adopting(module, args, kwargs)
     if outside and _left(state.number):
         if records(state.settings) or module._ps_given(own=False):
             return _recurrent(module, args, kwargs)
@@ -158,6 +162,14 @@ def _without_replacement(number: int) -> bool:
 
 
 @torch_api.mark_constant
+def _has_strangers(number: int) -> bool:
+    """Whether parameters that are trained have been put into a model since it was converted."""
+    module: Any = modules[number]
+    slots = [] if state_of(module).settings.partial else module._ps_inventory().strangers
+    return any((p := slot.held[slot.name]) is not None and p.requires_grad for slot in slots)
+
+
+@torch_api.mark_constant
 def _left(number: int) -> bool:
     """Whether torch.compile runs a module below as it is."""
     return any(map(torch_api.leaves, modules[number].modules()))
@@ -194,6 +206,14 @@ _general = _as_it_is(
     " parts by themselves"
 )
 
+# by torch.compile itself, which has begun such a call (as where it has met too many kinds of them)
+_given_up = _as_it_is("torch.compile does not go on with a call that it has begun")
+
+_adopting = _as_it_is(
+    "layers have been put into a converted model since, which are converted where it is called without"
+    " torch.compile: do that once, or call convert_model again"
+)
+
 _recurrent = _as_it_is(
     "a converted model holds nn.LSTM, nn.GRU or nn.RNN, which torch.compile traces in no model unless told"
     " to: set ``torch._dynamo.config.allow_rnn = True``, or compile the other parts by themselves"
@@ -213,6 +233,8 @@ def call_layer(
     layer: ConvertedLayer, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A layer."""
+    if not torch.compiler.is_compiling():
+        return _given_up(layer, args, kwargs)
     if local.call is not None and local.call.layer is layer:  # a subclass that calls super().forward
         return ps_forward(layer, *args, **kwargs)
     if layer.replaces is not None and not layer._ps_needed():

@@ -13,6 +13,9 @@ from .. import torch_api
 # a leaf without a meaning, to which zeros flow back
 ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
 modules: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
+# the last numbers of each: a graph of a model that has been restored may still go backward
+_earlier: "weakref.WeakKeyDictionary[nn.Module, list[int]]" = weakref.WeakKeyDictionary()
+KEPT = 2
 _numbers = itertools.count()
 _uses = itertools.count()
 
@@ -40,8 +43,12 @@ def as_op(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[.
 
 
 def number_of(module: nn.Module) -> int:
-    """A new number for a module."""
+    """A new number for a module; those of its last conversion but one are forgotten."""
     modules[number := next(_numbers)] = module
+    earlier = _earlier.setdefault(module, [])
+    earlier.append(number)
+    if len(earlier) > KEPT:
+        modules.pop(earlier.pop(0), None)
     return number
 
 

@@ -443,6 +443,35 @@ def test_a_layer_that_is_left_out_of_a_compiled_call_is_refused() -> None:
         torch.compile(ours, backend="aot_eager")(floats(5, 3))
 
 
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_layer_that_has_been_put_in_since(compiled_before: bool) -> None:
+    model, ours = pair(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), floats(4, 3))
+    run = torch.compile(ours, backend="aot_eager")
+    if compiled_before:
+        assert_right(run, ours, model, floats(5, 3))
+    model[2] = nn.Linear(4, 2).double()
+    ours[2] = copy.deepcopy(model[2])
+    for n in (5, 1, 7):
+        rows, bound = loop(model, square, (x := floats(n, 3),)), 1e-3
+        ours.zero_grad()
+        with ps.clipping(ours, bound):
+            squares(run(x)).mean().backward()
+        factors = (bound / flat(rows).norm(dim=1)).clamp(max=1)
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad, torch.tensordot(factors, rows[name], 1) / n)
+        assert_right(run, ours, model, x)
+
+
+def test_calls_that_torch_compile_gives_up() -> None:
+    """As where it has met more kinds of them than it takes."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(3):
+            model, ours = pair(Picking(), floats(4, 3, 4))
+            run = torch.compile(ours, backend="eager")
+            for n in (4, 5, 1):
+                assert_right(run, ours, model, floats(n, 3, 4))
+
+
 class Picking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
