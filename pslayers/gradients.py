@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from numbers import Real
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -277,7 +277,7 @@ def _in_chunks(
         with (
             model._ps_state().settings.turns.writing(),
             changed(model, "grad", True),
-            changed(model, "rows_alone", alone),
+            changed(model, "rows_alone", get_ident() if alone else 0),
         ):
             part = chunks.part(start, stop)
             rows = _one_pass(model, loss_fn, *part, size=stop - start, create_graph=create_graph)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -622,3 +623,51 @@ def test_conversions_of_one_model_leave_nothing_behind() -> None:
         ps.per_sample_grads(model, lambda output: output.square().sum(1), x)
         held.append(len(registry.modules))
     assert held[2] == held[4]
+
+
+@pytest.mark.parametrize("how", ["assign", "a layer", "a weight"])
+def test_rows_of_parameters_that_were_replaced_are_not_appended_to(how: str) -> None:
+    """Though somebody still holds the old ones, as an optimizer may."""
+    model, x, _ = model_and_data()
+    ours = ps.convert_model(model)
+    ours(x).square().sum(1).mean().backward()
+    held = list(ours.parameters())
+    if how == "assign":
+        ours.load_state_dict({k: v.clone() for k, v in ours.state_dict().items()}, assign=True)
+    elif how == "a layer":
+        ours[0] = copy.deepcopy(ours[0])
+    else:
+        ours[0].weight = nn.Parameter(ours[0].weight.detach().clone())
+    ours.zero_grad()
+    with ps.accumulating(ours, "append"):
+        for part in (x[:3], x[3:4]):
+            ours(part).square().sum(1).mean().backward()
+    assert {len(p.grad_sample) for p in ours.parameters()} == {4}
+    assert len(held[0].grad_sample) == 7  # of old ones it is as it was
+    plain = model_and_data()[0]
+    plain.load_state_dict(ours.state_dict())
+    expected = loop(plain, lambda out, _: out.square().sum(), (x[:4],))
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad_sample, expected[name])
+
+
+def test_training_beside_rows_of_another_thread() -> None:
+    model, x, _ = model_and_data()
+    ours, stop = ps.convert_model(model), threading.Event()
+
+    def others() -> None:
+        while not stop.is_set():
+            ps.per_sample_grads(ours, lambda output: output.square().sum(1), x)
+
+    expected = torch.autograd.grad(ours(x).square().sum(1).mean(), list(ours.parameters()))
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        for _ in range(50):
+            ours.zero_grad()
+            ours(x).square().sum(1).mean().backward()
+            for p, grad in zip(ours.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad, grad)
+    finally:
+        stop.set()
+        thread.join()

@@ -68,7 +68,7 @@ class Settings:
     # takes rows, in the place of each parameter's own
     sink: "Sink | None" = field(default=None, repr=False)
     collecting_grads: bool = field(default=False, repr=False)  # rows go to the call that asks for them
-    rows_alone: bool = field(default=False, repr=False)  # which asks for no sums
+    rows_alone: int = field(default=0, repr=False)  # the thread whose call that is, if it asks for no sums
     grad: bool = field(default=True, repr=False)  # backward passes fill `.grad`, see `ps.recording`
     # modules are called with rows that masks have picked
     has_gathered_rows: bool = field(default=False, repr=False)
@@ -104,7 +104,8 @@ class Settings:
     @property
     def sums(self) -> bool:
         """Whether plain gradients are wanted, too."""
-        return self.grad and not self.rows_alone and (self.sink is None or self.sink.sums)
+        alone = self.rows_alone and self.rows_alone == threading.get_ident()
+        return self.grad and not alone and (self.sink is None or self.sink.sums)
 
     @property
     def recording(self) -> bool:
@@ -139,7 +140,7 @@ class Settings:
         held = [
             p
             for ref in self.recorded.values()
-            if (p := ref()) is not None and getattr(p, "grad_sample", None) is not None
+            if (p := ref()) is not None and getattr(p, "grad_sample", None) is not None and _in_place(p)
         ]
         if not held:
             self.recorded = {}
@@ -186,6 +187,15 @@ class Settings:
             if (param := ref()) is not None:
                 clear(param)
         self.recorded, self.appended = {}, 0
+
+
+def _in_place(param: Tensor) -> bool:
+    """Whether a module still holds it: another may have taken its place."""
+    recorder = param.__dict__.get("_ps_recorder")
+    if recorder is None or recorder.holder.slot is None:
+        return True
+    now = recorder.holder.in_slot()
+    return now is param or (now is not None and now.__dict__.get("_ps_recorder") is recorder)
 
 
 def clear(param: Tensor) -> None:

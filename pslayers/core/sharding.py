@@ -56,6 +56,11 @@ class Holder:
         home = self.home()
         return self.param() if home is None else home
 
+    def in_slot(self) -> Tensor | None:
+        """What the module holds in its place now."""
+        module, name = (self.slot[0](), self.slot[1]) if self.slot else (None, "")
+        return None if module is None else module._parameters.get(name)
+
     def enter(self, holder: Tensor, recorder: "Recorder") -> int:
         """Note that it gets rows in the pass that is running; how many of earlier passes are kept before
         them.
@@ -71,8 +76,7 @@ class Holder:
         """After a backward pass: rows go to what the module holds now, the shard of a parameter that was
         gathered for the pass.
         """
-        module, holder = self.slot[0]() if self.slot else None, self.tensor()
-        now = module._parameters.get(self.slot[1]) if module is not None and self.slot else None
+        now, holder = self.in_slot(), self.tensor()
         if now is None or holder is None or now is holder:
             return
         now.grad_sample, now._ps_recorder = holder.grad_sample, recorder  # type: ignore[attr-defined]

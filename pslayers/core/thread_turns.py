@@ -2,31 +2,39 @@
 something in their place runs alone.
 """
 
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Condition, get_ident
 
 
 class Turns:
-    """Any number of calls that read, or one that writes, and whatever it calls in its own thread."""
+    """Any number of calls that read, or one that writes, and whatever it calls in its own thread; in the
+    order in which they came, so that nobody waits for ever beside a thread that calls again and again.
+    """
 
     def __init__(self) -> None:
         self.free = Condition()
-        self.readers = self.writes = 0  # that are running; a writer may have begun several
+        self.readers = Counter[int]()  # by their threads
+        self.writes = 0  # that are running; a writer may have begun several
         self.writer = -1  # the thread of the last one
+        self.waiting = deque[object]()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Wait until nobody else writes, and read inside the block."""
         me = get_ident()
         with self.free:
-            self.free.wait_for(lambda: not self.writes or self.writer == me)
-            self.readers += 1
+            if not (self.readers[me] or (self.writes and self.writer == me)):
+                self._wait(lambda: not self.writes)
+            self.readers[me] += 1
         try:
             yield
         finally:
             with self.free:
-                self.readers -= 1
+                self.readers[me] -= 1
+                if not self.readers[me]:
+                    del self.readers[me]
                 self.free.notify_all()
 
     @contextmanager
@@ -34,7 +42,8 @@ class Turns:
         """Wait until nobody else reads or writes, and write inside the block."""
         me = get_ident()
         with self.free:
-            self.free.wait_for(lambda: self.writer == me if self.writes else not self.readers)
+            if not (self.writes and self.writer == me):
+                self._wait(lambda: not (self.writes or self.readers))
             self.writes, self.writer = self.writes + 1, me
         try:
             yield
@@ -42,3 +51,13 @@ class Turns:
             with self.free:
                 self.writes -= 1
                 self.free.notify_all()
+
+    def _wait(self, free: Callable[[], bool]) -> None:
+        if free() and not self.waiting:
+            return
+        self.waiting.append(ticket := object())
+        try:
+            self.free.wait_for(lambda: self.waiting[0] is ticket and free())
+        finally:
+            self.waiting.remove(ticket)
+            self.free.notify_all()

@@ -2,8 +2,9 @@
 weights by vmap.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +47,13 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[place]
 
 
+def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Autocast as it is now, for what is run again in the backward pass, around which there is none."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext
+    return functools.partial(torch.autocast, device, torch.get_autocast_dtype(device))
+
+
 @contextmanager
 def _drawn_again(state: Tensor | None, device: torch.device) -> Iterator[None]:
     """Inside the block the same random numbers come as after this state; None: nothing is drawn."""
@@ -68,6 +76,7 @@ class _Each(Op):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.fn, ctx.count, ctx.size = fn, count, size
+        ctx.cast = _autocast(tensors[0].device.type)
         generator = _generator(tensors[0].device)
         before = generator.get_state()
         results = fn(*(w[0] for w in tensors[:count]), *tensors[count:])
@@ -90,7 +99,7 @@ class _Each(Op):
             gradient of `as_strided` for one of what they share.
             """
             own = [t.contiguous() for t in tensors[:count]]
-            with torch_api.quiet_vmap(), _drawn_again(ctx.random, own[0].device):
+            with torch_api.quiet_vmap(), _drawn_again(ctx.random, own[0].device), ctx.cast():
                 found = torch.func.vmap(fn, randomness="same")(*own, *_apart(tensors[count:], size))
             return found if alone else tuple(t.flatten(0, 1) for t in found)
 
@@ -110,7 +119,7 @@ class _Each(Op):
 
         shared = [w[0] for w in tensors[:count]]
         dims = [None] * count + [0] * (len(tensors) - count)
-        with torch_api.quiet_vmap(), _drawn_again(ctx.random, tensors[0].device):
+        with torch_api.quiet_vmap(), _drawn_again(ctx.random, tensors[0].device), ctx.cast():
             found = torch.func.vmap(pull, in_dims=(dims, 0), randomness="same")(
                 [*shared, *_apart(tensors[count:], size)], of if alone else _apart(of, size)
             )

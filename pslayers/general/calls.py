@@ -56,7 +56,12 @@ def run(
     compared = (
         plan.way != "direct"
         and not given
-        and (MIXED in plan.layouts.outputs or module._ps_state().settings.has_gathered_rows)
+        # a loop goes where each sample's values lead
+        and (
+            plan.way == "loop"
+            or MIXED in plan.layouts.outputs
+            or module._ps_state().settings.has_gathered_rows
+        )
     )
     plain = _plainly(module, forward, call) if compared else None
     output = run_by(module, forward, plan, call, weights, batch.size)

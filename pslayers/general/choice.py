@@ -242,7 +242,11 @@ class _Proof:
         if self.problem:
             return None
         return replace(
-            plan, choices=tuple(standing.chosen), fast=plan.names - standing.slow, orders=self.orders
+            plan,
+            choices=tuple(standing.chosen),
+            met=frozenset(standing.met),
+            fast=plan.names - standing.slow,
+            orders=self.orders,
         )
 
     def _wrong(self, plan: Plan, standing: Standing) -> str | None:

@@ -2,8 +2,8 @@
 returns.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,7 +32,7 @@ class Plan:
     """How a module's call is run.
 
     `names`: the parameters of which each sample has its own; `includes_children`: of all modules below. For
-    "direct", `follows`: rows of other tensors are followed, and `choices`: see `Standing`. For "vmap",
+    "direct", `follows`: rows of other tensors are followed, and `choices`, `met`: see `Standing`. For "vmap",
     `fresh`: tensors that the forward makes anew are made for each sample, to be written into. `idle`:
     parameters that reach but outputs in which samples interact, or none. `others`: those that are left to a
     layer below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps,
@@ -46,12 +46,19 @@ class Plan:
     includes_children: bool
     follows: bool = False
     choices: tuple[bool, ...] | None = None
+    met: frozenset[Hashable] = frozenset()
     fresh: bool = False
     idle: frozenset[str] = frozenset()
     others: frozenset[str] = frozenset()
     fast: frozenset[str] = frozenset()
     counts: bool = False
     orders: tuple[tuple[int, ...] | None, ...] = ()
+
+    def after(self, other: "Plan | None") -> "Plan":
+        """The same, with what was proved of an earlier path of the forward, if that is run in this way."""
+        if other is None or replace(other, met=self.met, fast=self.fast) != self:
+            return self
+        return replace(self, met=self.met | other.met, fast=self.fast & other.fast)
 
 
 class NoWayError(Exception):

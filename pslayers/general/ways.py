@@ -144,7 +144,9 @@ def _directly(
     """The forward as it is, with tensors that stand for the parameters of each sample."""
     layouts = list(zip(tensors_in(call), plan.layouts.inputs, strict=True))
     standing = (
-        Standing((), plan.includes_children, {}, plan.follows, plan.choices) if standing is None else standing
+        Standing((), plan.includes_children, {}, plan.follows, plan.choices, plan.met)
+        if standing is None
+        else standing
     )
     standing.weights = weights
     standing.inputs = [

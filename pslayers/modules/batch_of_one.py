@@ -72,14 +72,14 @@ class Trained:
         known: dict[int, int] = {}
         for slot in inventory.slots:
             held, name, path, _, module = slot
-            param = held[name]
+            param, own = held[name], slot.settings(settings)
             if param is None or not param.requires_grad or slot.given:
                 self.others.append((held, name, param))
                 continue
             if id(param) not in known:
                 known[id(param)] = len(self.params)
                 self.params.append(param)
-                self.recorders.append(recorder_of(param, inventory.prefix + path, settings, module()))
+                self.recorders.append(recorder_of(param, inventory.prefix + path, own, module()))
                 self.recorders[-1].rows_leaf(1)
             self.places.append((held, name, param, known[id(param)]))
 

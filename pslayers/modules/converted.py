@@ -366,9 +366,10 @@ class Converted(_Mixin):
         if transforming() or sharding.in_use():
             return
         state, inventory = self._ps_state(), self._ps_inventory()
-        for held, name, path, _, module in inventory.slots:
-            if isinstance(param := held[name], nn.Parameter) and param.requires_grad:
-                recorder_of(param, inventory.prefix + path, state.settings, module()).rows_leaf(size)
+        for slot in inventory.slots:
+            if isinstance(param := slot.held[slot.name], nn.Parameter) and param.requires_grad:
+                settings = slot.settings(state.settings)
+                recorder_of(param, inventory.prefix + slot.path, settings, slot.module()).rows_leaf(size)
         state.preallocated_size = size
 
     def _ps_recorders(self) -> list[Recorder]:

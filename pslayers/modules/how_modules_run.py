@@ -81,7 +81,7 @@ def choose_how_modules_run(
             options = layouts, batch.size, state.includes_children, picks
             alike = *options, given, forward, _likeness((module, taken, named), {})
             plan = plans.get(alike) or general.choose(module, forward, (taken, named), *options)
-            state.plans[how] = plan
+            state.plans[how] = plan.after(state.plans.get(how))
             if plan.way == "direct":
                 plans[alike] = plan
         except general.NoWayError as error:

@@ -24,6 +24,13 @@ class Slot(NamedTuple):
             self.ndim is not None and (param := self.held[self.name]) is not None and param.ndim != self.ndim
         )
 
+    def settings(self, above: Any) -> Any:
+        """What its rows go by: the module's own settings, where that is a copy of one of another model, or
+        another model's, too; else those of the model `above`.
+        """
+        state = getattr(self.module(), "_ps", None)
+        return above if state is None else state.settings
+
 
 class Inventory:
     """The parameters of a module and of what lies below it, and the recurrent layers among those.

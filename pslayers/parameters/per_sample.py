@@ -15,7 +15,7 @@ them, and, in ops that go value by value, tensors of as many rows. All else is a
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Standing:
         follows: whose the rows of other tensors are is followed.
         choices: for each tensor with as many rows as the batch, in order, whether the run that proved this
             took it for the batch's; None during that run.
+        known: the ways in which parameters met the batch in that run (`meet`).
         prefix: of the names by which errors call them.
     """
 
@@ -60,13 +61,15 @@ class Standing:
         weights: dict[str, Tensor],
         follows: bool = False,
         choices: Sequence[bool] | None = None,
+        known: frozenset[Hashable] = frozenset(),
         prefix: str = "",
     ) -> None:
         self.inputs, self.includes_children, self.weights = inputs, includes_children, weights
-        self.follows, self.choices = follows, choices
+        self.follows, self.choices, self.known = follows, choices, known
         self.prefix, self.path = prefix, ""  # of the module
         self.made: list[weakref.ref[PerSample]] = []
         self.chosen: list[bool] = []
+        self.met: set[Hashable] = set()
         self.level = torch_api.level()  # of transforms of torch.func around the forward
         self.in_loss = False  # after the forward: what is no batch's is known by its shape
         self.slow: set[str] = set()  # names of parameters that some op used as truly different ones
@@ -82,6 +85,7 @@ class Standing:
                 self.weights,
                 self.follows,
                 self.choices or self.chosen,
+                self.known or frozenset(self.met),
                 self.prefix,
             )
             standing.chosen, standing.path, standing.made = self.chosen[:chosen], self.path, self.made
@@ -108,6 +112,15 @@ class Standing:
             raise NoRuleError("it has another number of rows than the batch")
         self.chosen.append(choice)
         return choice
+
+    def meet(self, *how: Hashable) -> None:
+        """Note a way in which a parameter meets the batch; NoRuleError where none did so when this was
+        proved: a forward may take another path, in which what has as many rows is no batch.
+        """
+        if self.choices is None:
+            self.met.add(how)
+        elif how not in self.known:
+            raise NoRuleError("it does what it did not when it was proved")
 
     def left(self) -> bool:
         """Whether there is still one that is not to be seen in a further call."""
@@ -203,8 +216,8 @@ class PerSample(Tensor):
                 t.data = values
             self.expand_again()
 
-    def over(self, x_ndim: int, rows: int, owners: Any = None) -> Tensor:
-        """`each` as it broadcasts with a tensor of `x_ndim` dims; NoRuleError.
+    def over(self, func: Any, x_ndim: int, rows: int, owners: Any = None) -> Tensor:
+        """`each` as it broadcasts with a tensor of `x_ndim` dims in a function; NoRuleError.
 
         That holds as many rows as the module's input, or rows of which it is known whose they are
         (`provenance.RowProvenance`).
@@ -213,6 +226,8 @@ class PerSample(Tensor):
         shape = (*(1,) * (x_ndim - len(own)), *own)
         inputs = () if local.stand_ins is None else local.stand_ins.inputs
         told = owners is not None or any(rows == t.shape[0] for t in inputs)
+        if owners is None and told and local.stand_ins is not None and not local.stand_ins.in_loss:
+            local.stand_ins.meet(func, self.names, x_ndim, len(own))
         if len(own) > x_ndim or shape[0] != 1 or not told:
             raise NoRuleError(
                 f"a parameter of shape {tuple(own)} has no place in {rows} rows of {size} samples"
@@ -410,6 +425,8 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # what all samples share gets the sum of what each has to say
     shared = [t for t in others if t.requires_grad and id(t) not in of_batch]
     one = function_of([*own, *shared, *(t for t, _ in batch)], func, args, kwargs)
+    if batch and local.stand_ins is not None:
+        local.stand_ins.meet(func, names, *(t.ndim for t in (*own, *shared)), *(t.ndim for t, _ in batch))
     try:
         with torch_api.without_torch_function(), torch_api.quiet_vmap():
             each, together = [t.each for t in own], [rows for _, rows in batch]

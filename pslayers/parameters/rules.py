@@ -79,7 +79,7 @@ def _expanded(func: Any, t: Any, *sizes: Any) -> Any:
     fits = any(shape[0] == len(x) for x in standing.inputs) and (t.ndim < len(shape) or t.shape[0] == 1)
     if shape[0] in (-1, 1) or not standing.choose(fits):
         return NotImplemented
-    batch = t.over(len(shape), shape[0])
+    batch = t.over(func, len(shape), shape[0])
     batch = batch.expand(*shape) if func is Tensor.expand else batch.repeat(1, *shape[1:])
     if followed() is not None:
         followed().tag_batch(batch)
@@ -146,7 +146,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     try:
         return func(
-            *(a.over(ndim, batch[0].shape[0], owners) if isinstance(a, PerSample) else a for a in args),
+            *(a.over(func, ndim, batch[0].shape[0], owners) if isinstance(a, PerSample) else a for a in args),
             **kwargs,
         )
     except NoRuleError:
@@ -258,7 +258,7 @@ def _attention(
         return NotImplemented
     if (owners := _owners([query, key, value])) is NotImplemented:
         return NotImplemented
-    return func(query, key, value, attn_mask.over(query.ndim, len(query), owners), *args, **kwargs)
+    return func(query, key, value, attn_mask.over(func, query.ndim, len(query), owners), *args, **kwargs)
 
 
 _KINDS: dict[Rule, Iterable[str]] = {

@@ -627,3 +627,96 @@ def test_a_middle_dim_that_is_as_long_as_the_batch() -> None:
         for n, time in (first, (3, 3), (3, 5), (2, 4), (1, 3)):
             ours.zero_grad()
             assert_rows_right(model, torch.randn(n, time, 3, dtype=torch.float64), converted=ours)
+
+
+class Paths(nn.Module):
+    """Later calls of a kind take another path, in which what is as long as the batch is none."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path, self.first, self.fc = path, nn.Linear(3, 3), nn.Linear(3, 2)
+        self.scale, self.slope = nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x) * self.scale
+        if x.shape[1] > 2:
+            steps = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+            if self.path == "sum":
+                x = x + steps * self.slope
+            elif self.path == "where":
+                x = torch.where(x > 0, x, steps * self.slope)
+            else:
+                x = x + (torch.ones(len(x), 1, 1, dtype=x.dtype) * self.slope).sin()
+        return self.fc(x).mean(1)
+
+
+@pytest.mark.parametrize("path", ["sum", "where", "rows"])
+def test_another_path_in_a_later_call(path: str) -> None:
+    for first in (1, 2):
+        model = Paths(path).double()
+        ours = ps.convert_model(copy.deepcopy(model))
+        for n, time in ((4, first), (4, 4), (3, 1), (5, 3), (3, 3), (4, 4)):
+            ours.zero_grad()
+            assert_rows_right(model, torch.randn(n, time, 3, dtype=torch.float64), converted=ours)
+
+
+def test_paths_that_alternate_are_proved_once_each() -> None:
+    model = Paths("sum").double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for _ in range(2):
+        for time in (1, 5):
+            ours(torch.randn(4, time, 3, dtype=torch.float64)).square().sum(1).mean().backward()
+    calls: list[int] = []
+    ours.first.register_forward_hook(lambda *_: calls.append(1))
+    for time in (1, 5, 1, 5):
+        ours(torch.randn(4, time, 3, dtype=torch.float64)).square().sum(1).mean().backward()
+    assert len(calls) == 4
+
+
+class Longest(nn.Module):
+    """Goes where the values of all samples lead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.places = nn.Linear(3, 3), nn.Parameter(torch.rand(6, 3))
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        k = int(n.max())
+        return (self.first(x[:, :k]) + self.places[:k]).sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+def test_a_loop_that_goes_elsewhere_than_all_samples_together_is_refused() -> None:
+    model = Longest().double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), torch.randn(3, 6, 3, dtype=torch.float64)
+    assert_rows_right(model, x, torch.full((3,), 4), converted=ours)
+    ours.zero_grad()
+    with pytest.raises(ValueError, match="do not return what they do together"):
+        ours(x, torch.tensor([2, 5, 3]))
+
+
+def test_autocast_is_that_of_the_forward() -> None:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.w = nn.Linear(4, 4), nn.Parameter(torch.rand(5, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.w.softmax(-1) @ self.fc(x)
+
+    model, x = Weighted(), torch.randn(3, 5, 4)
+    ours = ps.convert_model(copy.deepcopy(model), example=x)  # proved outside of autocast
+    for _ in range(2):
+        ours.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ours(x).float().square().sum((1, 2)).mean()
+        loss.backward()
+        for i in range(3):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                alone = model(x[i : i + 1]).float().square().sum()
+            alone.backward()
+            for p, q in zip(model.parameters(), ours.parameters(), strict=True):
+                torch.testing.assert_close(
+                    q.grad_sample[i], p.grad, rtol=3e-2, atol=3e-2 * p.grad.abs().max()
+                )
