@@ -199,7 +199,7 @@ def _assert_right(
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
-@pytest.mark.parametrize(("name", "first", "seed"), every(3, itertools.product(PICKS, FIRST, range(2))))
+@pytest.mark.parametrize(("name", "first", "seed"), every(7, itertools.product(PICKS, FIRST, range(2))))
 def test_rows_are_right_whatever_was_picked_first(name: str, first: str, seed: int) -> None:
     torch.manual_seed(seed)
     model = Picking(PICKS[name]).double()

@@ -122,6 +122,7 @@ def test_rows_of_a_step_and_of_one_without_torch_compile_may_be_mixed() -> None:
         torch.testing.assert_close(k, v, rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_whole_step_with_the_loss_compiled_and_micro_batches() -> None:
     model, ours = pair(zoo.mlp(), floats(4, 12))
     step = compiled(lambda x: squares(ours(x)).mean())
@@ -155,7 +156,8 @@ def test_recording_off_and_no_grad() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp"])
-@pytest.mark.parametrize("differ", part([(True,)], [(True,), (False,)]))
+@pytest.mark.long
+@pytest.mark.parametrize("differ", [True, False])
 def test_functional_form(name: str, differ: bool) -> None:
     build, inputs = MODELS[name]
     _, ours = pair(build(), inputs(3))

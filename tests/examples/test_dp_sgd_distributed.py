@@ -16,6 +16,7 @@ from ..oracle import loop
 from .loading import EXAMPLES
 
 
+@pytest.mark.long
 def test_two_processes_are_as_one(example: ModuleType) -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this build of torch has no gloo")

@@ -12,6 +12,7 @@ import pslayers as ps
 from ..oracle import flat, loop
 
 
+@pytest.mark.long
 def test_quick_run(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "influence.png"
     (found,) = example.main(["--quick", "--output", str(picture)])

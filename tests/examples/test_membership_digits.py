@@ -16,6 +16,7 @@ import pslayers as ps
 from ..oracle import flat, loop
 
 
+@pytest.mark.long
 def test_quick_run(
     example: ModuleType,
     tmp_path: Path,

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from ..oracle import loop
 
 
+@pytest.mark.long
 def test_quick_run(example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "suspects.png"
     (result,) = example.main(["--quick", "--output", str(picture)])
