@@ -6,6 +6,7 @@ times its input. The backward pass keeps these (`core.factors`), and what is ask
 """
 
 import operator
+import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,10 @@ from .core.sharding import is_sharded
 from .core.sinks import Keeping, Use, Weighing
 from .gradients import going_to
 from .modules.inventory import Inventory
+
+
+# what DistributedDataParallel and torch.compile put before names of parameters
+WRAPPERS = r"^((module|_orig_mod)\.)+"
 
 
 class FactoredGrad:
@@ -368,9 +373,9 @@ def clipping(
     if passes not in (1, 2, "auto"):
         raise ValueError(f'`passes` must be 1, 2 or "auto"; got {passes!r}.')
     grads = FactoredGrads()
-    if isinstance(most, dict):  # also by what a wrapper (DistributedDataParallel) calls them
+    if isinstance(most, dict):
         named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        known = {part for name in named for part in (name, name.removeprefix("module."))}
+        known = {*named, *(re.sub(WRAPPERS, "", name) for name in named)}
         if unknown := most.keys() - known:
             raise KeyError(f"`max_norm` names {sorted(unknown)}, which are no parameters of the model.")
 

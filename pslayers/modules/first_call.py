@@ -381,6 +381,8 @@ class ModelCall:
                 output = self._proved()
             if call is not self and not self.model._ps_proved(self.kind):
                 raise ValueError("A NaN leaves open whose the rows are.")
+            if call is None and self._past_layers(output):
+                raise ValueError("What reaches the output past layers in one mode does not in the other.")
             return output
 
     def _learn(self) -> None:

@@ -572,3 +572,30 @@ def test_layers_that_a_module_is_given_and_calls_on_what_all_samples_share() -> 
     model, ours = both(Adapted())
     for n in (3, 5, 1, 4):
         right(ours, model, batch(n, 4))
+
+
+class Merged(nn.Module):
+    """A low-rank adapter beside a layer, which in eval mode is merged into its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.a, self.b = (
+            nn.Linear(4, 4),
+            nn.Parameter(torch.rand(4, 2)),
+            nn.Parameter(torch.rand(2, 4)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.fc(x) + x @ self.a @ self.b
+        return F.linear(x, self.fc.weight + (self.a @ self.b).t(), self.fc.bias)
+
+
+@pytest.mark.parametrize("train_first", [False, True])
+def test_a_weight_that_is_used_past_its_layer_in_one_mode(train_first: bool) -> None:
+    model, ours = both(Merged())
+    for train in (train_first, not train_first, train_first, not train_first):
+        model.train(train)
+        ours.train(train)
+        for n in (3, 5):
+            right(ours, model, batch(n, 3, 4))
