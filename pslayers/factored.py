@@ -28,7 +28,6 @@ from .core.sinks import Keeping, Use, Weighing
 from .gradients import going_to
 from .modules.inventory import Inventory
 
-
 # what DistributedDataParallel and torch.compile put before names of parameters
 WRAPPERS = r"^((module|_orig_mod)\.)+"
 
