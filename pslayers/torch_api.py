@@ -8,7 +8,7 @@ and never wrong rows.
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -196,14 +196,15 @@ _find("_cache", _parametrize)
 _find("_cache_enabled", _parametrize)
 
 
-@contextmanager
-def own_parametrized() -> Iterator[None]:
+def own_parametrized() -> AbstractContextManager[None]:
     """Inside of `torch.nn.utils.parametrize.cached` the block keeps what it computes for itself: of that of
     another call, samples have no rows.
     """
-    if not _parametrize._cache_enabled:
-        yield
-        return
+    return _own_parametrized() if _parametrize._cache_enabled else nullcontext()
+
+
+@contextmanager
+def _own_parametrized() -> Iterator[None]:
     before, _parametrize._cache = _parametrize._cache, {}
     try:
         yield
