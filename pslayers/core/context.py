@@ -190,12 +190,14 @@ class Settings:
 
 
 def _in_place(param: Tensor) -> bool:
-    """Whether a module still holds it: another may have taken its place."""
+    """Whether a module still holds it: another may have taken its place; not what stands for it in a call."""
     recorder = param.__dict__.get("_ps_recorder")
     if recorder is None or recorder.holder.slot is None:
         return True
     now = recorder.holder.in_slot()
-    return now is param or (now is not None and now.__dict__.get("_ps_recorder") is recorder)
+    if isinstance(now, nn.Parameter):
+        return now is param or now.__dict__.get("_ps_recorder") is recorder
+    return now is not None
 
 
 def clear(param: Tensor) -> None:

@@ -406,3 +406,28 @@ def test_checkpoints_of_transformers(reentrant: bool) -> None:
     model(input_ids=ids).last_hidden_state.square().sum().backward()
     model(input_ids=ids).last_hidden_state.square().sum().backward()
     assert_rows(model, expected)
+
+
+class Placed(nn.Module):
+    """A parameter of its own, and a checkpoint; a reentrant one runs a part of the forward in the pass."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places, self.first, self.inner = nn.Parameter(torch.rand(3)), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, self.first(x) + self.places, use_reentrant=self.reentrant)
+
+
+def test_micro_batches_of_any_size_through_reentrant_checkpoints() -> None:
+    for sizes in ((2, 1), (1, 2), (3, 1, 2), (1, 1)):
+        model, ours = both(Placed())
+        parts, ours.reentrant = [batch(n, 3) for n in sizes], True
+        whole = torch.cat(parts)
+        with ps.accumulating(ours, "append"):
+            for x in parts:
+                squares(ours(x)).mean().backward()
+        expected = true_rows(lambda i, m=model, x=whole: square(m(x[i : i + 1]), i), model, sum(sizes))
+        assert_rows(ours, expected)
