@@ -596,13 +596,12 @@ def _once_only(why: str) -> RuntimeError:
 
 
 def _check_whole(model: nn.Module, every: list[Settings]) -> None:
-    if any(settings.partial for settings in every):
-        slots = Inventory(model, "", 0).strangers
-        if left := [slot.path for slot in slots if getattr(slot.held[slot.name], "requires_grad", False)]:
-            raise ValueError(
-                f"`{left[0]}` was left without per-sample gradients (on_unsupported='skip'), so its gradient"
-                " could not be weighed: freeze it, or convert the model with on_unsupported='general'."
-            )
+    skips = any(settings.partial for settings in every)
+    if skips and (left := Inventory(model, "", 0).unrecorded()):
+        raise ValueError(
+            f"`{left[0].path}` was left without per-sample gradients (on_unsupported='skip'), so its gradient"
+            " could not be weighed: freeze it, or convert the model with on_unsupported='general'."
+        )
 
 
 def _wide(grad: FactoredGrad) -> torch.dtype:

@@ -124,7 +124,7 @@ class GatheredRows(TorchFunctionMode):
 
     def tag_second_batch(self, t: Tensor) -> None:
         """Note that the rows in dim 1 are the batch's, one a sample."""
-        self.tag_second(t, RowProvenance(torch.arange(self.size, device=t.device), 1, picked=False))
+        self.tag_second(t, self._of_batch(1, t))
 
     def notes_of(self, t: Tensor) -> tuple[Any, ...]:
         """All that is known of a tensor."""
@@ -139,11 +139,12 @@ class GatheredRows(TorchFunctionMode):
     def tag_batch(self, t: Any) -> None:
         """Note that the rows of a tensor are the batch's, k a sample."""
         if isinstance(t, Tensor) and t.ndim and len(t) % self.size == 0:
-            k = len(t) // self.size
-            self.tag(
-                t,
-                RowProvenance(torch.arange(self.size, device=t.device).repeat_interleave(k), k, picked=False),
-            )
+            self.tag(t, self._of_batch(len(t) // self.size, t))
+
+    def _of_batch(self, k: int, t: Tensor) -> RowProvenance:
+        """Whose k rows a sample are, in order, where `t` lies."""
+        ids = torch.arange(self.size, device=t.device).repeat_interleave(k)
+        return RowProvenance(ids, k, picked=False)
 
     def tag_packed(self, t: PackedSequence) -> None:
         """Note whose the rows of packed sequences are."""

@@ -165,8 +165,7 @@ def _without_replacement(number: int) -> bool:
 def _has_strangers(number: int) -> bool:
     """Whether parameters that are trained have been put into a model since it was converted."""
     module: Any = modules[number]
-    slots = [] if state_of(module).settings.partial else module._ps_inventory().strangers
-    return any((p := slot.held[slot.name]) is not None and p.requires_grad for slot in slots)
+    return not state_of(module).settings.partial and bool(module._ps_inventory().unrecorded())
 
 
 @torch_api.mark_constant

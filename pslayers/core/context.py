@@ -140,7 +140,9 @@ class Settings:
         held = [
             p
             for ref in self.recorded.values()
-            if (p := ref()) is not None and getattr(p, "grad_sample", None) is not None and _in_place(p)
+            if (p := ref()) is not None
+            and getattr(p, "grad_sample", None) is not None
+            and p._ps_recorder.holder.is_held()  # type: ignore[attr-defined]
         ]
         if not held:
             self.recorded = {}
@@ -187,17 +189,6 @@ class Settings:
             if (param := ref()) is not None:
                 clear(param)
         self.recorded, self.appended = {}, 0
-
-
-def _in_place(param: Tensor) -> bool:
-    """Whether a module still holds it: another may have taken its place; not what stands for it in a call."""
-    recorder = param.__dict__.get("_ps_recorder")
-    if recorder is None or recorder.holder.slot is None:
-        return True
-    now = recorder.holder.in_slot()
-    if isinstance(now, nn.Parameter):
-        return now is param or now.__dict__.get("_ps_recorder") is recorder
-    return now is not None
 
 
 def clear(param: Tensor) -> None:

@@ -61,6 +61,16 @@ class Holder:
         module, name = (self.slot[0](), self.slot[1]) if self.slot else (None, "")
         return None if module is None else module._parameters.get(name)
 
+    def is_held(self) -> bool:
+        """Whether the module still holds it, where that is known: another may have taken its place; what
+        stands for it in a call is none.
+        """
+        now = self.in_slot()
+        if self.slot is None or not isinstance(now, nn.Parameter):
+            return self.slot is None or now is not None
+        recorder = now.__dict__.get("_ps_recorder")
+        return recorder is not None and recorder.holder is self
+
     def enter(self, holder: Tensor, recorder: "Recorder") -> int:
         """Note that it gets rows in the pass that is running; how many of earlier passes are kept before
         them.

@@ -70,7 +70,9 @@ def group_norm(
             " channels."
         )
     x = in_float32(x)
-    kernels = _InstanceNorm if num_groups == x.shape[1] and _is_long(x) else _GroupNorm
+    # of one value there is no mean to be told from it; not all kernels of batch_norm know narrow types
+    whole = x.numel() > x.shape[:2].numel() and x.dtype in (torch.float32, torch.float64)
+    kernels = _InstanceNorm if num_groups == x.shape[1] and whole else _GroupNorm
     return affine(kernels(num_groups, eps), "group_norm", x, weight, bias, 1)
 
 
@@ -85,10 +87,6 @@ def instance_norm(x: Tensor, weight: Weight = None, bias: Weight = None, eps: fl
         ValueError: the shapes do not fit.
     """
     return group_norm(x, x.shape[1], weight, bias, eps).to(x.dtype)  # autocast leaves this one in x's dtype
-
-
-def _is_long(x: Tensor) -> bool:
-    return x.numel() > x.shape[:2].numel() and x.dtype in (torch.float32, torch.float64)
 
 
 def _check_shape(op: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -198,25 +196,23 @@ class _GroupNorm:
         (n, c), space = x.shape[:2], math.prod(x.shape[2:])
         if space == 1 and x.numel():
             return self._flat_grads(gy, x, weight, statistics, need)
-        mean, rstd = (t.reshape(1, -1) for t in statistics)
         # else its shape is read alone
         every = None if weight is None else weight.repeat(n) if need[0] else weight.new_empty(n * c)
-        one = (t.contiguous().view(1, n * c, space) for t in (gy, x))
-        gx, gw, gb = torch.ops.aten.native_group_norm_backward(
-            *one,
-            mean,
-            rstd,
-            every,
-            1,
-            n * c,
-            space,
-            n * self.groups,
-            [need[0], need[1] and weight is not None, need[2]],
+        mask = [need[0], need[1] and weight is not None, need[2]]
+        found = self._backward(_one(gy), _one(x), every, statistics, mask)
+        shapes: tuple[Sequence[int], ...] = (x.shape, (n, c), (n, c))
+        gx, gw, gb = (g.view(s) if m else None for g, s, m in zip(found, shapes, mask, strict=True))
+        return gx, gw, gb
+
+    def _backward(
+        self, gy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], mask: list[bool]
+    ) -> Sequence[Tensor]:
+        """The gradients of one row (1, N * C, values of a channel), and of its channels' weight and bias."""
+        mean, rstd = (t.reshape(1, -1) for t in statistics)
+        found: Sequence[Tensor] = torch.ops.aten.native_group_norm_backward(
+            gy, x, mean, rstd, weight, *x.shape, mean.numel(), mask
         )
-        return tuple(
-            None if g is None else g.view(shape)
-            for g, shape in zip((gx, gw, gb), (x.shape, (n, c), (n, c)), strict=True)
-        )  # type: ignore[return-value]
+        return found
 
     def _flat_grads(
         self,
@@ -258,25 +254,15 @@ class _InstanceNorm(_GroupNorm):
         y, mean, rstd = torch.native_batch_norm(_one(x), scale, shift, None, None, True, 0.0, self.eps)
         return y.view(x.shape), mean, rstd
 
-    def grads(
-        self,
-        gy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        statistics: Sequence[Tensor],
-        need: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """All at once: every row's channels are channels of one row."""
-        every = None if weight is None else weight.repeat(len(x))
-        mask = [need[0], need[1] and weight is not None, need[2]]
-        found = torch.ops.aten.native_batch_norm_backward(
-            _one(gy), _one(x), every, None, None, *statistics, True, self.eps, mask
+    def _backward(
+        self, gy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], mask: list[bool]
+    ) -> Sequence[Tensor]:
+        found: Sequence[Tensor] = torch.ops.aten.native_batch_norm_backward(
+            gy, x, weight, None, None, *statistics, True, self.eps, mask
         )
-        shapes: tuple[torch.Size, ...] = (x.shape, x.shape[:2], x.shape[:2])
-        gx, gw, gb = (g.view(s) if m else None for g, s, m in zip(found, shapes, mask, strict=True))
-        return gx, gw, gb
+        return found
 
 
 def _one(x: Tensor) -> Tensor:
     """(N, C, ...) as (1, N * C, values of a channel)."""
-    return x.contiguous().view(1, x.shape[:2].numel(), -1)
+    return x.contiguous().view(1, x.shape[:2].numel(), math.prod(x.shape[2:]))

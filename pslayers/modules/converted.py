@@ -346,10 +346,7 @@ class Converted(_Mixin):
         """Convert what has been put into the model since it was converted: its rows would be missing without
         a word.
         """
-        slots = self._ps_inventory().strangers
-        if adopt is not None and any(
-            (p := held[name]) is not None and p.requires_grad for held, name, *_ in slots
-        ):
+        if adopt is not None and self._ps_inventory().unrecorded():
             adopt(self)
         return self._ps_inventory()
 

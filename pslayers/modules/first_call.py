@@ -261,13 +261,16 @@ class ModelCall:
         if batch.keeps:
             value = made_of(output)
             tensors = [t for t in tensors_of(value) if not isinstance(t, Kept) and t.requires_grad]
-            layouts = [
-                self.model._ps_layout(0, ("out", i), t.ndim) if isinstance(t, Tensor) else None
-                for i, t in enumerate(tensors_in(value))
-            ]
-            owned = {id(t): (dim, ids) for t, dim, ids in batched_outputs(value, batch, layouts)}
+            owned = {id(t): (dim, ids) for t, dim, ids in batched_outputs(value, batch, self._layouts(value))}
             batch.returned = [(weakref.ref(t), *owned.get(id(t), (None, None))) for t in tensors]
         return output
+
+    def _layouts(self, output: Any) -> list[Layout | None]:
+        """How the tensors of an output hold the samples, as tracked; None of packed sequences."""
+        return [
+            self.model._ps_layout(0, ("out", i), t.ndim) if isinstance(t, Tensor) else None
+            for i, t in enumerate(tensors_in(output))
+        ]
 
     def _note_what_changed(self, before: Snapshot) -> None:
         state = self.state
@@ -415,11 +418,7 @@ class ModelCall:
                 plain = [t.detach() for t in tensors_of(plain)]
         output, batch = self._watched(self.args, self.kwargs)
         problem = None if given else disagreement(output, plain)
-        tensors = tensors_in(output)
-        layouts = [
-            model._ps_layout(0, ("out", i), t.ndim) if isinstance(t, Tensor) else None
-            for i, t in enumerate(tensors)
-        ]
+        tensors, layouts = tensors_in(output), self._layouts(output)
         own = batched_outputs(output, batch, layouts)
         numbers = all(
             isinstance(t, Tensor) and not t.ndim

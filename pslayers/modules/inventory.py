@@ -93,6 +93,10 @@ class Inventory:
                 return False
         return True
 
+    def unrecorded(self) -> list[Slot]:
+        """Where parameters are held that are trained, and of which no converted module records rows."""
+        return [s for s in self.strangers if (p := s.held[s.name]) is not None and p.requires_grad]
+
     def given_slots(self) -> list[Slot]:
         """Where per-sample weights were given in the place of parameters."""
         return [slot for slot in self.slots if slot.given]
