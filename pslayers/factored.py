@@ -377,6 +377,7 @@ def clipping(
         known = {*named, *(re.sub(WRAPPERS, "", name) for name in named)}
         if unknown := most.keys() - known:
             raise KeyError(f"`max_norm` names {sorted(unknown)}, which are no parameters of the model.")
+        most = {re.sub(WRAPPERS, "", name): norm for name, norm in most.items()} | most
 
     def weights() -> dict[str, Tensor]:
         if isinstance(most, dict):

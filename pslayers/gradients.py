@@ -3,9 +3,11 @@ clearing.
 """
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, nullcontext, suppress
 from numbers import Real
 from threading import RLock, get_ident
 from typing import Any
@@ -24,7 +26,7 @@ from .convert import (
 from .core.context import Settings, clear, local, recorded_or_not
 from .core.sharding import is_shard
 from .core.sinks import Sink, Streaming
-from .core.trees import map_tensors, tensors_in, trainable_parameters
+from .core.trees import map_tensors, tensors_in, tensors_of, trainable_parameters
 from .modules.converted import Converted, State
 
 ACCUMULATION = ("replace", "append", "add")
@@ -242,7 +244,8 @@ def per_sample_grads(
         inputs: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
         targets: what else the loss takes.
         chunk_size: samples a pass, which bounds the memory of activations; None takes all at once. Tensors
-            whose batch dim has the size of the batch are split, others go to each chunk whole.
+            whose batch dim has the size of the batch are split, others go to each chunk whole, and so do
+            those of which some samples need the whole (a mask of as many steps), as a trial on two tells.
         memory_budget: bytes that a pass may take beside the result: what its graph saves, and its rows. The
             chunk size is chosen for it, at least one sample, by what the first two samples take.
         create_graph: keep the graph, so that the result can be differentiated again.
@@ -408,19 +411,49 @@ class Chunks:
         size = model._ps_batch_size(args, kwargs) if ragged is None else ragged.size
         if size is None:
             raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
+        self.model, self.made = model, made
         self.values, self.size = (args, kwargs, targets), size
         self.dim = 0 if model._ps_state().settings.batch_first else 1
+        self.shared: set[int] = set()  # ids of tensors that are as long as the batch by chance
         step = int(chunk_size or max(size, 1))
-        if memory_budget is not None and size > 1:
-            step = max(int(memory_budget) // _bytes_of_a_sample(model, made, self.part(0, 2)), 1)
+        if size > 1 and (step < size or memory_budget is not None):
+            if not all(isinstance(t, Tensor) for t in tensors_in(self.values)):
+                raise ValueError(
+                    "packed sequences cannot be split: leave `chunk_size` at None, or pack each chunk."
+                )
+            self._find_shared()
+            if memory_budget is not None:
+                step = max(int(memory_budget) // _bytes_of_a_sample(model, made, self.part(0, 2)), 1)
         self.spans = [(start, min(start + step, size)) for start in range(0, max(size, 1), step)]
 
     def part(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
         """The arguments, keyword arguments and targets of some samples."""
         if stop - start == self.size:
             return self.values
-        part: tuple[Any, Any, Any] = _narrow(self.values, self.dim, self.size, start, stop)
-        return part
+        return self._split(lambda t, dim: t.narrow(dim, start, stop - start), self.shared)
+
+    def _split(self, some: Callable[[Tensor, int], Tensor], shared: AbstractSet[int]) -> Any:
+        def part(t: Tensor) -> Tensor:
+            dim = self.dim if t.ndim > self.dim else 0
+            split = t.ndim and t.shape[dim] == self.size and id(t) not in shared
+            return some(t, dim) if split else t
+
+        return map_tensors(part, self.values)
+
+    def _find_shared(self) -> None:
+        """Note tensors of which all samples need the whole, though they are as long as the batch: a mask of T
+        steps, T == B, or weights of C classes, C == B. Some samples cannot be computed with a part of one; a
+        single one could, as a part of one entry is broadcast.
+        """
+        few = torch.arange(3 if self.size == 2 else 2) % self.size  # neither one nor all
+        others = list(dict.fromkeys(id(t) for t in tensors_of(self.values) if self.size in t.shape))[1:]
+        for count in sorted({0, 1, 2, len(others)}):
+            for shared in map(set, itertools.combinations(others, count)):
+                args, kwargs, targets = self._split(lambda t, d: t.index_select(d, few.to(t.device)), shared)
+                with suppress(Exception), trial(self.model), torch.no_grad(), recording(self.model, False):
+                    self.made(self.model(*args, **kwargs), *targets)
+                    self.shared = shared
+                    return
 
 
 def _one_pass(
@@ -482,16 +515,21 @@ def _one_pass(
         }
     for (name, p), total in zip(params, grads[len(leaves) :], strict=True):
         if total is not None and found.get(name) is None:
-            raise ValueError(
-                f"`{name}` has a gradient, but none per sample: its module is not converted (see"
-                " ps.report(model))."
-            )
+            raise without_rows(name)
         if total is not None and settings.rows_alone and bool(total.any()):
             raise p.__dict__["_ps_recorder"].of_past_layer()
     return {
         name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(size, *p.shape)
         for name, p in params
     }
+
+
+def without_rows(name: str) -> ValueError:
+    """What is said of a parameter that has got a gradient, and no row of it."""
+    return ValueError(
+        f"`{name}` has a gradient, but none per sample: its module is not converted (see ps.report(model)),"
+        " or a torch.autograd.Function was given it, as by odeint_adjoint: take odeint."
+    )
 
 
 def _bytes_of_a_sample(model: Converted, loss_fn: Callable[..., Tensor], two: Any) -> int:
@@ -515,16 +553,6 @@ def _bytes_of_a_sample(model: Converted, loss_fn: Callable[..., Tensor], two: An
     rows = sum(p.numel() * p.element_size() for p in trainable_parameters(model).values())
     del graph
     return max(sum(saved.values()) // 2 + rows, 1)
-
-
-def _narrow(value: Any, dim: int, size: int, start: int, stop: int) -> Any:
-    def part(t: Tensor) -> Tensor:
-        d = dim if t.ndim > dim else 0
-        return t.narrow(d, start, stop - start) if t.ndim and t.shape[d] == size else t
-
-    if any(not isinstance(t, Tensor) for t in tensors_in(value)):
-        raise ValueError("packed sequences cannot be split: leave `chunk_size` at None, or pack each chunk.")
-    return map_tensors(part, value)
 
 
 def bar(steps: Sequence[Any], progress: bool) -> Any:

@@ -19,7 +19,7 @@ from .core.factors import Factor, added
 from .core.sinks import Streaming
 from .core.trees import map_tensors, tensors_of, trainable_parameters
 from .factored import FactoredGrads, computing, factored
-from .gradients import Chunks, bar, changed, converted, going_to, recording
+from .gradients import Chunks, bar, changed, converted, going_to, recording, without_rows
 from .modules.converted import Converted
 
 KERNELS = ("full", "trace", "diagonal")
@@ -127,8 +127,8 @@ def jacobian_gram(
         raise ValueError(f"`kernel` must be one of {', '.join(map(repr, KERNELS))}; got {kernel!r}.")
     with converted(model) as ours:
         made = output_fn or _as_it_is
-        one = Chunks(ours, inputs, chunk_size=chunk_size)
-        two = one if other is None else Chunks(ours, other, chunk_size=chunk_size)
+        one = Chunks(ours, inputs, chunk_size=chunk_size, made=made)
+        two = one if other is None else Chunks(ours, other, chunk_size=chunk_size, made=made)
         full, trace = kernel == "full", kernel == "trace"
         blocks: list[list[Tensor]] = []
         with ours._ps_state().settings.turns.writing(), leaving_nothing(ours):
@@ -172,9 +172,12 @@ class Outputs:
         if any(t.requires_grad for t in tensors_of((args, kwargs))):  # they get no gradient here
             args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
         with torch.enable_grad(), recording(self.model, True):  # type: ignore[arg-type]
-            outputs = self.output_fn(self.model(*args, **kwargs))  # type: ignore[operator]
+            given = self.model(*args, **kwargs)  # type: ignore[operator]
+            outputs = self.output_fn(given)
             self._check(outputs)
             flat = outputs.reshape(size, outputs.shape[1:].numel())
+        if size > 1 and (size in outputs.shape[1:] or not any(outputs is t for t in tensors_of(given))):
+            self._check_samples(flat)
         self.form, self.like = outputs.shape[1:], flat.detach().new_zeros(())
         count = flat.shape[1] if size else 0
         # rows are those of each sample's own output: a mean would divide them by the batch size
@@ -206,6 +209,26 @@ class Outputs:
                 f"The outputs of `{path}` depend on no trainable parameter: all of them are frozen, or the"
                 " outputs were detached."
             )
+
+    def _check_samples(self, flat: Tensor) -> None:
+        """An error where the outputs in the first row depend on more than the first sample: others, which
+        are as many by chance, or are computed of several.
+        """
+
+        path = self.model._ps_state().path
+
+        def take(name: str, rows: Tensor, first: bool) -> None:
+            if bool(((rows[1:] != 0) & ~rows[1:].isnan()).any()):
+                raise ValueError(
+                    f"The outputs of `{path}` do not have the batch in dim 0: the first of {self.size} rows"
+                    " depends on several samples. Put it there, as by output_fn=lambda out: out.transpose(0,"
+                    " 1)."
+                )
+
+        one = torch.zeros_like(flat)
+        one[0] = 1
+        with going_to(self.model, Streaming(take, sums=False), alone=False):  # type: ignore[arg-type]
+            flat.backward(one, retain_graph=True)
 
     def factors(self) -> Iterator[FactoredGrads]:
         """The factors of each output's derivatives."""
@@ -340,7 +363,4 @@ def _check_rows(model: Converted, reached: Collection[str]) -> None:
     """An error where a parameter has got a gradient, and no row of it."""
     for name, p in trainable_parameters(model).items():
         if p.grad is not None and name not in reached:
-            raise ValueError(
-                f"`{name}` has a gradient, but none per sample: its module is not converted (see"
-                " ps.report(model))."
-            )
+            raise without_rows(name)

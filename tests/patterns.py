@@ -642,6 +642,30 @@ class EmptyOutput(nn.Module):
         return self.fc(torch.cat([values, none], 1))
 
 
+class ParametersInADict(nn.Module):
+    """A cell that reads its parameters in a dict and a list, in which it keeps them, too."""
+
+    class Cell(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = {"w": nn.Parameter(torch.randn(DIMS, DIMS)), "b": nn.Parameter(torch.randn(DIMS))}
+            for name, param in self.own.items():
+                self.register_parameter(name, param)
+            self.scales = [nn.Parameter(torch.randn(DIMS)) for _ in range(2)]
+            self.first, self.second = self.scales
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x @ self.own["w"] + self.own["b"]
+            return x.tanh() * self.scales[0] + x * self.second
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = self.Cell(), nn.Linear(DIMS, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cell(self.cell(x)))
+
+
 def _x(n: int) -> dict[str, Any]:
     return {"x": torch.randn(n, TIME, DIMS, dtype=torch.float64)}
 

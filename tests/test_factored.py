@@ -208,12 +208,15 @@ def test_clipping_of_each_parameter() -> None:
     x = floats(6, 5)
     rows = loop(model, square, (x,))
     bounds = {name: 0.1 * (i + 1) for i, name in enumerate(rows)}
-    with ps.clipping(ours, bounds) as clip:
-        squares(ours(x)).mean().backward()
-    for name, p in ours.named_parameters():
-        norms, sums = clipped({name: rows[name]}, bounds[name])
-        near(clip.norms[name], norms)
-        near(p.grad, sums[name] / 6)
+    for before in ("", "module.", "_orig_mod."):  # as DistributedDataParallel and torch.compile name them
+        wrapped = nn.ModuleDict({before[:-1]: ours}) if before else ours
+        ours.zero_grad()
+        with ps.clipping(wrapped, {before + name: bound for name, bound in bounds.items()}) as clip:
+            squares(ours(x)).mean().backward()
+        for name, p in ours.named_parameters():
+            norms, sums = clipped({name: rows[name]}, bounds[name])
+            near(clip.norms[name], norms)
+            near(p.grad, sums[name] / 6)
 
 
 def test_several_backward_passes_in_a_block() -> None:

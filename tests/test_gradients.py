@@ -20,6 +20,7 @@ from pslayers.core.context import local
 from pslayers.functional.linear_factor import Outer
 
 from . import oracle
+from .layers.suite import floats
 from .oracle import loop, square, squares
 
 
@@ -103,6 +104,43 @@ def test_unreached_and_frozen_parameters() -> None:
     found = ps.per_sample_grads(Part().double(), F.cross_entropy, x, y, chunk_size=4)
     assert list(found) == ["a.weight", "a.bias", "b.weight", "b.bias"]
     assert found["b.weight"].shape == (7, 3, 4) and not found["b.weight"].any() and found["a.weight"].any()
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+        scores = x @ x.transpose(1, 2) + mask + bias.unsqueeze(1)
+        return self.out((scores.softmax(-1) @ self.value(x)).mean(1))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("chunk_size", [1, 2, 3])
+def test_chunks_leave_what_all_samples_share_whole(size: int, chunk_size: int) -> None:
+    """A mask of as many steps, and weights of as many classes, as there are samples; biases are theirs."""
+    model, x = Masked().double(), floats(size, size, 4)
+    model.out = nn.Linear(4, size).double()
+    mask, bias = torch.full((size, size), -torch.inf).triu(1).double(), floats(size, size)
+    y, weight = torch.arange(size), torch.rand(size).double() + 0.5
+
+    def loss(out: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(out, y, weight, reduction="none")
+
+    expected = [
+        torch.autograd.grad(
+            loss(model(x[i : i + 1], mask, bias[i : i + 1]), y[i : i + 1], weight).sum(),
+            [*model.parameters()],
+        )
+        for i in range(size)
+    ]
+    found = ps.per_sample_grads(model, loss, (x, mask, bias), y, weight, chunk_size=chunk_size)
+    torch.testing.assert_close([*found.values()], [torch.stack(g) for g in zip(*expected, strict=True)])
+    budget = ps.per_sample_grads(model, loss, (x, mask, bias), y, weight, memory_budget=1)
+    torch.testing.assert_close(budget, found)
+    each = ps.per_sample_jacobians(model, (x, mask, bias), chunk_size=chunk_size)
+    torch.testing.assert_close(each, ps.per_sample_jacobians(model, (x, mask, bias)))
 
 
 def test_create_graph() -> None:

@@ -297,6 +297,25 @@ class Named(nn.Module):
         }
 
 
+@pytest.mark.parametrize("chunk_size", [None, 3])
+def test_as_many_outputs_as_samples_are_no_batch(chunk_size: int | None) -> None:
+    """In dim 0 there may be steps or outputs, as many as samples; a batch in dim 0 is right all the same."""
+    model, x = mlp(), floats(3, 3, 5) if chunk_size is None else floats(6, 3, 5)
+    options = {"chunk_size": chunk_size}
+    for run in (ps.per_sample_jacobians, ps.jacobian_gram):
+        for made in (lambda out: out.transpose(0, 1), lambda out: out.sum(0)):
+            with pytest.raises(
+                ValueError, match="do not have the batch in dim 0: the first of 3 rows depends"
+            ):
+                run(model, x, output_fn=made, **options)  # type: ignore[operator]
+    ours = ps.convert_model(copy.deepcopy(model), batch_first=False)
+    with pytest.raises(ValueError, match="do not have the batch in dim 0"):
+        ps.per_sample_jacobians(ours, x.transpose(0, 1).contiguous(), **options)
+    one = true_jacobians(model, x)
+    found = ps.per_sample_jacobians(model, x, output_fn=lambda out: 1.0 * out, **options)
+    near({name: rows.flatten(1, 2) for name, rows in found.items()}, one)
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     x, model = floats(4, 5), Named().double()
     for run in (ps.per_sample_jacobians, ps.jacobian_gram):

@@ -7,7 +7,7 @@ the part had in the forward, and `inputs_noted` what was known of its inputs.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -180,7 +180,9 @@ class Settings:
                 f"{some} received a gradient, and no row of it, in a backward pass {where}: a part of the"
                 " forward was not recorded (under ps.recording(model, False), or past the model's own modules"
                 " as they are called, model(x)), or the loss uses the parameter itself. Compute that part of"
-                " the loss in a backward pass of its own, without recording: ps.recording(model, False)."
+                " the loss in a backward pass of its own, without recording: ps.recording(model, False). A"
+                " torch.autograd.Function that is given parameters, as by odeint_adjoint, has no rows: call"
+                " the module itself, as odeint does."
             )
 
     def clear(self) -> None:
@@ -278,8 +280,8 @@ class Call:
         local.call = self.before
 
 
-# a module's parameters, the name of one, and what stands in its place
-Place = tuple[dict[str, Any], str, Any]
+# what holds a parameter, a module's dict of these or another, its name there, and what stands in its place
+Place = tuple[Any, Any, Any]
 
 
 Form = tuple[Any, ...]
@@ -425,26 +427,39 @@ def in_place_of(
     finally:
         local.places = outer
         for (held, name, tensor), param in zip(places, before, strict=True):
-            if name in held:
+            if there(held, name):
                 held[name] = param if held[name] is tensor else left(held[name])
 
 
+def there(held: Any, name: Any) -> bool:
+    """Whether a dict or list holds something at a place."""
+    return name < len(held) if isinstance(held, list) else name in held
+
+
 def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) -> list[Place]:
-    """Where a module holds the parameters that are given tensors by their names; `tied`: also under other
-    names, anywhere below.
+    """Where a module holds the parameters that are given tensors by their names, also in lists and dicts
+    among its attributes; `tied`: also under other names, anywhere below.
     """
     found: list[Place] = []
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")
         found.append((module.get_submodule(path)._parameters, last, tensor))
-    if tied:
-        known = {id(held[name]): tensor for held, name, tensor in found if held[name] is not None}
-        named = {(id(held), name) for held, name, _ in found}
-        for below in module.modules():
-            for name, param in below._parameters.items():
-                if param is not None and id(param) in known and (id(below._parameters), name) not in named:
-                    found.append((below._parameters, name, known[id(param)]))
-    return found
+    known = {id(held[name]): tensor for held, name, tensor in found if held[name] is not None}
+    named = {(id(held), name) for held, name, _ in found}
+    others = other_places(module.modules() if tied else (module,), known)
+    return found + [place for place in others if (id(place[0]), place[1]) not in named]
+
+
+def other_places(modules: Iterable[nn.Module], known: Mapping[int, Any]) -> Iterator[Place]:
+    """Where modules hold the `known` parameters, by their ids: among their attributes, and in the lists and
+    dicts among these, of which one is that of their own parameters.
+    """
+    for module in modules:
+        attributes = vars(module)
+        for name, held in (("", attributes), *attributes.items()):
+            if isinstance(held, (dict, list)) and name != "_flat_weights":  # which recurrent layers renew
+                items = held.items() if isinstance(held, dict) else enumerate(held)
+                yield from [(held, key, known[id(value)]) for key, value in items if id(value) in known]
 
 
 # ----------------------------------------------------------------------------------------- computed once more

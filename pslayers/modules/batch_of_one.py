@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..core.context import Place, Settings, by_original_layers, in_place_of
+from ..core.context import (
+    Place,
+    Settings,
+    by_original_layers,
+    in_place_of,
+    other_places,
+    there,
+)
 from ..core.expansion import Op, of_one, take_data, will_execute
 from ..core.recorder import Recorder, recorder_of
 from ..core.sinks import store_single
@@ -67,7 +74,7 @@ class Trained:
     def __init__(self, inventory: Inventory, settings: Settings) -> None:
         self.recorders: list[Recorder] = []
         self.params: list[Tensor] = []
-        self.places: list[tuple[dict[str, Any], str, Any, int]] = []  # the last: which of these it is
+        self.places: list[tuple[Any, Any, Any, int]] = []  # the last: which of these it is
         self.others: list[tuple[dict[str, Any], str, Any]] = []
         known: dict[int, int] = {}
         for slot in inventory.slots:
@@ -82,6 +89,13 @@ class Trained:
                 self.recorders.append(recorder_of(param, inventory.prefix + path, own, module()))
                 self.recorders[-1].rows_leaf(1)
             self.places.append((held, name, param, known[id(param)]))
+        named = {(id(held), name) for held, name, *_ in self.places}
+        modules = dict.fromkeys(m for slot in inventory.slots if (m := slot.module()) is not None)
+        self.places += [
+            (held, name, self.params[at], at)
+            for held, name, at in other_places(modules, known)
+            if (id(held), name) not in named
+        ]
 
     def aliased(self, op: type[_Alone]) -> list[Place]:
         """Aliases of the parameters for a call, by `op`, in their places.
@@ -113,7 +127,8 @@ class Trained:
         for held, name, param, at in self.places:
             recorder = self.recorders[at]
             if (
-                held[name] is not param
+                not there(held, name)
+                or held[name] is not param
                 or not param.requires_grad
                 or param.__dict__.get("_ps_recorder") is not recorder
                 or not recorder.ready(param, 1)

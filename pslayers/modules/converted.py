@@ -450,10 +450,11 @@ class Converted(_Mixin):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, and `grad_sample` of every parameter below becomes None."""
-        if not set_to_none:
-            super().zero_grad(set_to_none=False)
-        for param in self.parameters():
-            if set_to_none:
-                param.grad = None
-            if "grad_sample" in param.__dict__:
-                clear(param)
+        with self._ps_state().settings.turns.reading():  # not while something stands in a parameter's place
+            if not set_to_none:
+                super().zero_grad(set_to_none=False)
+            for param in self.parameters():
+                if set_to_none:
+                    param.grad = None
+                if "grad_sample" in param.__dict__:
+                    clear(param)
