@@ -92,12 +92,7 @@ def convert_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_model takes a torch.nn.Module; got {type(model).__name__}.")
-    found = (getattr(m, "_ps", None) for m in model.modules())
-    if any(state is not None and state.settings.sink is not None for state in found):
-        raise RuntimeError(
-            "convert_model was called inside of ps.factored, ps.clipping, ps.reweighting or ps.streaming of"
-            " this model, which would see no more of its gradients: convert it before."
-        )
+    _check_outside(model, "convert_model")
     _one_of("loss_reduction", loss_reduction, REDUCTIONS)
     _one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     rows = _plan(model, on_unsupported)
@@ -242,7 +237,11 @@ def restore_model(model: M) -> M:
 
     Layers that were built as PS layers (``ps.PSLinear(3, 2)``) become torch's own; a PS layer that replaces
     none stays.
+
+    Raises:
+        RuntimeError: inside of a block that takes the model's gradients.
     """
+    _check_outside(model, "restore_model")
     for module in model.modules():
         if isinstance(module, Converted):
             original = original_class(type(module))
@@ -255,6 +254,15 @@ def restore_model(model: M) -> M:
         forget(param)
     State.conversions += 1  # models that hold one of these modules look again at what they hold
     return model
+
+
+def _check_outside(model: nn.Module, what: str) -> None:
+    found = (getattr(m, "_ps", None) for m in model.modules())
+    if any(state is not None and state.settings.sink is not None for state in found):
+        raise RuntimeError(
+            f"{what} was called inside of ps.factored, ps.clipping, ps.reweighting or ps.streaming of this"
+            " model, which would see no more of its gradients: call it outside."
+        )
 
 
 def settings_of(model: nn.Module) -> list[Settings]:

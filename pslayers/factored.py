@@ -120,9 +120,11 @@ class FactoredGrad:
             return self.real.sq_norms().clamp(min=0).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """The sum over samples, each times its weight (B,): ``(*S)``."""
+        """The sum over samples, each times its weight (B,): ``(*S)``. Those of weight 0 are left out, whatever
+        their gradients are.
+        """
         with computing():
-            return self.factor.weighted_sum(_weights(weights, len(self)).to(_wide(self)))
+            return _weighted_sum(self, *_share(weights, len(self), "sum", _wide(self)))
 
     def dot(self, direction: Tensor) -> Tensor:
         """The product of each sample's gradient with a direction ``(*S)``: (B,)."""

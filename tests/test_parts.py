@@ -106,8 +106,9 @@ def test_one_block_inside_of_another_is_refused(outer: str, inner: str) -> None:
     with BLOCKS[outer](ours):  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError, match="one place"), BLOCKS[inner](ours):  # type: ignore[attr-defined]
             pass
-        with pytest.raises(RuntimeError, match="convert it before"):
-            ps.convert_model(ours)
+        for change in (ps.convert_model, ps.restore_model):
+            with pytest.raises(RuntimeError, match=f"{change.__name__} was called inside of ps.factored"):
+                change(ours)
     off = pytest.raises(RuntimeError, match="go out of it first")
     with ps.recording(ours, False), off, BLOCKS[inner](ours):  # type: ignore[attr-defined]
         pass

@@ -221,6 +221,7 @@ class Batch:
         self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
         self.proving = False  # the same, and true of a part that is computed again
         self.ragged: Any = None  # follows whose the rows are, where they belong to given samples
+        self.in_order: Tensor | None = None  # which is known to hold the samples' rows, k a sample
         self.scale = Scale(float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0)
 
     def again(self, calls: dict[int, int]) -> "Batch":
@@ -362,18 +363,19 @@ def batch_size(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def by_samples() -> Iterator[None]:
-    """Inside the block the rows of ops are the samples', in order, in a ragged batch too."""
-    batch = local.batch
-    ragged = None if batch is None else batch.ragged
-    if batch is None or ragged is None:
+def by_samples(rows: Tensor | None = None) -> Iterator[None]:
+    """Inside the block the rows of ops are the samples', in order, in a ragged batch too; those of `rows`,
+    whatever their shape is.
+    """
+    if (batch := local.batch) is None:
         yield
         return
-    batch.ragged = None
+    before = batch.ragged, batch.in_order
+    batch.ragged, batch.in_order = None, rows
     try:
         yield
     finally:
-        batch.ragged = ragged
+        batch.ragged, batch.in_order = before
 
 
 def by_original_layers(applies: bool = True) -> AbstractContextManager[None]:

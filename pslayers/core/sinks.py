@@ -414,7 +414,15 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
     it arrives. What goes on to the parameters.
     """
     settings, pass_id = recorders[0].settings, torch_api.current_pass()
-    early = settings.sink is None and settings.accumulation == "replace" and not sharding.in_use()
+    sink = settings.sink
+    if sink is not None and sink.adds_up and not settings.sums:
+        # nothing arrives, as of larger batches: FSDP2 reduces what does, and waits for other processes
+        for recorder, grad in zip(recorders, grads, strict=True):
+            if grad is not None:
+                recorder.outer_pass = -1
+                recorder.store(grad.unsqueeze(0))
+        return [None] * len(grads)
+    early = sink is None and settings.accumulation == "replace" and not sharding.in_use()
     if early and pass_id != settings.pass_id:
         settings.begin_pass(pass_id)
     early = early and settings.rows in (-1, 1)

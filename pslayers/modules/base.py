@@ -325,7 +325,7 @@ class PSLayer(_Layer):
         args, kwargs = map_tensors(lambda t: rows if t is x else t, (args, kwargs))
         if local.gathered_rows is not None:
             local.gathered_rows.tag_batch(rows)
-        with by_samples():
+        with by_samples(rows):
             output = forward(*args, **kwargs)
         same = not isinstance(x, PerSample) or x.same
 
@@ -429,11 +429,15 @@ class PSLayer(_Layer):
         free = 1 if self.event_dims is None else x.ndim - self.event_dims  # dims that could be the batch's
         n, batch, state = x.shape[0] if x.ndim else 0, local.batch, self._ps_state()
         assert batch is not None
-        if local.gathered_rows is not None and local.gathered_rows.batches.get(x):
+        if x is batch.in_order or (
+            local.gathered_rows is not None and local.gathered_rows.batches.get(x)
+        ):
             return BATCH_MAJOR
         if free <= 0 or x.ndim == 0:
-            if batch.trackable and self._ps_layout(batch.calls.get(id(self), 0), FIRST, x.ndim) is None:
-                raise Ambiguous  # what it returns gets a dim more: does it broadcast as it did?
+            if self._ps_layout(batch.calls.get(id(self), 0), FIRST, x.ndim) is None:
+                if batch.trackable:
+                    raise Ambiguous  # what it returns gets a dim more: does it broadcast as it did?
+                self._ps_note_layout(x, TABLE)
             return TABLE
         if size <= 1:
             return BATCH_MAJOR if size or not n else SHARED if n == 1 else TABLE
@@ -449,12 +453,21 @@ class PSLayer(_Layer):
         if batch.trackable:
             raise Ambiguous
         if x.shape[first] == size:
-            return "dim", first
-        if n == 1:
-            return SHARED
-        if n % size == 0 and state.settings.batch_first and not state.layouts:  # called by itself
-            return BATCH_MAJOR
-        return self._attributable(MIXED, x, free, size)
+            found: Layout = "dim", first
+        elif n == 1:
+            found = SHARED
+        elif n % size == 0 and state.settings.batch_first and not state.layouts:  # called by itself
+            found = BATCH_MAJOR
+        else:
+            return self._attributable(MIXED, x, free, size)
+        self._ps_note_layout(x, found)
+        return found
+
+    def _ps_note_layout(self, x: Tensor, layout: Layout) -> None:
+        """What a run that is to be proved has taken an input for, of which tracking tells nothing."""
+        if (batch := local.batch) is not None and batch.proving:
+            key = self._ps_layout_key(batch.calls.get(id(self), 0), FIRST, x.ndim)
+            self._ps_state().by_shape[key] = layout
 
     def _ps_unattributable(self, x: Tensor, call: int) -> bool:
         """Whether tracking has shown that the rows of this call's input are no one sample's, or several's."""

@@ -29,6 +29,10 @@ from .inventory import Inventory
 from .ragged_call import call_ragged
 
 
+# training, the form of the outermost call, the number of the call, the place of a tensor, its dims
+LayoutKey = tuple[bool, Form, int, tuple[str, int], int]
+
+
 class State:
     """What conversion leaves on a module: the model's settings, the module's path in it, its parameters' own
     dims.
@@ -72,9 +76,9 @@ class State:
             self.ndims |= {f"parametrizations.{name}": p.ndim for name, p in makers.named_parameters()}
         # that was set on the instance, where it was one of its own methods
         self.forward: MethodType | None = None
-        # tracked: (training, the form of the outermost call, number of the call, place of the tensor,
-        # its dims): layout
-        self.layouts: dict[tuple[bool, Form, int, tuple[str, int], int], Layout] = {}
+        self.layouts: dict[LayoutKey, Layout] = {}  # as tracked
+        # of inputs of which tracking has found none: as their shapes told, which was proved
+        self.by_shape: dict[LayoutKey, Layout] = {}
         self.inventory: Inventory | None = None
         self.preallocated_size = -1  # the batch size that there is memory for
 
@@ -96,7 +100,17 @@ class State:
 
     def learned(self) -> tuple[Any, ...]:
         """What tracking has taught so far."""
-        return dict(self.layouts), dict(self.plans), self.per_sample_forward, self.includes_children
+        return (
+            dict(self.layouts),
+            dict(self.by_shape),
+            dict(self.plans),
+            self.per_sample_forward,
+            self.includes_children,
+        )
+
+    def forget(self, learned: tuple[Any, ...]) -> None:
+        """What it has taught since it had taught this."""
+        self.layouts, self.by_shape, self.plans, self.per_sample_forward, self.includes_children = learned
 
 
 adopt: Callable[[Any], None] | None = None  # converts what is new in a model; `convert` sets it
@@ -165,8 +179,12 @@ class Converted(_Mixin):
 
     def _ps_layout(self, call: int, place: tuple[str, int], ndim: int) -> Layout | None:
         """How a tensor of a call that is as this one holds the samples, as tracked."""
+        key, state = self._ps_layout_key(call, place, ndim), self._ps or self._ps_state()
+        return state.layouts.get(key) or state.by_shape.get(key)
+
+    def _ps_layout_key(self, call: int, place: tuple[str, int], ndim: int) -> LayoutKey:
         form = local.form if local.batch is None else local.batch.form
-        return (self._ps or self._ps_state()).layouts.get((self.training, form, call, place, ndim))
+        return self.training, form, call, place, ndim
 
     def _ps_told(self, sizes: list[tuple[int, int]]) -> int:
         """The batch size that inputs of these sizes tell: the first one's, unless another's was seen to be

@@ -361,7 +361,7 @@ class ModelCall:
             yield
         except BaseException:
             for state, learned in before:
-                state.layouts, state.plans, state.per_sample_forward, state.includes_children = learned
+                state.forget(learned)
             self.state.proved, self.state.shared = proved, shared
             self.settings.has_gathered_rows = picked
             raise
@@ -399,6 +399,10 @@ class ModelCall:
         run = functools.partial(self.run, model)
         with gathering(self.size, self.settings, self.args, self.kwargs):
             found, tracker = track(run, model, self.args, self.kwargs, batch)
+            state = self.state  # of other sizes there may be other outputs
+            old = [key for key in state.layouts if key[:2] == self.kind[:2] and key[3][0] == "out"]
+            for key in old:
+                del state.layouts[key]
             for (key, call, place, ndim), layout in found.items():
                 module = modules[key]
                 module._ps_state().layouts[module.training, local.form, call, place, ndim] = layout

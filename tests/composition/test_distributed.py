@@ -214,14 +214,17 @@ def assert_grads(model: nn.Module, expected: dict[str, Tensor]) -> None:
 
 
 def clipped(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, int], None]:
-    """Each rank clips its own samples; what is averaged is what has been clipped. A batch of one, too."""
+    """Each rank clips its own samples; what is averaged is what has been clipped. Batches of one, too,
+    beside others.
+    """
 
     def scenario(rank: int, world: int) -> None:
         model, bound = zoo.Transformer().double(), 0.05
         net = wrap(ps.convert_model(copy.deepcopy(model), example=text(EACH)), world)
-        for n in (EACH, 1, EACH):
-            ids = text(n * world)
-            batches = list(ids.split(n))
+        for n, others in ((EACH, EACH), (1, 1), (EACH, 1), (1, EACH), (EACH, EACH)):
+            sizes = [n] + [others] * (world - 1)
+            ids = text(sum(sizes))
+            batches = list(ids.split(sizes))
             net.zero_grad()
             with ps.clipping(net, bound) as clip:
                 squares(net(batches[rank])).mean().backward()
@@ -234,8 +237,10 @@ def clipped(wrap: Callable[[nn.Module, int], nn.Module]) -> Callable[[int, int],
             assert_grads(net, clipped_rows(model, batches, bound))
             net.zero_grad()  # outside of the block all is as before
             squares(net(batches[rank])).mean().backward()
+            assert_grads(net, clipped_rows(model, batches, torch.inf))
             bare = getattr(net, "module", net)
-            assert_own_rows(bare, loop(model, square, (ids,)), own(rank, [n] * world))
+            if n == others:  # else a mean over ranks is none over samples
+                assert_own_rows(bare, loop(model, square, (ids,)), own(rank, sizes))
         net.zero_grad()
         with ps.factored(net) as grads:
             squares(net(batches[rank])).mean().backward()
