@@ -120,9 +120,7 @@ class FactoredGrad:
             return self.real.sq_norms().clamp(min=0).sqrt()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        """The sum over samples, each times its weight (B,): ``(*S)``. Those of weight 0 are left out, whatever
-        their gradients are.
-        """
+        """The sum over samples, each times its weight (B,): ``(*S)``. Those of weight 0 are left out."""
         with computing():
             return _weighted_sum(self, *_share(weights, len(self), "sum", _wide(self)))
 

@@ -57,8 +57,9 @@ def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[None]
     for settings in every if alone else ():
         if settings.sink is not None:
             raise RuntimeError(
-                "A model's gradients go to one place: ps.factored, ps.clipping, ps.reweighting, ps.streaming and"
-                " ps.jacobian_gram cannot be one inside the other, nor around a layer that two models share."
+                "A model's gradients go to one place: ps.factored, ps.clipping, ps.reweighting, ps.streaming"
+                " and ps.jacobian_gram cannot be one inside the other, nor around a layer that two models"
+                " share."
             )
         if not settings.recording:
             raise RuntimeError(

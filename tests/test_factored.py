@@ -269,6 +269,12 @@ def test_samples_that_are_not_finite_are_left_out(value: float) -> None:
     near(clip.norms[[0, 2, 3]], norms)
     for name, p in ours.named_parameters():
         near(p.grad, sums[name] / 4)
+    with ps.factored(ours) as grads:
+        squares(ours(bad)).mean().backward()
+    without = grads.weighted_sum(torch.tensor([1.0, 0.0, 1.0, 1.0]))
+    rows = loop(model, square, (x[[0, 2, 3]],))
+    for name, total in without.items():
+        near(total, rows[name].sum(0))
 
 
 def test_no_sample() -> None:

@@ -429,9 +429,7 @@ class PSLayer(_Layer):
         free = 1 if self.event_dims is None else x.ndim - self.event_dims  # dims that could be the batch's
         n, batch, state = x.shape[0] if x.ndim else 0, local.batch, self._ps_state()
         assert batch is not None
-        if x is batch.in_order or (
-            local.gathered_rows is not None and local.gathered_rows.batches.get(x)
-        ):
+        if x is batch.in_order or (local.gathered_rows is not None and local.gathered_rows.batches.get(x)):
             return BATCH_MAJOR
         if free <= 0 or x.ndim == 0:
             if self._ps_layout(batch.calls.get(id(self), 0), FIRST, x.ndim) is None:

@@ -28,7 +28,6 @@ from .first_call import Kind, ModelCall
 from .inventory import Inventory
 from .ragged_call import call_ragged
 
-
 # training, the form of the outermost call, the number of the call, the place of a tensor, its dims
 LayoutKey = tuple[bool, Form, int, tuple[str, int], int]
 

@@ -1,6 +1,7 @@
 """The proof of a first call: what it sees, what it costs, and what it finds out from a few samples."""
 
 import _thread
+import copy
 import logging
 import threading
 import time
@@ -477,3 +478,73 @@ def test_what_a_call_with_fewer_inputs_has_shown_is_not_true_of_one_with_more(fi
     for steps in (5, 9, 5, 9):
         for more in (first, not first):
             right(ours, model, batch(9, steps, 3), *([batch(9, 2)] if more else []))
+
+
+class Conditioned(nn.Module):
+    """All samples share one id, from which the scales of a norm are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale, self.out = nn.Embedding(10, 4), nn.Linear(4, 8), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        scale, shift = self.scale(self.table(t)).chunk(2)
+        return self.out(torch.relu(x * (1 + scale) + shift))
+
+
+class Packed(nn.Module):
+    """Positions are computed of how many patches there are; an output for each sample comes beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.position, self.merge = nn.Linear(5, 4), nn.Embedding(16, 4), nn.Linear(16, 4)
+        self.text, self.out = nn.Embedding(30, 4), nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor, patches: Tensor, grid: Tensor) -> Any:
+        counts = grid[:, 1] * grid[:, 2]
+        starts = torch.repeat_interleave(nn.functional.pad(counts.cumsum(0)[:-1], (1, 0)), counts)
+        place = torch.arange(int(counts.sum())) - starts
+        patches = self.patch(patches) + self.position(torch.stack([place, (place + 1) % 16], 1)).sum(1)
+        each = self.merge(patches.view(-1, 16)).split((counts // 4).tolist())
+        text = self.text(ids)
+        text = text.masked_scatter((ids == 29).unsqueeze(-1).expand_as(text), torch.cat(each))
+        return self.out(text), patches, *each
+
+
+def conditioned(n: int) -> tuple[Tensor, ...]:
+    return torch.randn(n, 5, 4).double(), torch.tensor(3)
+
+
+def packed(n: int) -> tuple[Tensor, ...]:
+    ids = torch.cat([torch.randint(0, 28, (n, 2)), torch.full((n, 4), 29), torch.randint(0, 28, (n, 3))], 1)
+    return ids, torch.randn(16 * n, 5).double(), torch.tensor([[1, 4, 4]] * n)
+
+
+@pytest.mark.parametrize(("build", "batch"), [(Conditioned, conditioned), (Packed, packed)])
+def test_what_all_samples_share_is_found_out_once(
+    build: Callable[[], nn.Module], batch: Callable[[int], tuple[Tensor, ...]]
+) -> None:
+    """Of inputs that no sample changes, of one number, or as long as all that is packed."""
+
+    def loss(model: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+        out = model(*inputs)
+        return (out if isinstance(out, Tensor) else out[0]).square().sum()
+
+    def part(inputs: tuple[Tensor, ...], i: int, n: int) -> tuple[Tensor, ...]:
+        return tuple(t.unflatten(0, (n, -1))[i] if t.ndim else t for t in inputs)
+
+    ours = ps.convert_model(build().double(), loss_reduction="sum")
+    for n in (3, 2, 1, 3, 5):
+        inputs, model = batch(n), ps.restore_model(copy.deepcopy(ours))
+        ours.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            if n != 3:
+                patch.setattr(first_call.ModelCall, "learn", lambda *_: pytest.fail("learned again"))
+            loss(ours, inputs).backward()
+        expected = [
+            torch.autograd.grad(loss(model, part(inputs, i, n)), [*model.parameters()]) for i in range(n)
+        ]
+        rows = {
+            name: torch.stack(g) for (name, _), *g in zip(model.named_parameters(), *expected, strict=True)
+        }
+        assert_rows(ours, rows)
