@@ -149,6 +149,9 @@ def _directly(
         else standing
     )
     standing.weights = weights
+    if plan.idle:
+        idle = places_of(module, dict.fromkeys(plan.idle))
+        standing.idle = frozenset(id(held[name]) for held, name, _ in idle)
     standing.inputs = [
         t for t, layout in layouts if isinstance(t, Tensor) and layout in (BATCH_MAJOR, ("dim", 0))
     ]

@@ -57,10 +57,11 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
         # a subclass that calls super().forward: one call, one set of rows
         if local.call is not None and local.call.layer is self:
             return ps_forward(self, *args, **kwargs)
-        if (standing := local.stand_ins) is not None and (
-            stand_in := self._ps_standing(standing, args, kwargs)
-        ) is not None:
-            return stand_in(functools.partial(forward, self))
+        if (standing := local.stand_ins) is not None:
+            if (stand_in := self._ps_standing(standing, args, kwargs)) is not None:
+                return stand_in(functools.partial(forward, self))
+            if standing.idle and standing.idle >= {id(p) for p in self._parameters.values() if p is not None}:
+                return self._ps_plain(ps_forward, args, kwargs)
         if (picks := local.gathered_rows) is not None and not picks.enters(self):
             return picks.call(self, functools.partial(forward, self), args, kwargs)
         if local.tracker is not None:

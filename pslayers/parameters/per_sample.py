@@ -67,6 +67,8 @@ class Standing:
         self.inputs, self.includes_children, self.weights = inputs, includes_children, weights
         self.follows, self.choices, self.known = follows, choices, known
         self.prefix, self.path = prefix, ""  # of the module
+        # ids of parameters that reach no sample's output: layers that have no others compute as they are
+        self.idle: frozenset[int] = frozenset()
         self.made: list[weakref.ref[PerSample]] = []
         self.chosen: list[bool] = []
         self.met: set[Hashable] = set()
@@ -89,6 +91,7 @@ class Standing:
                 self.prefix,
             )
             standing.chosen, standing.path, standing.made = self.chosen[:chosen], self.path, self.made
+            standing.idle = self.idle
             return standing
 
         return again

@@ -579,3 +579,44 @@ def test_backward_hooks_that_scale_where_a_part_is_called_with_a_parameter(where
     ours = ours if late else ps.convert_model(ours)
     squares(ours(x)).mean().backward()
     assert_rows(ours, loop(model, square, (x,)))
+
+
+class Quantizer(nn.Module):
+    """Looks values up in a table that a layer makes of a buffer, and passes gradients straight through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frozen", torch.randn(6, 4))
+        self.transform = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        table = self.transform(self.frozen)
+        if type(table) is not Tensor or table.ndim != 2:  # as libraries of einsum notations do
+            raise ValueError("A table is a tensor of two dims.")
+        found = table[torch.cdist(x.detach(), table.detach()).argmin(-1)]
+        return (found - x).detach() + x, F.mse_loss(found, x.detach())
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.quantizer, self.last = nn.Linear(4, 4), Quantizer(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h, commitment = self.quantizer(self.first(x))
+        return self.last(h), commitment
+
+
+def test_a_layer_that_reaches_no_samples_output_computes_as_it_is() -> None:
+    model = Quantized().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in (3, 2, 1, 3):
+        x = torch.randn(n, 5, 4).double()
+        ours.zero_grad()
+        squares(ours(x)[0]).mean().backward()
+        rows = loop(model, lambda out, i: square(out[0], i), (x,))
+        assert_rows(ours, {name: r for name, r in rows.items() if "quantizer" not in name})
+        assert ours.quantizer.transform.weight.grad is None
+    out, commitment = ours(x)
+    with pytest.raises(RuntimeError, match=r"`quantizer\.transform\.(bias|weight)` .*received a gradient"):
+        (squares(out).mean() + commitment).backward()
