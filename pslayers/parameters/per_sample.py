@@ -14,6 +14,7 @@ them, and, in ops that go value by value, tensors of as many rows. All else is a
 
 import functools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -432,7 +433,11 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local.stand_ins.meet(func, names, *(t.ndim for t in (*own, *shared)), *(t.ndim for t, _ in batch))
     try:
         with torch_api.without_torch_function(), torch_api.quiet_vmap():
-            each, together = [t.each for t in own], [rows for _, rows in batch]
+            together = [rows for _, rows in batch]
+            each = [t.each for t in own]
+            if rows.batch is None and name in op_kinds.OF_SEVERAL:
+                parts = [_own_rows(t, batch[0][0], size) if batch else t.each for t in own]
+                same, each = same and all(map(operator.is_, parts, each)), parts
             each += [t.expand(size, *t.shape) for t in shared]
             if same and not torch_api.functions_transformed():
                 found = for_each(one, each, together)
@@ -450,6 +455,15 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if local.stand_ins is not None:
         local.stand_ins.slow |= names
     return map_tensors(rows.back, found)
+
+
+def _own_rows(t: PerSample, rows: Tensor, size: int) -> Tensor:
+    """Where values meet those of the batch's rows one by one, and each sample has as many as all rows: the
+    part that meets its own, (B, k, ...); else all.
+    """
+    if t.ndim != rows.ndim or len(rows) <= 1 or t.shape[0] != len(rows):
+        return t.each
+    return t.each.unflatten(1, (size, -1)).diagonal(dim1=0, dim2=1).movedim(-1, 0)
 
 
 def _of_some_batch(t: Tensor, own: Sequence[PerSample]) -> bool:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import pslayers as ps
 
-from ..oracle import assert_rows, assert_rows_right, loop, square, squares
+from ..oracle import assert_rows, assert_rows_right, loop, square, squares, true_rows
 
 
 class ClassToken(nn.Module):
@@ -620,3 +620,43 @@ def test_a_layer_that_reaches_no_samples_output_computes_as_it_is() -> None:
     out, commitment = ours(x)
     with pytest.raises(RuntimeError, match=r"`quantizer\.transform\.(bias|weight)` .*received a gradient"):
         (squares(out).mean() + commitment).backward()
+
+
+class Sampled(nn.Module):
+    """A table of positions, sampled where the packed patches lie: as many of its rows as of theirs."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(16, 4))
+
+        def forward(self, x: Tensor, places: Tensor) -> Tensor:
+            table, grid = self.table.view(4, 4, 4).permute(2, 0, 1), places.view(1, -1, 1, 2)
+            sampled = F.grid_sample(table.unsqueeze(0), grid, align_corners=False, padding_mode="border")
+            return x + sampled[0, :, :, 0].t()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.positions, self.out = nn.Linear(5, 4), self.Positions(), nn.Linear(4, 3)
+
+    def forward(self, patches: Tensor, sides: Tensor) -> Tensor:
+        places = []
+        for height, width in sides.tolist():
+            steps = (((torch.arange(n) + 0.5) / n * 2 - 1).to(patches) for n in (height, width))
+            places.append(torch.cartesian_prod(*steps))
+        return self.out(self.positions(self.patch(patches), torch.cat(places))).tanh()
+
+
+def test_values_of_parameters_that_meet_all_rows_one_by_one() -> None:
+    model = Sampled().double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for n in (3, 2, 1, 3):
+        x, sides = torch.randn(n * 16, 5).double(), torch.tensor([[4, 4]] * n)
+        ours.zero_grad()
+        with ps.batch_size(n):
+            ours(x, sides).square().sum().backward()
+        parts = x.unflatten(0, (n, 16))
+        rows = true_rows(
+            lambda i, parts=parts, sides=sides: model(parts[i], sides[:1]).square().sum(), model, n
+        )
+        assert_rows(ours, rows)
