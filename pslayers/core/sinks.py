@@ -409,6 +409,11 @@ class SingleSample:
         return True
 
 
+def has_hooks(param: Tensor) -> bool:
+    """Whether it has hooks of the user's, beside that of its recorder."""
+    return len(param._backward_hooks or ()) > 1 or bool(param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
 def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """Gradients on their way to parameters, as the rows of one sample; what cannot be taken so early is when
     it arrives. What goes on to the parameters.
@@ -416,12 +421,17 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
     settings, pass_id = recorders[0].settings, torch_api.current_pass()
     sink = settings.sink
     if sink is not None and sink.adds_up and not settings.sums:
-        # nothing arrives, as of larger batches: FSDP2 reduces what does, and waits for other processes
+        # nothing arrives, as of larger batches: FSDP2 reduces what does, and waits for other processes;
+        # but for parameters with hooks of the user's, which are not to see None
+        left: list[Tensor | None] = []
         for recorder, grad in zip(recorders, grads, strict=True):
-            if grad is not None:
-                recorder.outer_pass = -1
+            recorder.outer_pass, param = -1, recorder.param()
+            left.append(grad if grad is not None and param is not None and has_hooks(param) else None)
+            if left[-1] is not None:
+                recorder.single.pass_id = pass_id
+            elif grad is not None:
                 recorder.store(grad.unsqueeze(0))
-        return [None] * len(grads)
+        return left
     early = sink is None and settings.accumulation == "replace" and not sharding.in_use()
     if early and pass_id != settings.pass_id:
         settings.begin_pass(pass_id)

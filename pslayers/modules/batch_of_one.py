@@ -20,7 +20,7 @@ from ..core.context import (
 )
 from ..core.expansion import Op, of_one, take_data, will_execute
 from ..core.recorder import Recorder, recorder_of
-from ..core.sinks import store_single
+from ..core.sinks import has_hooks, store_single
 from .inventory import Inventory
 
 
@@ -104,11 +104,7 @@ class Trained:
         hooks.
         """
         recorders, params, task = self.recorders, self.params, torch_api.outer_pass()
-        hooked = [
-            i
-            for i, p in enumerate(params)
-            if len(p._backward_hooks or ()) > 1 or p._post_accumulate_grad_hooks
-        ]
+        hooked = [i for i, p in enumerate(params) if has_hooks(p)]
         if not hooked:
             aliases = op.apply(recorders, task, recorders[0].leaf, *params)
         else:
