@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .attribution.proof import disagreement
 from .attribution.snapshot import trial
+from .attribution.tracking import without_dropout
 from .convert import (
     ConversionError,
     arguments,
@@ -435,26 +437,64 @@ class Chunks:
 
     def _split(self, some: Callable[[Tensor, int], Tensor], shared: AbstractSet[int]) -> Any:
         def part(t: Tensor) -> Tensor:
-            dim = self.dim if t.ndim > self.dim else 0
-            split = t.ndim and t.shape[dim] == self.size and id(t) not in shared
-            return some(t, dim) if split else t
+            dim = self._dim(t)
+            return some(t, dim) if t.ndim and t.shape[dim] == self.size and id(t) not in shared else t
 
         return map_tensors(part, self.values)
 
+    def _dim(self, t: Tensor) -> int:
+        return self.dim if t.ndim > self.dim else 0
+
     def _find_shared(self) -> None:
         """Note tensors of which all samples need the whole, though they are as long as the batch: a mask of T
-        steps, T == B, or weights of C classes, C == B. Some samples cannot be computed with a part of one; a
-        single one could, as a part of one entry is broadcast.
+        steps, T == B, or weights of C classes, C == B. With a part of one, a sample alone comes out otherwise
+        than among others, in another order, or cannot be computed. Integers, one a sample, are labels.
         """
-        few = torch.arange(3 if self.size == 2 else 2) % self.size  # neither one nor all
-        others = list(dict.fromkeys(id(t) for t in tensors_of(self.values) if self.size in t.shape))[1:]
-        for count in sorted({0, 1, 2, len(others)}):
-            for shared in map(set, itertools.combinations(others, count)):
-                args, kwargs, targets = self._split(lambda t, d: t.index_select(d, few.to(t.device)), shared)
-                with suppress(Exception), trial(self.model), torch.no_grad(), recording(self.model, False):
-                    self.made(self.model(*args, **kwargs), *targets)
-                    self.shared = shared
-                    return
+        labels = {id(t) for t in tensors_of(self.values[2]) if t.ndim == 1 and not t.is_floating_point()}
+        long = dict.fromkeys(id(t) for t in tensors_of(self.values) if self.size in t.shape)
+        others = [t for t in list(long)[1:] if t not in labels]
+        choices = [
+            set(shared)
+            for count in sorted({0, 1, 2, len(others)})
+            for shared in itertools.combinations(others, count)
+        ]
+        for agree in (True, False) if others else ():  # losses that are no means of the samples' never do
+            for shared in choices:
+                with suppress(Exception):
+                    if self._tried(shared) or not agree:
+                        self.shared = shared
+                        return
+
+    def _tried(self, shared: AbstractSet[int]) -> bool:
+        """Whether some samples come out alone as they do together, in another order, in runs that leave no
+        trace; an error where they cannot be computed so.
+        """
+        count = min(self.size, 3)
+        order = [count - 1, *range(count - 1)]
+
+        def run(samples: list[int]) -> list[Tensor]:
+            args, kwargs, targets = self._split(
+                lambda t, dim: t.index_select(dim, torch.tensor(samples, device=t.device)), shared
+            )
+            with trial(self.model), torch.no_grad(), recording(self.model, False):  # type: ignore[arg-type]
+                return tensors_of(self.made(self.model(*args, **kwargs), *targets))  # type: ignore[operator]
+
+        mean = self.model._ps_state().settings.loss_reduction == "mean"
+        compute = without_dropout(run)
+        together, alone = compute(order), [compute([i]) for i in order]
+        compared = False
+        for t, *each in zip(together, *alone, strict=True):
+            if t.numel() == 1:
+                total = torch.stack([one.reshape(()) for one in each]).sum()
+                expected, found = (total / count if mean else total), t.reshape(())
+            elif t.shape[self._dim(t)] == count and all(one.shape[self._dim(one)] == 1 for one in each):
+                expected, found = torch.cat(each, self._dim(t)), t
+            else:
+                continue
+            if disagreement(found, expected):
+                return False
+            compared = True
+        return compared
 
 
 def _one_pass(

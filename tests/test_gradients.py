@@ -143,6 +143,40 @@ def test_chunks_leave_what_all_samples_share_whole(size: int, chunk_size: int) -
     torch.testing.assert_close(each, ps.per_sample_jacobians(model, (x, mask, bias)))
 
 
+SHARED_TARGETS: dict[str, Callable[..., Tensor]] = {
+    "classes": lambda out, y, w: F.cross_entropy(out, y, w, reduction="none"),
+    "looked up": lambda out, y, w: F.cross_entropy(out, y, reduction="none") * w[y],
+    "mean": lambda out, y, w: F.cross_entropy(out, y, reduction="none") * w.mean(),
+    "share": lambda out, y, w: F.cross_entropy(out, y, reduction="none") * (w / w.sum())[y],
+    "all": lambda out, y, w: torch.logsumexp(out * w.sum() + y.unsqueeze(1), 1),
+    "reduced": lambda out, y, w: (F.cross_entropy(out, y, reduction="none") * w[y]).sum(),
+    "of samples": lambda out, y, w: F.cross_entropy(out, y, reduction="none") * w,
+    "in a loop": lambda out, y, w: torch.stack(
+        [v * F.cross_entropy(o, c) for o, c, v in zip(out, y, w, strict=True)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_TARGETS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("labels", ["first", "last", "each"])
+def test_targets_that_are_no_samples(name: str, size: int, labels: str) -> None:
+    """As long as the batch: weights of the classes, or of the samples."""
+    model, x, w = nn.Linear(5, size).double(), floats(size, 5), torch.rand(size).double() + 0.5
+    y = {"first": torch.zeros(size).long(), "last": torch.full((size,), size - 1)}.get(labels)
+    y, loss = torch.arange(size) if y is None else y, SHARED_TARGETS[name]
+    rows = []
+    for i in range(size):
+        one = slice(i, i + 1)
+        weights = w[one] if name in ("of samples", "in a loop") else w
+        rows.append(torch.autograd.grad(loss(model(x[one]), y[one], weights).sum(), [*model.parameters()]))
+    expected = [torch.stack(g) for g in zip(*rows, strict=True)]
+    ours = ps.convert_model(model, loss_reduction="sum")
+    for chunk_size in (1, 2, 3):
+        found = ps.per_sample_grads(ours, loss, x, y, w, chunk_size=chunk_size)
+        torch.testing.assert_close([*found.values()], expected)
+
+
 def test_create_graph() -> None:
     model, x, y = model_and_data()
     found = ps.per_sample_grads(model, F.cross_entropy, x.requires_grad_(), y, create_graph=True)

@@ -216,7 +216,7 @@ def track(
     mixed = set[Key]()
     groups = _groups(batch.size)
     with torch_api.reparametrized(model, _noisy(model)):
-        run = _without_dropout(run)
+        run = without_dropout(run)
         with (coarsest := Coarsest((args, kwargs), model.parameters())):
             tracker = run_tracked(run, model, args, kwargs)[0]
         tracker.eps, plain, blind = coarsest.eps, tracker.seen, False
@@ -364,7 +364,7 @@ def _noisy(model: ConvertedModule) -> dict[str, Tensor]:
     return noisy
 
 
-def _without_dropout(run: Callable[..., Any]) -> Callable[..., Any]:
+def without_dropout(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` in which nothing is dropped."""
 
     def still(*args: Any, **kwargs: Any) -> Any:

@@ -428,9 +428,12 @@ def in_place_of(
         yield
     finally:
         local.places = outer
-        for (held, name, tensor), param in zip(places, before, strict=True):
+        # by what they are: a forward may have put them into another order
+        params = {id(tensor): param for (_, _, tensor), param in zip(places, before, strict=True)}
+        for held, name, _ in places:
             if there(held, name):
-                held[name] = param if held[name] is tensor else left(held[name])
+                now = held[name]
+                held[name] = params[id(now)] if id(now) in params else left(now)
 
 
 def there(held: Any, name: Any) -> bool:

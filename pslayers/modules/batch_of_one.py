@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import torch_api
 from ..core.context import (
@@ -21,6 +21,7 @@ from ..core.context import (
 from ..core.expansion import Op, of_one, take_data, will_execute
 from ..core.recorder import Recorder, recorder_of
 from ..core.sinks import has_hooks, store_single
+from ..parameters.standing import replace_held
 from .inventory import Inventory
 
 
@@ -71,7 +72,7 @@ class _OfNone(_Alone):
 class Trained:
     """The parameters below a model that are trained, and where they are held."""
 
-    def __init__(self, inventory: Inventory, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, inventory: Inventory, settings: Settings) -> None:
         self.recorders: list[Recorder] = []
         self.params: list[Tensor] = []
         self.places: list[tuple[Any, Any, Any, int]] = []  # the last: which of these it is
@@ -90,10 +91,9 @@ class Trained:
                 self.recorders[-1].rows_leaf(1)
             self.places.append((held, name, param, known[id(param)]))
         named = {(id(held), name) for held, name, *_ in self.places}
-        modules = dict.fromkeys(m for slot in inventory.slots if (m := slot.module()) is not None)
         self.places += [
             (held, name, self.params[at], at)
-            for held, name, at in other_places(modules, known)
+            for held, name, at in other_places(model.modules(), known)
             if (id(held), name) not in named
         ]
 
@@ -143,11 +143,11 @@ def run_alone(
     that one's.
     """
     given, trained = inventory.given_slots(), inventory.trained
-    if given:
+    new = given or trained is None or not trained.holds()
+    if new:
         inventory.check_given(size)
-        trained = Trained(inventory, model._ps_state().settings)
-    elif trained is None or not trained.holds():
-        inventory.trained = trained = Trained(inventory, model._ps_state().settings)
+        trained = Trained(model, inventory, model._ps_state().settings)
+        inventory.trained = inventory.trained if given else trained
     recorded = recorded and bool(trained.params)
     if not (given or recorded):
         return run_plain(model, args, kwargs)
@@ -162,6 +162,11 @@ def run_alone(
     if recorded and size:
         for (_, _, alias), (_, _, param, _) in zip(put[len(own) :], trained.places, strict=True):
             take_data(param, alias)
+    if new and recorded:  # what a first forward has kept, is the parameter
+        aliases = zip(put[len(own) :], trained.places, strict=True)
+        params = {id(alias): place[2] for (*_, alias), place in aliases}
+        if replace_held(model, lambda value: params.get(id(value), value)):
+            inventory.trained = None
     return output
 
 

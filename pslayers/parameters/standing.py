@@ -1,6 +1,6 @@
 """A forward that runs with a `PerSample` in the place of each parameter of a module."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,12 +31,19 @@ def standing_in(module: ConvertedModule, standing: Standing) -> Iterator[None]:
 
     try:
         prefix = "" if standing.prefix else state.prefix
-        with in_place_of(places(), places, lambda value: _values_left(value, prefix, state.settings)):
+        own = places()
+        params = {id(one): held[name] for held, name, one in own}
+        block = in_place_of(own, places, lambda value: _values_left(value, prefix, state.settings))
+        del own  # nothing is to hold them but the forward
+        with block:
             yield
         if standing.left():
-            for held in held_by(module):
-                for key in [*held] if isinstance(held, dict) else range(len(held)):
-                    held[key] = kept(held[key])
+
+            def without(value: Any) -> Any:
+                stays = isinstance(value, PerSample) and id(value) in params  # as the parameter itself
+                return params[id(value)] if stays else kept(value)
+
+            replace_held(module, without)
         if standing.left():
             raise NoRuleError(
                 f"a parameter of each sample's own was kept from one call to the next, or {UNFOLLOWED}"
@@ -53,6 +60,19 @@ def _values_left(value: Any, prefix: str, settings: Any) -> Any:
         return value
     refuse_rows(value.each, ", ".join(f"{prefix}{name}" for name in value.names), settings)
     return nn.Parameter(value.each.detach()[0].clone(), value.requires_grad)
+
+
+def replace_held(module: nn.Module, change: Callable[[Any], Any]) -> bool:
+    """Change what modules hold as attributes, and in lists and dicts among these; whether something was."""
+    found = [
+        (held, key, new)
+        for held in held_by(module)
+        for key, value in (held.items() if isinstance(held, dict) else enumerate(held))
+        if (new := change(value)) is not value
+    ]
+    for held, key, new in found:
+        held[key] = new
+    return bool(found)
 
 
 def held_by(module: nn.Module) -> list[Any]:

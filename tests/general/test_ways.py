@@ -660,3 +660,69 @@ def test_values_of_parameters_that_meet_all_rows_one_by_one() -> None:
             lambda i, parts=parts, sides=sides: model(parts[i], sides[:1]).square().sum(), model, n
         )
         assert_rows(ours, rows)
+
+
+class Reversing(nn.Module):
+    """Puts a list of its parameters into another order in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.both = [self.first, self.second]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.both.reverse()
+        return x * self.both[0] * self.both[1]
+
+
+class Keeping(nn.Module):
+    """Keeps a layer's weight in a list, or as an attribute, from the first call on."""
+
+    def __init__(self, as_list: bool) -> None:
+        super().__init__()
+        self.layer, self.weights, self.as_list = nn.Linear(4, 4), None, as_list
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weights is None:
+            self.__dict__["weights"] = [self.layer.weight] if self.as_list else self.layer.weight
+        return F.linear(self.layer(x), self.weights[0] if self.as_list else self.weights)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3, 1), (1, 3, 2), (1, 1, 1), (3, 1, 3)])
+@pytest.mark.parametrize("kind", ["reversing", "list", "attribute"])
+def test_parameters_that_a_forward_moves_or_keeps(kind: str, sizes: tuple[int, ...]) -> None:
+    model = (Reversing() if kind == "reversing" else Keeping(kind == "list")).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in sizes:
+        x = torch.randn(n, 4).double()
+        rows = loop(model, square, (x,))
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_rows(ours, rows)
+        ours.zero_grad()
+        with ps.clipping(ours, torch.inf):
+            squares(ours(x)).mean().backward()
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad, rows[name].mean(0))
+
+
+class Sometimes(nn.Module):
+    """A part that reaches the output in some calls alone, in a module that is run whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.part = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+        h, part = F.linear(x, self.layer.weight), self.part(x)
+        return h + part if flag else h
+
+
+def test_what_reached_nothing_is_free_outside_of_recording() -> None:
+    ours = ps.convert_model(Sometimes())
+    x = torch.randn(3, 4)
+    ours(x).sum().backward()
+    with ps.recording(ours, False):
+        ours(x, True).sum().backward()
+        ours.part.bias.square().sum().backward()
+    torch.testing.assert_close(ours.part.bias.grad, 3 + 2 * ours.part.bias.detach())
