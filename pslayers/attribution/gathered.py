@@ -11,7 +11,7 @@ any other function may be anybody's, and a module that is given that is run samp
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
-from ..core.context import Settings, changed, local, transforming
+from ..core.context import Batch, changed, local, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, tensors_in, tensors_of
 from ..parameters.per_sample import PerSample
@@ -156,17 +156,23 @@ class GatheredRows(TorchFunctionMode):
             )
             self.tag(t.data, provenance)
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch_first: bool) -> None:
+    def enter(self, model: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tag the inputs: the first as the batch's; others that have as many rows too, unless another dim is
-        as long. Where the batch is in dim 1, what rows are picked is not followed, but noted.
+        as long, and nothing was learned of them. Where the batch is in dim 1, what rows are picked is not
+        followed, but noted.
         """
+        batch_first = model._ps_state().settings.batch_first
         for place, t in enumerate(tensors_in((args, kwargs))):
             if isinstance(t, PackedSequence):
                 self.tag_packed(t)
-            elif not t.ndim:
                 continue
-            elif batch_first and (
+            known = model._ps_layout(0, ("in", place), t.ndim)
+            # masks are not changed to see where they lead: of them it is not known
+            if not t.ndim or (known in (TABLE, SHARED) and t.dtype != torch.bool):
+                continue
+            if batch_first and (
                 (place == 0 and len(t) % self.size == 0)
+                or (t.shape[0] == self.size and known == ("dim", 0))
                 or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1])
             ):
                 self.tag_batch(t)
@@ -226,7 +232,13 @@ class GatheredRows(TorchFunctionMode):
             # them as they are
             as_they_are = any(PICKED in plan.layouts.inputs for plan in module._ps_state().plans.values())
             if found and (local.tracker is not None or not as_they_are):
+                self._note_packed(module, True)
                 return self._by_batch(module, forward, args, kwargs, found)
+            followed = self._note_packed(module, False)
+            if not (followed or (local.batch is not None and local.batch.give_up())):
+                raise module._ps_not_told(
+                    "they were followed when this kind of call was learned, and are not"
+                )
         self.entering = module
         output = forward(*args, **kwargs)
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
@@ -237,6 +249,17 @@ class GatheredRows(TorchFunctionMode):
         elif isinstance(module, nn.RNNBase):
             self._of_packed(args, kwargs, output)
         return output
+
+    def _note_packed(self, module: ConvertedModule, packed: bool) -> bool:
+        """Note whether a call that is tracked gets a batch in the place of picked rows; of others, whether
+        what was learned is true of them: what is of such a batch, is not of rows as they are.
+        """
+        state, of = module._ps_state(), cast("Batch", local.tracker or local.batch)
+        key = module.training, local.form, of.calls.get(id(module), -1) + 1
+        if local.tracker is None:
+            return packed == (key in state.packed)
+        (state.packed.add if packed else state.packed.discard)(key)
+        return True
 
     def _of_packed(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Tag what a recurrent layer returns for packed sequences: its states are in the order of the
@@ -364,14 +387,16 @@ def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]
 
 
 @contextmanager
-def gathering(size: int, settings: Settings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """A `GatheredRows` mode around an outermost call."""
+def gathering(
+    size: int, model: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """A `GatheredRows` mode around an outermost call of a model."""
     if size < 2 or transforming():
         yield
         return
     before, local.gathered_rows = local.gathered_rows, GatheredRows(size)
     try:
-        local.gathered_rows.enter(args, kwargs, settings.batch_first)
+        local.gathered_rows.enter(model, args, kwargs)
         with local.gathered_rows:
             yield
     finally:

@@ -466,7 +466,7 @@ def run_tracked(
         # a model may change its inputs in place
         args, kwargs = cloned((args, kwargs))
         if (picks := local.gathered_rows) is not None:
-            picks.enter(args, kwargs, model._ps_state().settings.batch_first)  # type: ignore[operator]
+            picks.enter(model, args, kwargs)
     local.tracker = tracker = tracker or Tracker()
     try:
         with trial(model), torch_api.reentrant_checkpoints("straight"), torch_api.with_torch_function():

@@ -26,6 +26,7 @@ class ModuleState(Protocol):
     per_sample_forward: bool  # run with per-sample parameters: its own
     includes_children: bool  # or all below it too
     layouts: dict[Any, Any]  # how inputs and outputs hold the samples, as tracked
+    packed: set[Any]  # calls that were learned with a batch in the place of rows that were picked
     plans: dict[Any, Any]  # how a call without a replacement is run
 
 

@@ -78,6 +78,8 @@ class State:
         self.layouts: dict[LayoutKey, Layout] = {}  # as tracked
         # of inputs of which tracking has found none: as their shapes told, which was proved
         self.by_shape: dict[LayoutKey, Layout] = {}
+        # calls that were learned with a batch in the place of rows that were picked
+        self.packed: set[tuple[bool, Form, int]] = set()
         self.inventory: Inventory | None = None
         self.preallocated_size = -1  # the batch size that there is memory for
 
@@ -270,7 +272,7 @@ class Converted(_Mixin):
         try:
             if not settings.has_gathered_rows:
                 return run(self, *args, **kwargs)
-            with gathering(size, settings, args, kwargs):
+            with gathering(size, self, args, kwargs):
                 return run(self, *args, **kwargs)
         finally:
             local.batch = None

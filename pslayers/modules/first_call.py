@@ -233,7 +233,7 @@ class ModelCall:
                 output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
                 return UNDECIDED if batch.undecided else output
             with ExitStack() as around:
-                around.enter_context(gathering(self.size, self.settings, self.args, self.kwargs))
+                around.enter_context(gathering(self.size, self.model, self.args, self.kwargs))
                 if before is not None:
                     around.enter_context(quiet_hooks(model))
                     around.enter_context(before.watching())
@@ -380,7 +380,7 @@ class ModelCall:
             self._rewind()
             if self.settings.recording and torch.is_grad_enabled():
                 self.model._ps_make_room(self.size)
-            with gathering(self.size, self.settings, self.args, self.kwargs):
+            with gathering(self.size, self.model, self.args, self.kwargs):
                 output = self._proved()
             if call is not self and not self.model._ps_proved(self.kind):
                 raise ValueError("A NaN leaves open whose the rows are.")
@@ -397,7 +397,7 @@ class ModelCall:
         model._ps_inventory().check_given(self.size)
         model._ps_leave_room()
         run = functools.partial(self.run, model)
-        with gathering(self.size, self.settings, self.args, self.kwargs):
+        with gathering(self.size, self.model, self.args, self.kwargs):
             found, tracker = track(run, model, self.args, self.kwargs, batch)
             state = self.state  # of other sizes there may be other outputs
             old = [key for key in state.layouts if key[:2] == self.kind[:2] and key[3][0] == "out"]
