@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from numbers import Real
 from threading import RLock, get_ident
 from typing import Any
@@ -26,12 +26,14 @@ from .convert import (
     settings_of,
 )
 from .core.context import Settings, clear, local, recorded_or_not
+from .core.context import changed as changed_here
 from .core.sharding import is_shard
 from .core.sinks import Sink, Streaming
 from .core.trees import map_tensors, tensors_in, tensors_of, trainable_parameters
 from .modules.converted import Converted, State
 
 ACCUMULATION = ("replace", "append", "add")
+MANY = 5  # tensors, of which any may be what samples share
 _CONVERTING = RLock()  # of threads that convert a model for one call alone
 
 
@@ -286,7 +288,8 @@ def _in_chunks(
             changed(model, "rows_alone", get_ident() if alone else 0),
         ):
             part = chunks.part(start, stop)
-            rows = _one_pass(model, loss_fn, *part, size=stop - start, create_graph=create_graph)
+            with chunks.told(stop - start):
+                rows = _one_pass(model, loss_fn, *part, size=stop - start, create_graph=create_graph)
         if stop - start == size:
             return rows
         if create_graph:
@@ -433,17 +436,42 @@ class Chunks:
         """The arguments, keyword arguments and targets of some samples."""
         if stop - start == self.size:
             return self.values
-        return self._split(lambda t, dim: t.narrow(dim, start, stop - start), self.shared)
+        return self._split(range(start, stop), self.shared)
 
-    def _split(self, some: Callable[[Tensor, int], Tensor], shared: AbstractSet[int]) -> Any:
+    def told(self, count: int) -> AbstractContextManager[None]:
+        """Around a call of so many of them, where `batch_size` tells how many there are."""
+        return changed_here(explicit=count) if local.explicit == self.size else nullcontext()
+
+    def _split(self, samples: Sequence[int], shared: AbstractSet[int]) -> Any:
+        """Of tensors that hold the batch, and lists with an item for each sample, these samples' parts."""
+        start, count = samples[0], len(samples)
+        in_order = list(samples) == list(range(start, start + count))
+
         def part(t: Tensor) -> Tensor:
-            dim = self._dim(t)
-            return some(t, dim) if t.ndim and t.shape[dim] == self.size and id(t) not in shared else t
+            if id(t) in shared or (dim := self._dim(t)) is None:
+                return t
+            if in_order:
+                return t.narrow(dim, start, count)
+            return t.index_select(dim, torch.tensor(samples, device=t.device))
 
-        return map_tensors(part, self.values)
+        def parts(value: Any, target: bool) -> Any:
+            # of inputs, as many as the samples, each may hold all of these
+            if (isinstance(value, list) and len(value) == self.size) and (
+                target or not all(self._dim(t) is not None for t in tensors_of(value))
+            ):
+                return [value[i] for i in samples]
+            if type(value) in (list, tuple):
+                return type(value)([parts(v, target) for v in value])
+            if type(value) is dict:
+                return {name: parts(v, target) for name, v in value.items()}
+            return map_tensors(part, value)
 
-    def _dim(self, t: Tensor) -> int:
-        return self.dim if t.ndim > self.dim else 0
+        return tuple(parts(value, n == 2) for n, value in enumerate(self.values))
+
+    def _dim(self, t: Tensor) -> int | None:
+        """The dim of a tensor that may hold the batch."""
+        dims = (1, 0) if self.dim else (0,)
+        return next((dim for dim in dims if t.ndim > dim and t.shape[dim] == self.size), None)
 
     def _find_shared(self) -> None:
         """Note tensors of which all samples need the whole, though they are as long as the batch: a mask of T
@@ -451,13 +479,10 @@ class Chunks:
         than among others, in another order, or cannot be computed. Integers, one a sample, are labels.
         """
         labels = {id(t) for t in tensors_of(self.values[2]) if t.ndim == 1 and not t.is_floating_point()}
-        long = dict.fromkeys(id(t) for t in tensors_of(self.values) if self.size in t.shape)
+        long = dict.fromkeys(id(t) for t in tensors_of(self.values) if self._dim(t) is not None)
         others = [t for t in list(long)[1:] if t not in labels]
-        choices = [
-            set(shared)
-            for count in sorted({0, 1, 2, len(others)})
-            for shared in itertools.combinations(others, count)
-        ]
+        counts = range(len(others) + 1) if len(others) <= MANY else sorted({0, 1, 2, len(others)})
+        choices = [set(shared) for n in counts for shared in itertools.combinations(others, n)]
         for agree in (True, False) if others else ():  # losses that are no means of the samples' never do
             for shared in choices:
                 with suppress(Exception):
@@ -473,9 +498,7 @@ class Chunks:
         order = [count - 1, *range(count - 1)]
 
         def run(samples: list[int]) -> list[Tensor]:
-            args, kwargs, targets = self._split(
-                lambda t, dim: t.index_select(dim, torch.tensor(samples, device=t.device)), shared
-            )
+            args, kwargs, targets = self._split(samples, shared)
             with trial(self.model), torch.no_grad(), recording(self.model, False):  # type: ignore[arg-type]
                 return tensors_of(self.made(self.model(*args, **kwargs), *targets))  # type: ignore[operator]
 
@@ -487,10 +510,12 @@ class Chunks:
             if t.numel() == 1:
                 total = torch.stack([one.reshape(()) for one in each]).sum()
                 expected, found = (total / count if mean else total), t.reshape(())
-            elif t.shape[self._dim(t)] == count and all(one.shape[self._dim(one)] == 1 for one in each):
-                expected, found = torch.cat(each, self._dim(t)), t
             else:
-                continue
+                dims = [d for d in (self.dim, 0) if t.ndim > d and t.shape[d] == count]
+                dims = [d for d in dims if all(one.shape[d] == 1 for one in each)]
+                if not dims:
+                    continue
+                expected, found = torch.cat(each, dims[0]), t
             if disagreement(found, expected):
                 return False
             compared = True

@@ -165,13 +165,14 @@ class Outputs:
     ) -> None:
         self.model, self.output_fn, self.size = model, output_fn, span[1] - span[0]
         self.args, self.kwargs, _ = chunks.part(*span)
+        self.told = chunks.told
 
     def passes(self) -> Iterator[Callable[[], None]]:
         """A backward pass for each output, over one forward pass."""
         args, kwargs, size = self.args, self.kwargs, self.size
         if any(t.requires_grad for t in tensors_of((args, kwargs))):  # they get no gradient here
             args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
-        with torch.enable_grad(), recording(self.model, True):  # type: ignore[arg-type]
+        with torch.enable_grad(), recording(self.model, True), self.told(size):  # type: ignore[arg-type]
             given = self.model(*args, **kwargs)  # type: ignore[operator]
             outputs = self.output_fn(given)
             self._check(outputs)

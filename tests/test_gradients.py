@@ -177,6 +177,62 @@ def test_targets_that_are_no_samples(name: str, size: int, labels: str) -> None:
         torch.testing.assert_close([*found.values()], expected)
 
 
+class Rotary(nn.Module):
+    """Takes three tables that all samples share, and a mask of its own samples'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, pad: Tensor) -> Tensor:
+        q, k = (f(x) * cos + f(x).flip(-1) * sin for f in (self.q, self.k))
+        scores = (q @ k.transpose(1, 2) + mask).masked_fill(pad.unsqueeze(1), -1e9)
+        return self.out((scores.softmax(-1) @ x).sum(1))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("chunk_size", [1, 2, 3])
+def test_chunks_of_tables_masks_and_lists(size: int, chunk_size: int) -> None:
+    """Several tensors that all samples share, among their own; a list with an item for each sample."""
+    model, x = Rotary().double(), floats(size, size, 4)
+    cos, sin, mask = floats(size, 4), floats(size, 4), torch.full((size, size), -1e3).triu(1).double()
+    pad, targets = torch.zeros(size, size, dtype=torch.bool), [floats(2) for _ in range(size)]
+    pad[torch.arange(size), torch.arange(size).flip(0)] = True
+
+    def loss(out: Tensor, targets: list[Tensor]) -> Tensor:
+        return torch.stack([(o - t).square().sum() for o, t in zip(out, targets, strict=True)])
+
+    inputs = x, cos, sin, mask, pad
+    rows = []
+    for i in range(size):
+        one = slice(i, i + 1)
+        value = loss(model(x[one], cos, sin, mask, pad[one]), targets[one]).sum()
+        rows.append(torch.autograd.grad(value, [*model.parameters()]))
+    expected = [torch.stack(g) for g in zip(*rows, strict=True)]
+    found = ps.per_sample_grads(model, loss, inputs, targets, chunk_size=chunk_size)
+    torch.testing.assert_close([*found.values()], expected)
+
+
+def test_chunks_with_the_batch_in_dim_1() -> None:
+    """Masks and targets have it in dim 0."""
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0).double()
+    ours = ps.convert_model(copy.deepcopy(model), batch_first=False)
+    x, pad, y = floats(5, 3, 4), torch.zeros(3, 5, dtype=torch.bool), floats(3, 4)
+    pad[1, 3:] = True
+    inputs = {"src": x, "src_key_padding_mask": pad}
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return (out.mean(0) - y).square().sum(1)
+
+    with ps.batch_size(3):
+        found = [ps.per_sample_grads(ours, loss, inputs, y, chunk_size=n) for n in (None, 1, 2)]
+    for i in range(3):
+        one = {"src": x[:, i : i + 1], "src_key_padding_mask": pad[i : i + 1]}
+        alone = torch.autograd.grad(loss(model(**one), y[i : i + 1]).sum(), [*model.parameters()])
+        for rows in found:
+            torch.testing.assert_close([g[i] for g in rows.values()], list(alone))
+
+
 def test_create_graph() -> None:
     model, x, y = model_and_data()
     found = ps.per_sample_grads(model, F.cross_entropy, x.requires_grad_(), y, create_graph=True)

@@ -231,14 +231,13 @@ class GatheredRows(TorchFunctionMode):
             # a module that could not have them as a batch while it was tracked is run in a way that takes
             # them as they are
             as_they_are = any(PICKED in plan.layouts.inputs for plan in module._ps_state().plans.values())
-            if found and (local.tracker is not None or not as_they_are):
-                self._note_packed(module, True)
+            packed = bool(found) and (local.tracker is not None or not as_they_are)
+            known = self._note_packed(module, packed)
+            given_up = not known and local.batch is not None and local.batch.give_up()
+            if packed and not given_up:
                 return self._by_batch(module, forward, args, kwargs, found)
-            followed = self._note_packed(module, False)
-            if not (followed or (local.batch is not None and local.batch.give_up())):
-                raise module._ps_not_told(
-                    "they were followed when this kind of call was learned, and are not"
-                )
+            if not (known or given_up):
+                raise module._ps_not_told("they were followed when this call was learned, and are not now")
         self.entering = module
         output = forward(*args, **kwargs)
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:

@@ -558,8 +558,12 @@ class PSLayer(_Layer):
         if weight is None:
             return None
         if isinstance(weight, Expansion):
-            return weight.tensor(rows)
-        return weight if len(weight) == rows else weight.repeat_interleave(rows // len(weight), 0)
+            weight = weight.tensor(rows)
+        elif len(weight) != rows:
+            weight = weight.repeat_interleave(rows // len(weight), 0)
+        if local.batch is not None and local.batch.outputs is not None:  # the forward may do anything with it
+            local.batch.outputs.add([(weight, 0, None)])
+        return weight
 
 
 class OwnBatchDim(PSLayer):

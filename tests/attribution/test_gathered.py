@@ -540,3 +540,69 @@ def test_the_mode_is_left_where_nothing_is_picked() -> None:
     ours = ps.convert_model(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)))
     ours(torch.randn(3, 4)).sum().backward()
     assert not ours._ps_state().settings.has_gathered_rows
+
+
+class Views(nn.Module):
+    """Two inputs, one after the other in one batch."""
+
+    def __init__(self, body: nn.Module, how: str) -> None:
+        super().__init__()
+        self.body, self.how = body, how
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.how == "repeat":
+            u, v = self.body(b.repeat(2, 1)).chunk(2)
+            return (a.sum(1, keepdim=True) * u * v).sum(1)
+        z = self.body(torch.cat([a, b]))
+        u, v = z.chunk(2) if self.how == "chunk" else (z[: len(a)], z[len(a) :])
+        return (u * v).sum(1)
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh()
+
+
+@pytest.mark.parametrize("how", ["chunk", "slices", "repeat"])
+@pytest.mark.parametrize("body", [lambda: nn.Linear(5, 4), Own])
+@pytest.mark.parametrize("sizes", [(3, 5, 3, 5), (5, 3, 5), (10, 5, 1, 10)])
+def test_inputs_are_followed_in_batches_of_as_many_as_features(
+    how: str, body: Callable[[], nn.Module], sizes: tuple[int, ...]
+) -> None:
+    """In all batches alike: also where a second input's features are as many as the samples."""
+    torch.manual_seed(0)
+    model = Views(body(), how).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for n in sizes:
+        _assert_right(model, ours, *torch.randn(2, n, 5, dtype=torch.float64))
+
+
+class PickedPositions(nn.Module):
+    """Of a table that all samples share, some rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.scale = nn.Linear(3, 3), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return (x[:, 1:] * self.scale * self.position(table[1:])).sum((1, 2))
+
+
+def test_a_shared_input_as_long_as_the_batch_is_not_followed() -> None:
+    torch.manual_seed(0)
+    model, table = PickedPositions().double(), torch.randn(4, 3, dtype=torch.float64)
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for n in (4, 3, 4, 1, 4):
+        x = torch.randn(n, 4, 3, dtype=torch.float64)
+        ours.zero_grad()
+        ours(x, table).sum().backward()
+        for name, p in ours.named_parameters():
+            rows = [
+                torch.autograd.grad(model(one, table).sum(), model.get_parameter(name))[0]
+                for one in x.split(1)
+            ]
+            torch.testing.assert_close(p.grad_sample, torch.stack(rows))

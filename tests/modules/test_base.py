@@ -1,5 +1,7 @@
 """Layers of the user's own pass the same suite as the library's."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,7 @@ import pslayers as ps
 from pslayers.modules.base import REGISTRY
 
 from ..layers.suite import Case, LayerSuite, floats
+from ..oracle import assert_rows, loop, square, squares
 
 
 class Mix(nn.Module):
@@ -131,3 +134,30 @@ def test_call_without_a_tensor_needs_a_batch_size() -> None:
     with ps.batch_size(4):
         layer().sum(1).mean().backward()
     torch.testing.assert_close(layer.table.grad_sample, torch.full((4, 3), 2.0))
+
+
+def test_a_layer_of_ones_own_that_gives_rows_of_steps_is_not_believed() -> None:
+    """Weights of each sample's own that broadcast with the steps, T == B, are seen in the first call."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    class PSSteps(ps.PSLayer, Steps, replaces=Steps):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.expand("scale")
+
+    try:
+        model = nn.Sequential(nn.Linear(4, 4), Steps(), nn.Linear(4, 2)).double()
+        ours = ps.convert_model(copy.deepcopy(model))
+        x = torch.randn(3, 3, 4, dtype=torch.float64)
+        for _ in range(2):
+            ours.zero_grad()
+            squares(ours(x)).mean().backward()
+            assert_rows(ours, loop(model, square, (x,)))
+    finally:
+        REGISTRY.pop(Steps)
