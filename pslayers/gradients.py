@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attribution.proof import disagreement
+from .attribution.proof import disagreement, in_reentrant_checkpoint
 from .attribution.snapshot import trial
 from .attribution.tracking import without_dropout
 from .convert import (
@@ -564,6 +564,14 @@ def _one_pass(
     wanted = [*leaves.values(), *(p for _, p in params)]
     with changed(model, "collecting_grads", True):
         grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
+    totals = grads[len(leaves) :]
+    reached = {name for name, grad in zip(leaves, grads, strict=False) if grad is not None}
+    missed = [name for (name, _), g in zip(params, totals, strict=True) if g is None and name not in reached]
+    if missed and in_reentrant_checkpoint(loss):
+        raise ValueError(
+            f"`{missed[0]}` was not reached, and the loss goes through a reentrant checkpoint, in which"
+            " torch.autograd.grad reaches nothing: take use_reentrant=False, or loss.backward()."
+        )
     for _, p in params:
         if (recorder := p.__dict__.get("_ps_recorder")) is not None:
             recorder.checked = True  # as a pass does that brings plain gradients: uses are counted anew

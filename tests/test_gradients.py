@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 from pslayers.compiled import registry
@@ -231,6 +232,28 @@ def test_chunks_with_the_batch_in_dim_1() -> None:
         alone = torch.autograd.grad(loss(model(**one), y[i : i + 1]).sum(), [*model.parameters()])
         for rows in found:
             torch.testing.assert_close([g[i] for g in rows.values()], list(alone))
+
+
+def test_a_reentrant_checkpoint_that_only_the_input_leads_to() -> None:
+    class Adapted(nn.Module):
+        """As with frozen embeddings whose output is made to require a gradient."""
+
+        def __init__(self, reentrant: bool) -> None:
+            super().__init__()
+            self.table, self.layer, self.out = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.table.requires_grad_(False)
+            self.reentrant = reentrant
+
+        def forward(self, ids: Tensor) -> Tensor:
+            h = self.table(ids).requires_grad_()
+            return self.out(checkpoint(self.layer, h, use_reentrant=self.reentrant))
+
+    ids = torch.randint(0, 5, (3,))
+    model = Adapted(False).double()
+    found = ps.per_sample_grads(model, squares, ids)
+    torch.testing.assert_close(found, loop(model, square, (ids,)))
+    with pytest.raises(ValueError, match=r"`layer\.weight` was not reached, .* use_reentrant=False"):
+        ps.per_sample_grads(Adapted(True).double(), squares, ids)
 
 
 def test_create_graph() -> None:

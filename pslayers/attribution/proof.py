@@ -425,6 +425,11 @@ def _edges(output: Any) -> set[tuple[Any, int]]:
     return seen
 
 
+def in_reentrant_checkpoint(output: Any) -> bool:
+    """Whether a reentrant checkpoint is part of the graph of an output."""
+    return any(node.name() == "CheckpointFunctionBackward" for node, _ in _edges(output))
+
+
 def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
     """Whether one of these parameters is reached, in the graph of an output, by anything but the library's
     own ops.

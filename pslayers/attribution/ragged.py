@@ -106,7 +106,8 @@ def sample_ids(
 
     Put around the model's call. `ids` (rows,) holds the sample, 0 to `size` - 1, of each entry in `dim` of
     the tensors that the model takes and returns with so many: ``dim=1`` for tokens (1, rows, ...). Tensors of
-    `size` rows, as of a pooled output, hold a row of each sample. Blocks nest: one for the nodes, say, and
+    `size` rows, as of a pooled output, hold a row of each sample; so does a list of one tensor for each, with
+    ``ids=torch.arange(size)``. Blocks nest: one for the nodes, say, and
     one for the edges; the inner ones may leave `size` away. In any order; a sample may have no rows. Where
     there are as many rows as samples, or as edges, ``outputs="samples"`` or ``"rows"``, of this block, says
     which the model returns.
@@ -470,8 +471,10 @@ class RaggedCall:
     def _check_lengths(self, call: Any) -> None:
         """ValueError where nothing that the model is called with is as long as any ids."""
         given = [t for t in tensors_of(call) if not t.is_nested]
-        plain = all(v is None or isinstance(v, _PLAIN) for v in (*call[0], *call[1].values()))
-        if given and plain and not any(len(ids) in t.shape for t in given for ids, _ in self.batch.known):
+        values = *call[0], *call[1].values()
+        plain = all(v is None or isinstance(v, _PLAIN) for v in values)
+        lengths = {n for t in given for n in t.shape} | {len(v) for v in values if isinstance(v, list)}
+        if given and plain and not any(len(ids) in lengths for ids, _ in self.batch.known):
             told = " and ".join(str(len(ids)) for ids, _ in self.batch.known)
             raise ValueError(
                 f"ps.sample_ids was told of {told} rows, and the model is called with tensors of shapes"

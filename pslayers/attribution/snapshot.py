@@ -102,6 +102,7 @@ class Snapshot:
         modules = list(model.modules())
         places = ((m, name, p) for m in modules for name, p in m._parameters.items() if p is not None)
         self.slots = [place for place in places if not is_lazy(place[2])]
+        self.names = [(m._parameters, set(m._parameters)) for m in modules]
         with torch_api.without_torch_function():
             own = [slot for slot in self.slots if isinstance(slot[2], nn.Parameter)]
             self.data = [(m, name, p, data) for m, name, p in own if _has_memory(data := p.data)]
@@ -178,6 +179,9 @@ class Snapshot:
             ValueError: an input was changed in place, and the graph that it belongs to with it.
         """
         with torch_api.without_torch_function():
+            for held, names in self.names:  # what was set as an attribute has become a parameter
+                for name in held.keys() - names:
+                    del held[name]
             for module, name, p in self.slots:
                 module._parameters[name] = p
             for *_, p, data in self.data:

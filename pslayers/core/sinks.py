@@ -421,8 +421,8 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
     settings, pass_id = recorders[0].settings, torch_api.current_pass()
     sink = settings.sink
     if sink is not None and sink.adds_up and not settings.sums:
-        # nothing arrives, as of larger batches: FSDP2 reduces what does, and waits for other processes;
-        # but for parameters with hooks of the user's, which are not to see None
+        # nothing arrives, as of larger batches: FSDP2 reduces what does, and waits for other processes; but
+        # for parameters with hooks of the user's
         left: list[Tensor | None] = []
         for recorder, grad in zip(recorders, grads, strict=True):
             recorder.outer_pass, param = -1, recorder.param()
@@ -452,6 +452,7 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
             or dense.leaf is not recorder.leaf
             or len(memory) != 1
             or held_elsewhere(memory)
+            or (not settings.sums and has_hooks(param))  # which are not to see None
         ):
             recorder.single.pass_id = pass_id
             continue

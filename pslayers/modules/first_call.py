@@ -444,7 +444,8 @@ class ModelCall:
                 f"`{state.path}` ({type(model).__name__}) returned {problem}: samples interact in it, or an"
                 f" input that all {self.size} samples share was given a batch dim and did not broadcast as"
                 " without one. Give it one in the model, as in ids.unsqueeze(0), or write a layer for the"
-                " module that does it (ps.PSLayer)."
+                " module that does it (ps.PSLayer). Of rows in another order than sample by sample, or of a"
+                " list with a tensor for each sample, say whose they are, `with ps.sample_ids(ids, n):`."
             )
         if agree:
             state.proved.add((*self.kind, bool(given)))

@@ -1254,3 +1254,36 @@ def test_blocks_are_of_one_batch() -> None:
             pass
         with ps.sample_ids(IDS):  # of the same size
             pass
+
+
+class Bags(nn.Module):
+    """Goes through a list with a tensor for each sample, by layers, a recurrent one, or a parameter."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer, self.rnn = kind, nn.Linear(4, 5), nn.LSTM(4, 5, batch_first=True)
+        self.weigh, self.weight = nn.Linear(5, 1), nn.Parameter(torch.randn(4, 5))
+
+    def forward(self, bags: list[Tensor]) -> Tensor:
+        found = []
+        for bag in bags:
+            if self.kind == "lstm":
+                h = self.rnn(bag.unsqueeze(0))[0][0]
+            else:
+                h = self.layer(bag).tanh() if self.kind == "layer" else bag @ self.weight
+            found.append((self.weigh(h).softmax(0) * h).sum(0))
+        return torch.stack(found)
+
+
+@pytest.mark.parametrize("lengths", [(3, 5, 2), (4, 4, 4), (3, 3, 3), (1, 2, 1)])
+@pytest.mark.parametrize("kind", ["layer", "lstm", "own"])
+def test_a_list_with_a_tensor_for_each_sample(kind: str, lengths: tuple[int, ...]) -> None:
+    model = Bags(kind).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for _ in range(2):
+        bags = [torch.randn(n, 4, dtype=torch.float64) for n in lengths]
+        ours.zero_grad()
+        with ps.sample_ids(torch.arange(3), 3):
+            ours(bags).square().sum(1).mean().backward()
+        each = [model([bag]).square().sum() for bag in bags]
+        assert_rows(ours, true_rows(each.__getitem__, model, 3))
