@@ -272,7 +272,7 @@ def test_rows_of_a_random_model_are_checked_with_its_random_numbers() -> None:
         def forward(self, x: Tensor) -> Tensor:
             weight = self.expand("weight")
             if bool((x == 0).any()):
-                weight = weight.detach() + (weight - weight.detach()).roll(1, 0)
+                weight.register_hook(lambda rows: rows.roll(1, 0))
             return torch.einsum("n...i,noi->n...o", x, weight)
 
     PSLater.replaces = nn.Linear
