@@ -249,8 +249,9 @@ def per_sample_grads(
         inputs: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
         targets: what else the loss takes.
         chunk_size: samples a pass, which bounds the memory of activations; None takes all at once. Tensors
-            whose batch dim has the size of the batch are split, others go to each chunk whole, and so do
-            those of which some samples need the whole (a mask of as many steps), as a trial on two tells.
+            whose batch dim has the size of the batch are split, and lists with an item for each sample;
+            others go to each chunk whole, and so do those of which each sample needs the whole (a mask of as
+            many steps, weights of as many classes), as a trial on three samples tells.
         memory_budget: bytes that a pass may take beside the result: what its graph saves, and its rows. The
             chunk size is chosen for it, at least one sample, by what the first two samples take.
         create_graph: keep the graph, so that the result can be differentiated again.
