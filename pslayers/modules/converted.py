@@ -98,6 +98,7 @@ class State:
         }
         plans = {(n, training, *of): plan for (n, mode, *of), plan in self.plans.items() if mode != training}
         self.layouts, self.plans = {**layouts, **self.layouts}, {**plans, **self.plans}  # type: ignore[dict-item]
+        self.packed |= {(training, *of) for mode, *of in self.packed if mode != training}  # type: ignore[misc]
 
     def learned(self) -> tuple[Any, ...]:
         """What tracking has taught so far."""
