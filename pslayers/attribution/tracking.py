@@ -493,11 +493,11 @@ def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dic
         place, dim = next(count), batch_dim(t, batch.settings)
         if id(t) in packed:
             places[place] = [0]
-        elif t.ndim and t.dtype != torch.bool and t.shape[dim] and t.shape[dim] % batch.size == 0:
-            places[place] = [
-                dim,
-                *([1] if places and dim == 0 and t.ndim > 2 and t.shape[1] == batch.size else []),
-            ]
+        elif t.ndim and t.dtype != torch.bool and t.shape[dim]:
+            dims = [dim] if t.shape[dim] % batch.size == 0 else []
+            dims += [1] if places and dim == 0 and t.ndim > 2 and t.shape[1] == batch.size else []
+            if dims:
+                places[place] = dims
         return t
 
     map_tensors(look, (args, kwargs))

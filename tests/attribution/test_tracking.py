@@ -516,3 +516,33 @@ def test_rounding_that_depends_on_others_is_no_interaction() -> None:
     ours = ps.convert_model(copy.deepcopy(model), on_unsupported="general")
     squares(ours(x)).mean().backward()
     assert_rows(ours, loop(model, square, (x,)), rtol=1e-5, atol=1e-5)
+
+
+class OfStates(nn.Module):
+    """A second input has the batch in dim 1: states, from which a recurrent layer begins, or steps."""
+
+    def __init__(self, steps: bool) -> None:
+        super().__init__()
+        self.steps, self.layer, self.query = steps, nn.Linear(4, 4), nn.Linear(3, 4)
+        self.rnn = nn.GRU(3, 4, 2, batch_first=True)
+
+    def forward(self, x: Tensor, states: Tensor) -> Tensor:
+        h = self.layer(states)
+        if not self.steps:
+            return self.rnn(x, h)[0][:, -1]
+        weights = (h * self.query(x[:, 0])).sum(-1).softmax(0)
+        return (weights.unsqueeze(-1) * h).sum(0)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 2, 1, 3), (2, 3, 4), (5, 3, 5)])
+def test_a_second_input_with_the_batch_in_dim_1(steps: bool, sizes: tuple[int, ...]) -> None:
+    """Whatever the first batch's size is: as many as layers, or not."""
+    model = OfStates(steps).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in sizes:
+        x, states = torch.randn(n, 5, 3).double(), torch.randn(5 if steps else 2, n, 4).double()
+        ours.zero_grad()
+        squares(ours(x, states)).mean().backward()
+        each = [model(x[i : i + 1], states[:, i : i + 1]).square().sum() for i in range(n)]
+        assert_rows(ours, true_rows(each.__getitem__, model, n))
