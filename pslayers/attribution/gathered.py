@@ -232,7 +232,7 @@ class GatheredRows(TorchFunctionMode):
             # them as they are
             as_they_are = any(PICKED in plan.layouts.inputs for plan in module._ps_state().plans.values())
             packed = bool(found) and (local.tracker is not None or not as_they_are)
-            known = self._note_packed(module, packed)
+            known = self._note_packed(module, packed) or (not packed and self._in_order(tensors))
             given_up = not known and local.batch is not None and local.batch.give_up()
             if packed and not given_up:
                 return self._by_batch(module, forward, args, kwargs, found)
@@ -248,6 +248,11 @@ class GatheredRows(TorchFunctionMode):
         elif isinstance(module, nn.RNNBase):
             self._of_packed(args, kwargs, output)
         return output
+
+    def _in_order(self, tensors: list[Tensor]) -> bool:
+        """Whether the first of these is known to hold the batch's rows, as one that is put together does."""
+        owners = self.owners(tensors[0]) if tensors else None
+        return owners is not None and owners.sample_ids is not None and not owners.picked
 
     def _note_packed(self, module: ConvertedModule, packed: bool) -> bool:
         """Note whether a call that is tracked gets a batch in the place of picked rows; of others, whether
