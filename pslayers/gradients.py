@@ -444,15 +444,15 @@ class Chunks:
         return changed_here(explicit=count) if local.explicit == self.size else nullcontext()
 
     def _split(self, samples: Sequence[int], shared: AbstractSet[int]) -> Any:
-        """Of tensors that hold the batch, and lists with an item for each sample, these samples' parts."""
-        start, count = samples[0], len(samples)
-        in_order = list(samples) == list(range(start, start + count))
+        """Of tensors that hold the batch, and lists with an item for each sample, these samples' parts; of a
+        range, views.
+        """
 
         def part(t: Tensor) -> Tensor:
             if id(t) in shared or (dim := self._dim(t)) is None:
                 return t
-            if in_order:
-                return t.narrow(dim, start, count)
+            if isinstance(samples, range):
+                return t.narrow(dim, samples.start, len(samples))
             return t.index_select(dim, torch.tensor(samples, device=t.device))
 
         def parts(value: Any, target: bool) -> Any:

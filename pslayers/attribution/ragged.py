@@ -107,10 +107,9 @@ def sample_ids(
     Put around the model's call. `ids` (rows,) holds the sample, 0 to `size` - 1, of each entry in `dim` of
     the tensors that the model takes and returns with so many: ``dim=1`` for tokens (1, rows, ...). Tensors of
     `size` rows, as of a pooled output, hold a row of each sample; so does a list of one tensor for each, with
-    ``ids=torch.arange(size)``. Blocks nest: one for the nodes, say, and
-    one for the edges; the inner ones may leave `size` away. In any order; a sample may have no rows. Where
-    there are as many rows as samples, or as edges, ``outputs="samples"`` or ``"rows"``, of this block, says
-    which the model returns.
+    ``ids=torch.arange(size)``. Blocks nest: one for the nodes, say, and one for the edges; the inner ones may
+    leave `size` away. In any order; a sample may have no rows. Where there are as many rows as samples, or as
+    edges, ``outputs="samples"`` or ``"rows"``, of this block, says which the model returns.
 
     Every batch is verified, which takes another backward pass, without weight gradients. With
     ``verify=False`` that is the first one alone, in each mode of the model, if all its layers were given rows

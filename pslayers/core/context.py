@@ -450,21 +450,31 @@ def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) ->
         path, _, last = name.rpartition(".")
         found.append((module.get_submodule(path)._parameters, last, tensor))
     known = {id(held[name]): tensor for held, name, tensor in found if held[name] is not None}
-    named = {(id(held), name) for held, name, _ in found}
-    others = other_places(module.modules() if tied else (module,), known)
-    return found + [place for place in others if (id(place[0]), place[1]) not in named]
+    return [*found, *other_places(module.modules() if tied else (module,), known, found)]
 
 
-def other_places(modules: Iterable[nn.Module], known: Mapping[int, Any]) -> Iterator[Place]:
-    """Where modules hold the `known` parameters, by their ids: among their attributes, and in the lists and
-    dicts among these, of which one is that of their own parameters.
+# attributes of every module that hold no parameter of its own, and what recurrent layers renew
+_OF_MODULES = frozenset(nn.Module().__dict__) - {"_parameters"} | {"_flat_weights"}
+
+
+def other_places(
+    modules: Iterable[nn.Module], known: Mapping[int, Any], places: Sequence[tuple[Any, ...]]
+) -> Iterator[Place]:
+    """Where else than at these places modules hold the `known` parameters, by their ids: among their
+    attributes, and in the lists and dicts among these, of which one is that of their own parameters.
     """
+    named = {(id(place[0]), place[1]) for place in places}
     for module in modules:
         attributes = vars(module)
-        for name, held in (("", attributes), *attributes.items()):
-            if isinstance(held, (dict, list)) and name != "_flat_weights":  # which recurrent layers renew
-                items = held.items() if isinstance(held, dict) else enumerate(held)
-                yield from [(held, key, known[id(value)]) for key, value in items if id(value) in known]
+        for name, value in attributes.items():
+            if name in _OF_MODULES:
+                continue
+            if id(value) in known:
+                yield attributes, name, known[id(value)]
+            elif isinstance(value, (dict, list)):
+                for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+                    if id(one) in known and (id(value), key) not in named:
+                        yield value, key, known[id(one)]
 
 
 # ----------------------------------------------------------------------------------------- computed once more

@@ -90,12 +90,8 @@ class Trained:
                 self.recorders.append(recorder_of(param, inventory.prefix + path, own, module()))
                 self.recorders[-1].rows_leaf(1)
             self.places.append((held, name, param, known[id(param)]))
-        named = {(id(held), name) for held, name, *_ in self.places}
-        self.places += [
-            (held, name, self.params[at], at)
-            for held, name, at in other_places(model.modules(), known)
-            if (id(held), name) not in named
-        ]
+        others = other_places(model.modules(), known, self.places)
+        self.places += [(held, name, self.params[at], at) for held, name, at in others]
 
     def aliased(self, op: type[_Alone]) -> list[Place]:
         """Aliases of the parameters for a call, by `op`, in their places.
@@ -147,7 +143,8 @@ def run_alone(
     if new:
         inventory.check_given(size)
         trained = Trained(model, inventory, model._ps_state().settings)
-        inventory.trained = inventory.trained if given else trained
+        if not given:
+            inventory.trained = trained
     recorded = recorded and bool(trained.params)
     if not (given or recorded):
         return run_plain(model, args, kwargs)

@@ -399,10 +399,9 @@ class ModelCall:
         run = functools.partial(self.run, model)
         with gathering(self.size, self.model, self.args, self.kwargs):
             found, tracker = track(run, model, self.args, self.kwargs, batch)
-            state = self.state  # of other sizes there may be other outputs
-            old = [key for key in state.layouts if key[:2] == self.kind[:2] and key[3][0] == "out"]
-            for key in old:
-                del state.layouts[key]
+            # of batches of other sizes there may be other outputs
+            for key in [k for k in self.state.layouts if k[:2] == self.kind[:2] and k[3][0] == "out"]:
+                del self.state.layouts[key]
             for (key, call, place, ndim), layout in found.items():
                 module = modules[key]
                 module._ps_state().layouts[module.training, local.form, call, place, ndim] = layout

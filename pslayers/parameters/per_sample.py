@@ -14,7 +14,6 @@ them, and, in ops that go value by value, tensors of as many rows. All else is a
 
 import functools
 import math
-import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -433,11 +432,10 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         local.stand_ins.meet(func, names, *(t.ndim for t in (*own, *shared)), *(t.ndim for t, _ in batch))
     try:
         with torch_api.without_torch_function(), torch_api.quiet_vmap():
-            together = [rows for _, rows in batch]
-            each = [t.each for t in own]
-            if rows.batch is None and name in op_kinds.OF_SEVERAL:
-                parts = [_own_rows(t, batch[0][0], size) if batch else t.each for t in own]
-                same, each = same and all(map(operator.is_, parts, each)), parts
+            each, together = [t.each for t in own], [rows for _, rows in batch]
+            if batch and rows.batch is None and name in op_kinds.OF_SEVERAL:
+                each = [_own_rows(t, batch[0][0], size) for t in own]
+                same = same and all(one is t.each for one, t in zip(each, own, strict=True))
             each += [t.expand(size, *t.shape) for t in shared]
             if same and not torch_api.functions_transformed():
                 found = for_each(one, each, together)
