@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from numbers import Real
-from threading import RLock, get_ident
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import torch_api
 from .attribution.proof import disagreement, in_reentrant_checkpoint
 from .attribution.snapshot import trial
 from .attribution.tracking import without_dropout
@@ -286,7 +287,7 @@ def _in_chunks(
         with (
             model._ps_state().settings.turns.writing(),
             changed(model, "grad", True),
-            changed(model, "rows_alone", get_ident() if alone else 0),
+            changed(model, "rows_alone", torch_api.thread_id() if alone else 0),
         ):
             part = chunks.part(start, stop)
             with chunks.told(stop - start):

@@ -5,10 +5,12 @@ and what a version of torch lacks, or what means something else there, is found 
 and never wrong rows.
 """
 
+import ctypes
 import functools
-import threading
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import get_ident
 from typing import Any, TypeVar
 
 import torch
@@ -88,12 +90,44 @@ def after_pass(callback: Callable[[], None]) -> None:
     _engine.queue_callback(callback)
 
 
-class _Outer(threading.local):
-    task = -1
-    callbacks: tuple[Callable[[], None], ...] = ()
+class Thread:
+    """What holds of a thread, and of those in which nodes of its backward passes run: a GPU's have one of
+    their own, to which torch hands on what it keeps for the thread that has begun the pass.
+    """
+
+    def __init__(self) -> None:
+        self.task = -1  # the outermost backward pass
+        self.callbacks: tuple[Callable[[], None], ...] = ()  # after it
+        self.reentrant = ""  # how reentrant checkpoints run: "straight", "otherwise", or as torch has it
+        self.in_reentrant_forward = False
+        self.quiet = False  # a pass only proves something
+        self.unrecorded: tuple[Any, ...] = ()  # settings of the models of which nothing is recorded
 
 
-_outer = _Outer()
+_has_kept, _kept = _find("_C._is_key_in_tls"), _find("_C._get_obj_in_tls")
+_keep: Callable[[str, object], None] = _find("_C._stash_obj_in_tls")
+
+
+def thread() -> Thread:
+    """That which runs; of a node of a backward pass, that in which the pass was begun."""
+    if not _has_kept("pslayers"):
+        keep_for_thread("pslayers", Thread())
+    return _kept("pslayers")  # type: ignore[no-any-return]
+
+
+def keep_for_thread(name: str, value: object) -> None:
+    """Have torch keep it for this thread, and hand it on to nodes of backward passes."""
+    count = sys.getrefcount(value)
+    _keep(name, value)
+    if sys.getrefcount(value) == count:  # torch 2.11 lets go of it once more often than it takes it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+def thread_id() -> int:
+    """A number for `thread`, while it lives; torch.compile traces only that of the thread itself."""
+    return get_ident() if torch.compiler.is_compiling() else id(thread())
+
+
 _with_others: set[int] = set()  # outermost passes that run, of all threads
 
 
@@ -101,14 +135,14 @@ def outer_pass() -> int:
     """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their
     own in it.
     """
-    task = current_pass()
+    task, here = current_pass(), thread()
     if task == -1:
         _end_of_outer_pass()  # also after a pass that broke off, and called nobody back
-    elif _outer.task == -1:
-        _outer.task = task
+    elif here.task == -1:
+        here.task = task
         _with_others.add(task)
         after_pass(_end_of_outer_pass)
-    return _outer.task
+    return here.task
 
 
 def running_pass(noted: int = -1) -> int:
@@ -120,28 +154,30 @@ def running_pass(noted: int = -1) -> int:
     if noted in _with_others:
         return noted
     task = current_pass()
-    return task if task == -1 or _outer.task == -1 else _outer.task
+    outer = -1 if task == -1 else thread().task
+    return task if outer == -1 else outer
 
 
 def in_nested_pass() -> bool:
     """Whether the backward pass that runs was begun by a reentrant checkpoint, in another one."""
-    return _outer.task not in (-1, current_pass())
+    return thread().task not in (-1, current_pass())
 
 
 def after_outer_pass(callback: Callable[[], None]) -> None:
     """Call back at the end of the outermost backward pass that runs here."""
-    if _outer.task in (-1, current_pass()):
+    here = thread()
+    if here.task in (-1, current_pass()):
         after_pass(callback)
     else:
-        _outer.callbacks += (callback,)
+        here.callbacks += (callback,)
 
 
 def _end_of_outer_pass() -> None:
-    _with_others.discard(_outer.task)
-    task, callbacks = _outer.task, _outer.callbacks
-    _outer.task = -1
+    here = thread()
+    task, callbacks, here.task = here.task, here.callbacks, -1
+    _with_others.discard(task)
     if callbacks:
-        _outer.callbacks = ()
+        here.callbacks = ()
         for callback in callbacks if task == current_pass() else ():  # not after one that broke off
             callback()
 
@@ -281,6 +317,7 @@ AdaptiveOutput = torch.nn.modules.adaptive._ASMoutput
 lstm, gru = _find("_VF.lstm"), _find("_VF.gru")
 rnn_tanh, rnn_relu = _find("_VF.rnn_tanh"), _find("_VF.rnn_relu")
 onednn_lstm: Any = getattr(torch.ops.aten, "mkldnn_rnn_layer", None)  # what torch's LSTM is on a CPU
+cudnn_rnn, cudnn_rnn_backward = _find("ops.aten._cudnn_rnn"), _find("ops.aten._cudnn_rnn_backward")
 attention_choice = _find("_fused_sdp_choice")  # which kernel scaled_dot_product_attention would take
 attention_math = _find("ops.aten._scaled_dot_product_attention_math")
 # the fused kernel and its backward pass, which also takes what the former returns, by the type of the device
@@ -423,17 +460,9 @@ def mark_disabled(function: Any, reason: str) -> None:
 _Noted = Callable[[Any], Callable[[Any], None]]
 
 
-class _Reentrant(threading.local):
-    how = ""  # "straight", "otherwise", or as torch has it
-    forward = False
-
-
-_reentrant = _Reentrant()
-
-
 def in_reentrant_forward() -> bool:
     """Whether a reentrant checkpoint runs its part at first, without gradients."""
-    return _reentrant.forward
+    return thread().in_reentrant_forward
 
 
 @contextmanager
@@ -441,11 +470,12 @@ def reentrant_checkpoints(how: str) -> Iterator[None]:
     """Inside the block torch.autograd.grad may go through what reentrant checkpoints have run: they keep what
     they compute ("straight"), or are of the other kind ("otherwise").
     """
-    before, _reentrant.how = _reentrant.how, how
+    here = thread()
+    before, here.reentrant = here.reentrant, how
     try:
         yield
     finally:
-        _reentrant.how = before
+        here.reentrant = before
 
 
 def _note_saved_inputs(noted: _Noted) -> None:
@@ -513,11 +543,12 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
     @functools.wraps(forward)
     def forward_noted(ctx: Any, *args: Any) -> Any:
         ctx._ps_context, tell = situation(), noted(args[2:])
-        before, _reentrant.forward = _reentrant.forward, True
+        here = thread()
+        before, here.in_reentrant_forward = here.in_reentrant_forward, True
         try:
             output = forward(ctx, *args)
         finally:
-            _reentrant.forward = before
+            here.in_reentrant_forward = before
         function = ctx.run_function
 
         def again(*inputs: Any) -> Any:
@@ -534,16 +565,16 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
             with ctx._ps_context():
                 return backward(ctx, *grads)
         except BaseException:
-            _outer.callbacks = ()
+            thread().callbacks = ()
             _end_of_outer_pass()
             raise
 
     apply = reentrant.apply
 
     def apply_or_not(cls: Any, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        if _reentrant.how == "straight":
+        if (how := thread().reentrant) == "straight":
             return function(*args)
-        if _reentrant.how == "otherwise":
+        if how == "otherwise":
             return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
         return apply(function, preserve, *args)
 

@@ -1,6 +1,7 @@
 """Settings of all tests, and the cases of the layers' suite."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -11,6 +12,10 @@ torch.set_num_threads(1)
 for devices in (torch.cuda, torch.xpu, torch.mtia):
     if not devices.is_available():
         devices.manual_seed_all = lambda seed: None
+# PSLAYERS_TEST_DEVICE=cuda: all that tests make lies there, if they do not say where
+if DEVICE := os.environ.get("PSLAYERS_TEST_DEVICE"):
+    torch.set_default_device(DEVICE)
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True
 # what is imported by now is no leak, and need not be searched for one
 gc.collect()
 gc.freeze()

@@ -125,9 +125,9 @@ def assert_factored(grads: Any, rows: Mapping[str, Tensor], rtol: float = 1e-8, 
     rows = {name: r for name, r in rows.items() if name in grads}
     matrix, size = flat(rows), len(next(iter(rows.values())))
     draw = torch.Generator().manual_seed(5)
-    weights = torch.randn(size, generator=draw, dtype=matrix.dtype)
+    weights = torch.randn(size, generator=draw, device="cpu").to(matrix)
     direction = {
-        name: torch.randn(r.shape[1:], generator=draw, dtype=matrix.dtype) for name, r in rows.items()
+        name: torch.randn(r.shape[1:], generator=draw, device="cpu").to(matrix) for name, r in rows.items()
     }
     assert list(grads) and grads.size == size
     near(grads.norms(), matrix.square().sum(1).sqrt())

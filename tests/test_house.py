@@ -141,3 +141,33 @@ def test_contributing_has_a_line_for_every_file() -> None:
         f"{path.name}/{file.name}" for path in rooms for file in path.glob("*.py") if file.stem != "__init__"
     }
     assert told == tops | inside
+
+
+# functions that make tensors, on the device that `torch.set_default_device` names unless they are told
+MAKERS = set(
+    [
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "eye",
+        "arange",
+        "linspace",
+        "tensor",
+        "as_tensor",
+    ]
+)
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN.keys() - {"pslayers.__main__"}))
+def test_tensors_are_made_where_they_are_said_to_be(name: str) -> None:
+    """A user's default device is not where the package's own numbers belong."""
+    for node in ast.walk(ast.parse(KNOWN[name].read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).removeprefix("torch.") in MAKERS:
+            call = ast.unparse(node)
+            if call.startswith("torch."):
+                assert any(keyword.arg in ("device", None) for keyword in node.keywords), call

@@ -6,7 +6,6 @@ each sample's outputs depend on that sample's rows alone, in what every layer re
 """
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -98,19 +97,17 @@ def batched_outputs(
     return found
 
 
-_quiet = threading.local()  # while a proof goes backward through a graph, hooks of the user's are not called
-
-
 @contextmanager
 def quiet_pass() -> Iterator[None]:
     """Around passes that only prove something: hooks that the user put on modules and tensors are not
     called.
     """
-    before, _quiet.now = getattr(_quiet, "now", False), True
+    here = torch_api.thread()
+    before, here.quiet = here.quiet, True
     try:
         yield
     finally:
-        _quiet.now = before
+        here.quiet = before
 
 
 class _QuietTensorHooks(TorchFunctionMode):
@@ -151,7 +148,7 @@ def quiet_hooks(model: nn.Module, in_forward: bool = True) -> Iterator[_QuietTen
 def _unless_quiet(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
     def called(*args: Any) -> Any:
-        return None if getattr(_quiet, "now", False) else hook(*args)
+        return None if torch_api.thread().quiet else hook(*args)
 
     return called
 
@@ -333,7 +330,7 @@ def letters_for(size: int, half: bool) -> tuple[Tensor, int]:
     while (2 * highest + 2) ** passes < size:
         passes += 1
     count = next(n for n in range(1, 2 * highest + 3) if n**passes >= size)
-    letters = torch.arange(count)
+    letters = torch.arange(count, device="cpu")
     if count > highest + 1:
         return 2.0 ** (letters // 2) * (1 - letters % 2 * 2), passes
     return 2.0 ** (letters * (highest // max(count - 1, 1))), passes
@@ -356,9 +353,11 @@ def _proportional(layers: GradientProbe, outputs: Outputs, back: Back) -> bool:
         return False
     marks: dict[int, Tensor] = {}  # of each edge
     half = any(t.dtype == torch.float16 for t, *_ in outputs)
-    agree, (letters, passes), numbers = True, letters_for(layers.size, half), torch.arange(layers.size)
+    agree, (letters, passes) = True, letters_for(layers.size, half)
+    numbers = torch.arange(layers.size, device="cpu")
     # the first pass is without factors
-    for factors in (torch.ones(layers.size), *(factors_of(numbers, letters, n) for n in range(passes))):
+    none = torch.ones(layers.size, device="cpu")
+    for factors in (none, *(factors_of(numbers, letters, n) for n in range(passes))):
 
         def look(edge: int, grad: Tensor, owners: Tensor, factors: Tensor = factors) -> None:
             nonlocal agree
@@ -384,7 +383,8 @@ def _marked(grad: Tensor, inverse: Tensor) -> Tensor:
     flat, inverse = grad.reshape(len(grad), -1), inverse.unsqueeze(1)
     flat = torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat
     wide, half = torch.promote_types(flat.dtype, torch.float32), flat.dtype == torch.float16
-    weights = torch.rand(TOGETHER, generator=torch.Generator().manual_seed(0), dtype=wide).to(flat.device)
+    draw = torch.Generator().manual_seed(0)
+    weights = torch.rand(TOGETHER, generator=draw, dtype=wide, device="cpu").to(flat.device)
     weights += 0.5
     found = []
     # of all at once, a copy would take as much memory as anything in the step

@@ -66,7 +66,9 @@ class RaggedBatch:
     def fitting(self, t: Tensor) -> list[tuple[Tensor, int]]:
         """Whose the rows of a tensor of this shape may be, and their dim."""
         found = [(ids, dim) for ids, dim in self.known if t.ndim > dim and t.shape[dim] == len(ids)]
-        return [*found, (torch.arange(self.size), 0)] if t.ndim and len(t) == self.size else found
+        if t.ndim and len(t) == self.size:
+            found.append((torch.arange(self.size, device="cpu"), 0))
+        return found
 
     def owners(self, t: Tensor) -> tuple[Tensor, int] | None:
         """Whose the rows of an output are, and their dim; None where nothing tells.
@@ -297,7 +299,7 @@ class Use:
             return self.found
         call = self.call()
         assert call is not None
-        return Owners(torch.full((self.rows,), -1), call.batch.size)
+        return Owners(torch.full((self.rows,), -1, device="cpu"), call.batch.size)
 
 
 class InteractionError(RuntimeError):
@@ -332,8 +334,9 @@ def _times(signature: Tensor, factors: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _directions(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    weights = torch.rand(width, 2, generator=generator, dtype=dtype) + 0.5
-    return (weights * (torch.randint(2, weights.shape, generator=generator) * 2 - 1)).to(device)
+    weights = torch.rand(width, 2, generator=generator, dtype=dtype, device="cpu") + 0.5
+    signs = torch.randint(2, weights.shape, generator=generator, device="cpu") * 2 - 1
+    return (weights * signs).to(device)
 
 
 _PLAIN = (Tensor, int, float, bool, str, list, tuple, dict)  # what may hold tensors that are seen
@@ -354,7 +357,7 @@ class RaggedCall:
         self.edges: list[GradientEdge] = []  # of what ops return
         self.uses: list[Use] = []
         self.pass_id, self.beside, self.half = -1, False, False  # half: gradients of float16 are met
-        self.letters, self.passes = torch.ones(1), 0  # factors, and how many passes beside
+        self.letters, self.passes = torch.ones(1, device="cpu"), 0  # factors, and how many passes beside
         self.learned: list[Owners] = []  # of other rows than those that were told, or likely
         self.marked: dict[int, list[Tensor]] = {}  # of owners, the factors of their rows in each pass
         self.norms: list[list[Tensor]] = [[]]  # of the rows of all gradients, in each pass
@@ -514,7 +517,7 @@ class RaggedCall:
         tensors = [t for t in _rows_of(output) if self.batch.owners(t) is not None]
         if tensors and (last := last_edges(self.edges)):
             generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay where they are
-            grads = [torch.randn(t.shape, generator=generator).to(t) for t in tensors]
+            grads = [torch.randn(t.shape, generator=generator, device="cpu").to(t) for t in tensors]
             with quiet_pass():
                 gradients_of(tensors, grads, last)
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .. import torch_api
 from ..core.op_kinds import writes
 from ..core.trees import tensors_of
+from .indices import check_indices
 
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "_hooks" in name)
 # of every module, and not a forward's to change
@@ -223,7 +224,9 @@ class Snapshot:
 
 
 class _Writes(TorchFunctionMode):
-    """Has `look` see each tensor before a function writes to it."""
+    """Has `look` see each tensor before a function writes to it; and indices looked at, as this may be a
+    trial.
+    """
 
     def __init__(self, look: Callable[[Tensor], None]) -> None:
         super().__init__()
@@ -232,6 +235,7 @@ class _Writes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, into = getattr(func, "__name__", ""), []
+        check_indices(name, args, kwargs)
         if writes(name):
             into += args[:1] or kwargs.values()
         elif name in _LOOK_UPS and any(bound is not None for bound in (kwargs.get("max_norm"), *args[3:4])):

@@ -172,7 +172,7 @@ def project(
     """Losses (B,): each sample's rows, or of them what it has alone (`shapes`: the rest is padding), on fixed
     directions. `owners` tell whose the rows of each output are, where they are not one for each sample.
     """
-    losses: list[Tensor] = [torch.zeros(())] * size
+    losses: list[Tensor] = [torch.zeros((), device=outputs[0].device if outputs else "cpu")] * size
     for k, (t, d) in enumerate(zip(outputs, dims, strict=True)):
         if d is None or not t.requires_grad:
             continue
@@ -182,7 +182,7 @@ def project(
             if shapes is not None:
                 row = overlap(row, shapes[i][k])
             losses[i] = losses[i] + (row * _direction(row, seed + k)).sum()
-    return torch.stack(losses) if losses else torch.zeros(0)
+    return torch.stack(losses) if losses else torch.zeros(0, device="cpu")
 
 
 def overlap(row: Tensor, shape: Sequence[int]) -> Tensor:
@@ -226,7 +226,7 @@ def combination(batch: Tensor, samples: Tensor) -> Tensor | None:
         return None
     batch, samples = batch.cpu(), samples.cpu()
     if int(torch.linalg.matrix_rank(samples)) == len(batch):  # anything can be added up to
-        return torch.full((samples.shape[1],), torch.nan, dtype=samples.dtype)
+        return samples.new_full((samples.shape[1],), torch.nan)
     factors: Tensor = torch.linalg.lstsq(samples, batch[:, None], driver="gelsd").solution[:, 0]
     rest = (samples @ factors - batch).abs().max()
     positive = bool(factors.min() >= -1e-3 * factors.abs().max())

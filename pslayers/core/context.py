@@ -104,7 +104,7 @@ class Settings:
     @property
     def sums(self) -> bool:
         """Whether plain gradients are wanted, too."""
-        alone = self.rows_alone and self.rows_alone == threading.get_ident()
+        alone = self.rows_alone and self.rows_alone == torch_api.thread_id()
         return self.grad and not alone and (self.sink is None or self.sink.sums)
 
     @property
@@ -173,7 +173,8 @@ class Settings:
             # where no sums are wanted, nothing comes by way of expansions
             if (not self.sums if gave and r.pass_id == self.pass_id else not self.partial)
         ]
-        if names and (gave or (self.recording and not (self.grad and self.sink is None))):
+        recording = all(settings is not self for settings in torch_api.thread().unrecorded)
+        if names and (gave or (recording and not (self.grad and self.sink is None))):
             some = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
             where = "that gave rows to other parameters" if gave else "inside of a block that takes its rows"
             raise RuntimeError(
@@ -385,10 +386,22 @@ def by_original_layers(applies: bool = True) -> AbstractContextManager[None]:
     return changed(use_original_forward=applies)
 
 
-def recorded_or_not(settings: Sequence[Settings], recorded: bool) -> AbstractContextManager[None]:
+@contextmanager
+def recorded_or_not(settings: Sequence[Settings], recorded: bool) -> Iterator[None]:
     """Inside the block this thread records rows of these models, or none."""
     others = tuple(s for s in local.unrecorded if all(s is not known for known in settings))
-    return changed(unrecorded=others if recorded else (*others, *settings))
+    now = others if recorded else (*others, *settings)
+    if torch.compiler.is_compiling():  # no backward pass begins inside of the block
+        with changed(unrecorded=now):
+            yield
+        return
+    here = torch_api.thread()
+    before, here.unrecorded = here.unrecorded, now
+    try:
+        with changed(unrecorded=now):
+            yield
+    finally:
+        here.unrecorded = before
 
 
 def in_ragged() -> bool:

@@ -98,7 +98,8 @@ class DenseRows(Sink):
         ):
             self.leaf = leaf
         elif recorder.settings.accumulation == "replace" and leaf.device.type == "cpu":
-            self.memory, self.leaf, self.written = torch.empty(leaf.shape, dtype=leaf.dtype), leaf, None
+            memory = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+            self.memory, self.leaf, self.written = memory, leaf, None
 
     def release(self) -> None:
         """Let go of the memory."""

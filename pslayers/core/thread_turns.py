@@ -5,7 +5,9 @@ something in their place runs alone.
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Condition, get_ident
+from threading import Condition
+
+from ..torch_api import thread_id
 
 
 class Turns:
@@ -23,7 +25,7 @@ class Turns:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Wait until nobody else writes, and read inside the block."""
-        me = get_ident()
+        me = thread_id()
         with self.free:
             if not (self.readers[me] or (self.writes and self.writer == me)):
                 self._wait(lambda: not self.writes)
@@ -40,7 +42,7 @@ class Turns:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Wait until nobody else reads or writes, and write inside the block."""
-        me = get_ident()
+        me = thread_id()
         with self.free:
             if not (self.writes and self.writer == me):
                 self._wait(lambda: not (self.writes or self.readers))

@@ -131,7 +131,7 @@ class _Bags:
             offsets = (self.sizes.cumsum(0) - self.sizes).to(ids.dtype)
         mode = MODES.index(self.mode)
         y, _, _, chosen = torch.embedding_bag(weight, ids, offsets, False, mode, False, factors)
-        return y, chosen
+        return y, chosen if y.is_cpu else chosen.clamp_(min=0)  # on GPUs that of no entries is -1
 
     def added(self, values: Tensor) -> Tensor:
         """Of one value for each id, (M,), the sums of each bag: (N,)."""

@@ -89,6 +89,10 @@ class Cell(Protocol):
     def gate_grads(self, p: Pass) -> GateGrads:
         """Walk time back, once. Where a sequence has ended, no gradient may reach the gates."""
 
+    def gate_grads_from(self, p: Pass, ih: Tensor, states: tuple[Tensor, ...]) -> GateGrads:
+        """The same from those on the side of x, (T, N, G), and those of the initial states."""
+        return GateGrads(ih, ih, states)
+
 
 class _LSTM(Cell):
     name, blocks, states = "lstm", 4, 2
@@ -238,6 +242,16 @@ class _GRU(Cell):
         r.copy_(to_r)
         z.copy_(to_z)
         return GateGrads(ih, hh, (g_h0,))
+
+    def gate_grads_from(self, p: Pass, ih: Tensor, states: tuple[Tensor, ...]) -> GateGrads:
+        """On the side of h that of n has the factor r."""
+        features = p.weights["hh"].shape[-1]
+        (w_ih, w_hh), biases = (p.weights[name][:features] for name in ("ih", "hh")), ("b_ih", "b_hh")
+        b_ih, b_hh = (p.weights[name][:features] if name in p.weights else None for name in biases)
+        r = affine(p.x, w_ih, b_ih).add_(affine(p.before, w_hh, b_hh)).sigmoid_()
+        hh = ih.clone()
+        hh[..., 2 * features :] *= r
+        return GateGrads(ih, hh, states)
 
 
 @dataclass(eq=False)

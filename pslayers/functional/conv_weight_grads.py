@@ -20,7 +20,7 @@ from ..core.tuning import tuning
 # what one chunk of samples may take on the side: on a CPU it should stay in the cache, elsewhere a chunk
 # should fill the device
 CHUNK_BYTES = {"cpu": 4 << 20}
-CHUNK_BYTES_ELSEWHERE = 64 << 20
+CHUNK_BYTES_ELSEWHERE = 256 << 20
 
 
 class Geometry(NamedTuple):

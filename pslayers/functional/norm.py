@@ -194,7 +194,10 @@ class _GroupNorm:
         term.
         """
         (n, c), space = x.shape[:2], math.prod(x.shape[2:])
-        if space == 1 and x.numel():
+        if not x.numel():  # for which kernels on GPUs cannot be started
+            gx, gw, gb = (x.new_zeros(x.shape[: 2 if i else None]) if m else None for i, m in enumerate(need))
+            return gx, gw, gb
+        if space == 1:
             return self._flat_grads(gy, x, weight, statistics, need)
         # else its shape is read alone
         every = None if weight is None else weight.repeat(n) if need[0] else weight.new_empty(n * c)
@@ -228,6 +231,8 @@ class _GroupNorm:
         rows = x.shape[0] * self.groups, x.shape[1] // self.groups
         values, g = x.reshape(rows), gy.reshape(rows)
         mean, rstd = (t.reshape(-1, 1) for t in statistics)
+        if not x.is_cpu:  # where layer_norm's are never narrow
+            mean, rstd = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (mean, rstd))
         gx = gw = None
         if need[0]:
             weighed = g if weight is None else (gy.flatten(1) * weight).view(rows)
@@ -236,7 +241,7 @@ class _GroupNorm:
                 weighed, values, rows[1:], mean, rstd, None, None, mask
             )[0].view(x.shape)
         if need[1] and weight is not None:
-            gw = (values - mean).mul_(g).mul_(rstd).view(x.shape[:2])
+            gw = (values - mean).mul_(g).mul_(rstd).to(gy.dtype).view(x.shape[:2])
         return gx, gw, gy.reshape(x.shape[:2]) if need[2] else None
 
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

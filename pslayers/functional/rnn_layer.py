@@ -7,6 +7,7 @@ Sequences are time-major.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .. import torch_api
 from ..core.expansion import Expansion, Op, composite_backward, needed_grads
 from ..core.factors import Dense
 from ..core.products import affine
+from . import cudnn_gates
 from .cells import Cell, Pass
 from .linear_factor import Outer
 from .sequences import Steps
@@ -30,6 +32,7 @@ class Plan:
     directions: int
     names: list[str]  # of a direction's weights
     expansions: list[Expansion]  # of all directions' weights
+    by_cudnn: bool = False  # whether the kernel ran so that it gives the gates' gradients
 
     def by_direction(self, tensors: Sequence[Any]) -> list[dict[str, Any]]:
         k = len(self.names)
@@ -49,7 +52,9 @@ class Layer(Op):
     def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         states, flat = _split(plan, tensors)
         steps, weights = plan.steps, plan.by_direction(flat[::2])
-        (y, *final), kept = plan.cell.run_and_keep(x, steps, [steps.sort(s) for s in states], weights)
+        plan.by_cudnn = any(ctx.needs_input_grad) and cudnn_gates.had_of(x, weights)
+        run = partial(cudnn_gates.run, plan.cell) if plan.by_cudnn else plan.cell.run_and_keep
+        (y, *final), kept = run(x, steps, [steps.sort(s) for s in states], weights)
         ctx.plan, ctx.kept = plan, len(kept)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, y, *kept, *tensors)
@@ -159,12 +164,20 @@ def _backward(
     weights = plan.by_direction(
         list(zip(flat[::2], plan.expansions, need_flat[::2], need_flat[1::2], strict=True))
     )
+    if plan.by_cudnn:
+        left_there = [steps.sort(s) for s in states], y, kept, x.shape[-1]
+        arrived = [grads[0], *(None if g is None else steps.sort(g) for g in grads[1:])]
+        gx, ihs, firsts = cudnn_gates.gradients(plan.cell, steps, *left_there, arrived)
     for d, ws in enumerate(weights):
         p = _pass(steps, d, left, {name: weight.to(dtype) for name, (weight, *_) in ws.items()}, gy, g_last)
-        gates = plan.cell.gate_grads(p._replace(gates=kept[d]) if kept else p)
-        if need_x:
-            gx_d = affine(gates.ih, p.weights["ih"].t())  # (T, N, I)
-            gx = gx_d if gx is None else gx.add_(gx_d)
+        if plan.by_cudnn:
+            ih = steps.pad(ihs.chunk(plan.directions, -1)[d]).to(dtype)
+            gates = plan.cell.gate_grads_from(p, ih, tuple(steps.unsort(g)[d] for g in firsts))
+        else:
+            gates = plan.cell.gate_grads(p._replace(gates=kept[d]) if kept else p)
+            if need_x:
+                gx_d = steps.pack(affine(gates.ih, p.weights["ih"].t()))
+                gx = gx_d if gx is None else gx.add_(gx_d)
         g_states.append(gates.states)
         sums: dict[int, Tensor] = {}  # both biases' gradients may be the same
         for name, (_, e, *needs) in ws.items():
@@ -182,7 +195,7 @@ def _backward(
                 g_flat += e.take(Dense(sums[id(g)], e.shape), *needs)
     g_first = [torch.stack(g).to(s.dtype) for g, s in zip(zip(*g_states, strict=True), states, strict=True)]
     return [
-        None if gx is None else steps.pack(gx).to(x.dtype),
+        gx.to(x.dtype) if gx is not None and need_x else None,
         *(g if n else None for g, n in zip(g_first, need_states, strict=True)),
         *g_flat,
     ]

@@ -52,7 +52,9 @@ class Packed(Steps):
     @cached_property
     def places(self) -> Tensor:
         """Where in (T * N) each entry of the packed data belongs."""
-        rows = torch.arange(self.rows) if self.sorted_indices is None else self.sorted_indices
+        rows = self.sorted_indices
+        if rows is None:
+            rows = torch.arange(self.rows, device="cpu")
         # (T, N)
         present = self.batch_sizes.to(rows.device).unsqueeze(1) > torch.arange(self.rows, device=rows.device)
         return (torch.arange(self.time, device=rows.device).unsqueeze(1) * self.rows + rows)[present]

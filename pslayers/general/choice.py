@@ -137,7 +137,8 @@ class _Proof:
             n: p.detach() for n, p in own_parameters(module) if n in names and n not in self.values
         }
         self.names = sorted(names)
-        self.factors = 0.5 + noise(torch.empty(size, dtype=torch.float64))  # one for each sample
+        # one for each sample
+        self.factors = 0.5 + noise(torch.empty(size, dtype=torch.float64, device="cpu"))
         coarsest = Coarsest(call, self.values.values())
         plain = {n: self.values[n].clone().requires_grad_() for n in self.names}
         with self._run_by_itself(plain):
@@ -283,7 +284,8 @@ class _Proof:
         other samples.
         """
         for samples in separating_groups(self.size):
-            changed, each = torch.isin(torch.arange(self.size), torch.tensor(samples)), self._each(plan)
+            changed, each = torch.zeros(self.size, dtype=torch.bool, device="cpu"), self._each(plan)
+            changed[samples] = True
             with self._run_by_itself({n: self.values[n] for n in plan.idle}):
                 call = self._changed(changed)
                 given = {id(t) for t in tensors_in(call)}

@@ -202,7 +202,7 @@ class PSLayer(_Layer):
         When it comes again, nothing can be learned any more.
         """
         return (
-            torch_api.in_reentrant_forward() and local.batch is not None and local.batch.outputs is not None
+            local.batch is not None and local.batch.outputs is not None and torch_api.in_reentrant_forward()
         )
 
     def _ps_run(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

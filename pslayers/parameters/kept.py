@@ -72,7 +72,7 @@ class Kept(Tensor):
         try:
             of_all = _check_what_it_meets(func, given, tensors_of((args, kwargs)))
             size = len(given[0].one.each)  # type: ignore[union-attr]
-            local.stand_ins = Standing([torch.empty(size)], False, {})
+            local.stand_ins = Standing([torch.empty(size, device="cpu")], False, {})
             local.stand_ins.in_loss = True
             found = by_rule(func, *map_tensors(_standing, (args, kwargs)))
             return map_tensors(functools.partial(_found, batch=given[0].batch, of_all=of_all), found)
@@ -127,8 +127,8 @@ def _in_order(t: Tensor, batch: Any) -> bool:
         return False
     draw = torch.Generator().manual_seed(0)  # the user's random numbers stay where they are
     with torch_api.without_torch_function(), torch.no_grad():
-        weights = torch.rand(t.shape, generator=draw).to(t) + 0.5
-        factors = torch.rand(len(t), generator=draw).to(t) + 0.5
+        weights = torch.rand(t.shape, generator=draw, device="cpu").to(t) + 0.5
+        factors = torch.rand(len(t), generator=draw, device="cpu").to(t) + 0.5
         marked = weights * factors.view(-1, *[1] * (t.ndim - 1))
     tensors = [out for out, *_ in outputs]
     plain, times = (

@@ -485,7 +485,7 @@ def function_of(
     given: Sequence[Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
     """A call as a function of some of its tensors, which it does not keep."""
-    marks = {id(t): torch.empty(()) for t in given}
+    marks = {id(t): torch.empty((), device="cpu") for t in given}
     marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
     order = list(map(id, marks.values()))
 

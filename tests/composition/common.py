@@ -3,15 +3,19 @@ of them use.
 """
 
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
+from pslayers import torch_api
 from tests.oracle import assert_rows, assert_rows_right, loop, square, squares
 
 
@@ -123,3 +127,39 @@ class Past(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.linear(torch.tanh(self.fc(x)), self.fc.weight))
+
+
+@contextmanager
+def nodes_in_another_thread() -> Iterator[None]:
+    """Have backward passes run as those of a GPU do: in a thread that never begins one, and holds of the
+    other only what torch hands on.
+    """
+    run, inside = torch.autograd.graph._engine_run_backward, threading.local()
+
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:
+        if getattr(inside, "runs", False):  # begun by a node
+            return run(*args, **kwargs)
+        here, enabled = torch_api.thread(), torch.is_grad_enabled()
+        hooks = torch_api.top_saved_tensors_hooks(False)
+        found: list[Any] = []
+
+        def work() -> None:
+            inside.runs = True
+            torch_api.keep_for_thread("pslayers", here)
+            around = nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*hooks)
+            try:
+                with torch.set_grad_enabled(enabled), around:
+                    found.append(run(*args, **kwargs))
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "_engine_run_backward", elsewhere)
+        yield

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,23 @@ from torch.utils.checkpoint import checkpoint
 import pslayers as ps
 from tests.oracle import assert_rows, loop, members, square, squares, true_rows
 
-from .common import Checkpointed, Own, batch, both, by_backward, right, right_by_backward
+from .common import (
+    Checkpointed,
+    Own,
+    batch,
+    both,
+    by_backward,
+    nodes_in_another_thread,
+    right,
+    right_by_backward,
+)
+
+
+@pytest.fixture(autouse=True, params=["here", "elsewhere"])
+def _nodes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those of backward passes run where these are begun, or as on a GPU."""
+    with nodes_in_another_thread() if request.param == "elsewhere" else nullcontext():
+        yield
 
 
 class Slow(nn.Module):

@@ -2,6 +2,8 @@
 
 import copy
 import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +13,24 @@ from torch import Tensor, nn
 import pslayers as ps
 from tests.oracle import assert_rows, loop, square, squares, true_rows
 
-from .common import Checkpointed, GradientProbe, Past, Uses, batch, both, by_backward, right
+from .common import (
+    Checkpointed,
+    GradientProbe,
+    Past,
+    Uses,
+    batch,
+    both,
+    by_backward,
+    nodes_in_another_thread,
+    right,
+)
+
+
+@pytest.fixture(autouse=True, params=["here", "elsewhere"])
+def _nodes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Those of backward passes run where these are begun, or as on a GPU."""
+    with nodes_in_another_thread() if request.param == "elsewhere" else nullcontext():
+        yield
 
 
 class Sometimes(nn.Module):

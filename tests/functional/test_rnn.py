@@ -1,5 +1,6 @@
 """lstm, gru, rnn_tanh, rnn_relu and their cells with per-sample weights against a loop over samples with
-torch's own kernels; so is one layer's way back, `rnn_layer.py`, through which all of them go.
+torch's own kernels; so is one layer's way back, `rnn_layer.py`, through which all of them go, and that of
+`cudnn_gates.py`.
 """
 
 from typing import Any
@@ -15,9 +16,17 @@ import pslayers.functional as PF
 from pslayers.functional import cells
 from pslayers.functional.rnn import lstm
 
+from .cudnn import stand_in
+
 I, H = 3, 4
 BLOCKS = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 ops = pytest.mark.parametrize("op", BLOCKS)
+
+
+@pytest.fixture(autouse=True, params=["walk", "cudnn"])
+def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "cudnn":
+        stand_in(monkeypatch)
 
 
 def run(
@@ -148,9 +157,7 @@ def test_equals_a_loop(
 
 def packed(lengths: list[int], enforce_sorted: bool) -> tuple[PackedSequence, list[Tensor]]:
     sequences = [torch.randn(t, I, dtype=torch.float64) for t in lengths]
-    return pack_padded_sequence(
-        pad_sequence(sequences), torch.tensor(lengths), enforce_sorted=enforce_sorted
-    ), sequences
+    return pack_padded_sequence(pad_sequence(sequences), lengths, enforce_sorted=enforce_sorted), sequences
 
 
 @pytest.mark.parametrize("form", ["expanded", "true"])
@@ -197,17 +204,13 @@ def test_packed(
     g_inputs, g_rest = [], []
     grads = torch.autograd.grad(expected, [*inputs, *hx, *each], create_graph=True)
     g_inputs, g_rest = grads[:n], grads[n:]
-    g_data = pack_padded_sequence(
-        pad_sequence(g_inputs), torch.tensor(lengths), enforce_sorted=enforce_sorted
-    ).data
+    g_data = pack_padded_sequence(pad_sequence(g_inputs), lengths, enforce_sorted=enforce_sorted).data
     for got in (found, with_graph):
         torch.testing.assert_close(got, (g_data, *g_rest))
     twice = torch.autograd.grad(sum((g**2).sum() for g in with_graph), [data, *weights])
     expected_twice = torch.autograd.grad(sum((g**2).sum() for g in (g_data, *g_rest)), [*inputs, *each])
     torch.testing.assert_close(twice[1:], expected_twice[n:])
-    again = pack_padded_sequence(
-        pad_sequence(expected_twice[:n]), torch.tensor(lengths), enforce_sorted=enforce_sorted
-    )
+    again = pack_padded_sequence(pad_sequence(expected_twice[:n]), lengths, enforce_sorted=enforce_sorted)
     torch.testing.assert_close(twice[0], again.data)
 
 
