@@ -1,4 +1,6 @@
-"""The machines that results are of: a folder of `results/` for each, called by its processor and threads."""
+"""The machines that results are of: a folder of `results/` for each, called by its processor and threads, or
+its GPU.
+"""
 
 import json
 import re
@@ -23,7 +25,11 @@ class Machine:
 
 
 def name_of(environment: dict[str, Any]) -> str:
-    """In words; processors of several makes may bear one name, but not do the same."""
+    """In words; processors of several makes may bear one name, but not do the same. Of what was measured on a
+    GPU its name.
+    """
+    if "cpu" not in environment.get("devices", ["cpu"]):
+        return str(environment["gpu"])
     threads, vectors = environment["threads"], environment.get("vector_instructions")
     processor = environment["processor"] + (f" ({vectors})" if vectors else "")
     return f"{processor}, {threads} thread{'s' * (threads != 1)}"

@@ -1,4 +1,4 @@
-"""Peak memory: each engine in a process of its own.
+"""Peak memory: each engine in a process of its own, or on a GPU, whose allocator counts what is asked of it.
 
 On Linux the processor's memory is the kernel's count of the process (VmHWM, reset before the steps) without
 the code and data that are read from files and shared (RssFile: each first use of a library's function reads
@@ -57,6 +57,8 @@ def measure(job: Job, repeats: int = 1, budget: Budget | None = None) -> dict[st
     With more repeats, as many as the budget has time for, that of the median peak: how an allocator cuts its
     memory up differs from process to process.
     """
+    if job.device != "cpu":
+        return _measured_here(job)
     results = [_in_a_process(job)]
     while len(results) < repeats and not (budget and budget.spent):
         results.append(_in_a_process(job))
@@ -90,14 +92,17 @@ def _in_a_process(job: Job) -> dict[str, Any]:
 
 
 def _child(job: Job, pipe: Connection) -> None:
+    with limited(job.limit):
+        pipe.send(_measured_here(job))
+
+
+def _measured_here(job: Job) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # CUDA reserves addresses without end
-            with limited(job.limit) if job.device == "cpu" else contextlib.nullcontext():
-                pipe.send(_run(job))
+            return _run(job)
     except Exception as error:
-        pipe.send({"memory_error": f"{type(error).__name__}: {error}"[:200]})
+        return {"memory_error": f"{type(error).__name__}: {error}"[:200]}
 
 
 @contextlib.contextmanager

@@ -131,7 +131,11 @@ def main(argv: list[str] | None = None) -> int:
     for name, why in left_out.items():
         console.print(f"[yellow]{name} is left out: {why}")
 
-    here = environment() | {"clock": options.clock} | ({"note": options.note} if options.note else {})
+    here = (
+        environment()
+        | {"clock": options.clock, "devices": options.device}
+        | ({"note": options.note} if options.note else {})
+    )
     if options.out is None:
         options.out = machines.RESULTS / machines.slug(here) / "study.json" if whole else Path("study.json")
     document: dict[str, Any] = {"environment": here, "cells": []}
@@ -146,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     todo = [each for each in todo if each[2]]
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    if "memory" in options.measure:
+    if "memory" in options.measure and "cpu" in options.device:
         memory.prepare()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, warnings.catch_warnings():

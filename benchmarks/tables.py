@@ -261,7 +261,7 @@ def readme(machines: Iterable[Machine]) -> str:
     }
 
     def reached(machine: Machine, of_task: str, what: str) -> str:
-        usual = [c for c in machine.study["cells"] if (c["device"], c["dtype"]) == ("cpu", "float32")]
+        usual = [c for c in machine.study["cells"] if c["dtype"] == "float32"]
         found = {aim.what: aim.value for aim in aims(c for c in usual if task(c) == of_task)}
         mean, worst = found.get(f"{what}, geometric mean"), found.get(f"{what}, worst cell")
         return "-" if mean is None or worst is None else f"{number(mean)} ({number(worst)})"

@@ -144,23 +144,10 @@ def test_contributing_has_a_line_for_every_file() -> None:
 
 
 # functions that make tensors, on the device that `torch.set_default_device` names unless they are told
-MAKERS = set(
-    [
-        "rand",
-        "randn",
-        "randint",
-        "randperm",
-        "zeros",
-        "ones",
-        "empty",
-        "full",
-        "eye",
-        "arange",
-        "linspace",
-        "tensor",
-        "as_tensor",
-    ]
-)
+MAKERS = {
+    *("rand", "randn", "randint", "randperm", "zeros", "ones", "empty", "full"),
+    *("eye", "arange", "linspace", "tensor", "as_tensor"),
+}
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN.keys() - {"pslayers.__main__"}))
