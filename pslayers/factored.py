@@ -122,7 +122,7 @@ class FactoredGrad:
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """The sum over samples, each times its weight (B,): ``(*S)``. Those of weight 0 are left out."""
         with computing():
-            return _weighted_sum(self, *_share(weights, len(self), "sum", _wide(self)))
+            return _weighted_sum(self.factor, *_share(weights, len(self), 1.0, _wide(self)))
 
     def dot(self, direction: Tensor) -> Tensor:
         """The product of each sample's gradient with a direction ``(*S)``: (B,)."""
@@ -517,8 +517,9 @@ class _Block(Keeping):
             if any(isinstance(use.factor, Spent) for use in uses):
                 self.spent[recorder] = _weights(own, len(grad))
             else:
-                reduction = recorder.settings.loss_reduction
-                kept[recorder] = partial(_weighted_sum, grad, *share(own, len(grad), reduction, _wide(grad)))
+                factor, scale = grad.factor.unscaled()
+                times = scale * _divided(recorder, len(grad))
+                kept[recorder] = partial(_weighted_sum, factor, *share(own, len(grad), times, _wide(grad)))
         if not self.spent:
             self._add_all(kept)
         elif self.twice:
@@ -573,8 +574,8 @@ class _Block(Keeping):
             return
         with computing():
             grad = FactoredGrad(recorder.name, [Use(factor, scale, [])])
-            share = _share(weights, len(grad), recorder.settings.loss_reduction, _wide(grad))
-            self.totals[recorder] = _weighted_sum(grad, *share)
+            share = _share(weights, len(grad), _divided(recorder, len(grad)), _wide(grad))
+            self.totals[recorder] = _weighted_sum(grad.factor, *share)
 
     def _clear(self) -> None:
         """Leave nothing on the parameters; what was weighed is gone."""
@@ -610,20 +611,23 @@ def _wide(grad: FactoredGrad) -> torch.dtype:
     return torch.promote_types(grad._uses[0].factor.like().real.dtype, torch.float32)
 
 
-def _share(
-    weights: Tensor, size: int, loss_reduction: str, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor]:
-    """(which samples have one, None where all have; their weights, divided as the loss divides)."""
+def _divided(recorder: Recorder, size: int) -> float:
+    """What the loss multiplies each sample's by."""
+    return 1 / max(size, 1) if recorder.settings.loss_reduction == "mean" else 1.0
+
+
+def _share(weights: Tensor, size: int, times: float, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
+    """(which samples have one, None where all have; their weights times a number)."""
     weights, index = _weights(weights, size).to(dtype), None
     if not bool(weights.all()):  # what is left out may hold what is not finite
         index = weights.nonzero().squeeze(1)
         weights = weights[index]
-    return index, weights / max(size, 1) if loss_reduction == "mean" else weights
+    return index, weights if times == 1 else weights * times
 
 
-def _weighted_sum(grad: FactoredGrad, index: Tensor | None, weights: Tensor) -> Tensor:
+def _weighted_sum(factor: Factor, index: Tensor | None, weights: Tensor) -> Tensor:
     """Of the samples at `index`, or of all."""
-    factor: Factor = grad.factor if index is None else grad.factor.select(index)
+    factor = factor if index is None else factor.select(index)
     return factor.weighted_sum(weights) if len(weights) else factor.like().new_zeros(factor.shape[1:])
 
 

@@ -235,10 +235,10 @@ def test_factors_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     module, seen, alive = sys.modules["pslayers.factored"], [], []
     weighted_sum = module._weighted_sum
 
-    def watched(grad: Any, *share: Any) -> Tensor:
+    def watched(factor: Any, *share: Any) -> Tensor:
         alive.append(sum(ref() is not None for ref in seen))
-        seen.append(weakref.ref(grad.factor.parts[0]))
-        return weighted_sum(grad, *share)
+        seen.append(weakref.ref(factor.parts[0]))
+        return weighted_sum(factor, *share)
 
     monkeypatch.setattr(module, "_weighted_sum", watched)
     _, ours = pair(mlp())

@@ -115,6 +115,11 @@ class Settings:
                 return False
         return True
 
+    @property
+    def recording_in_pass(self) -> bool:
+        """The same in a node of a backward pass, which may run in another thread."""
+        return all(settings is not self for settings in torch_api.thread().unrecorded)
+
     def note_forward(self, batch: "Batch") -> None:
         """Note an outermost call, whose graph may compute a part of it again."""
         if len(self.graphs) > 8:
@@ -173,8 +178,7 @@ class Settings:
             # where no sums are wanted, nothing comes by way of expansions
             if (not self.sums if gave and r.pass_id == self.pass_id else not self.partial)
         ]
-        recording = all(settings is not self for settings in torch_api.thread().unrecorded)
-        if names and (gave or (recording and not (self.grad and self.sink is None))):
+        if names and (gave or (self.recording_in_pass and not (self.grad and self.sink is None))):
             some = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
             where = "that gave rows to other parameters" if gave else "inside of a block that takes its rows"
             raise RuntimeError(

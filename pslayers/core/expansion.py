@@ -259,7 +259,7 @@ def refuse_rows(param: Tensor, name: str, settings: Settings) -> None:
     """Of a parameter that a forward makes, what it is used for in this call is an error by name."""
 
     def refuse(grad: Tensor) -> None:
-        if settings.recording and "_ps_recorder" not in param.__dict__:
+        if settings.recording_in_pass and "_ps_recorder" not in param.__dict__:
             raise RuntimeError(
                 f"`{name}` was made by its forward just now, and got a gradient of which there are no rows:"
                 " write to the one that there is, under torch.no_grad(), or make it before the call."

@@ -685,10 +685,16 @@ class Sum(OfParts):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         (first, *others), (s, *rest) = self.parts, self.scales
-        out = first.weighted_sum(weights * s)
+        out = first.weighted_sum(weights if s == 1 else weights * s)
         for part, s in zip(others, rest, strict=True):
-            part.add_weighted(out, weights * s)
+            part.add_weighted(out, weights if s == 1 else weights * s)
         return out
+
+    def unscaled(self) -> "tuple[Sum, float]":
+        """The same without the number that all uses are multiplied by, and that."""
+        if any(s != self.scales[0] for s in self.scales):
+            return self, 1.0
+        return Sum(self.parts, [1.0] * len(self.parts)), self.scales[0]
 
     def dot(self, direction: Tensor) -> Tensor:
         return added([s * part.dot(direction) for s, part in zip(self.scales, self.parts, strict=True)])

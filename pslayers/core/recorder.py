@@ -154,7 +154,7 @@ class Recorder:
         if self.single.pass_id == pass_id and self.single.arrived(self, grad, noted):
             return
         if not noted:
-            if not (self.unexpanded and self.settings.recording):
+            if not (self.unexpanded and self.settings.recording_in_pass):
                 self.settings.arrived(self)
                 return
             whole = False

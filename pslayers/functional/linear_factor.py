@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.factors import CHUNK_BYTES, FEW, Factor, Owners, at_once, beside, by_size, squares
 from ..core.products import add_gram, affine, mirrored, outer, outer_each, outer_one
-from .common import by_sample
+from .common import by_sample, of_dtype
 
 
 class Outer(Factor):
@@ -147,9 +147,12 @@ class Outer(Factor):
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """By the plain product, after the smaller side was multiplied."""
-        gy, x = self.batch()
-        w = weights.to(gy.dtype).view(-1, 1, 1)
-        gy, x = (gy * w, x) if gy.shape[2] < x.shape[2] else (gy, x * w)
+        gy, x, w = self.gy, self.x, of_dtype(weights, self.gy.dtype)
+        if gy.ndim == 2 and len(gy) == self.shape[0]:  # each sample has one position
+            w = w.unsqueeze(1)
+        else:
+            (gy, x), w = self.batch(), w.view(-1, 1, 1)
+        gy, x = (gy * w, x) if gy.shape[-1] < x.shape[-1] else (gy, x * w)
         return outer(gy, x).view(self.shape[1:])
 
     def dot(self, direction: Tensor) -> Tensor:

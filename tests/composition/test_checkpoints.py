@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,17 +21,11 @@ from .common import (
     batch,
     both,
     by_backward,
-    nodes_in_another_thread,
     right,
     right_by_backward,
 )
 
-
-@pytest.fixture(autouse=True, params=["here", "elsewhere"])
-def _nodes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Those of backward passes run where these are begun, or as on a GPU."""
-    with nodes_in_another_thread() if request.param == "elsewhere" else nullcontext():
-        yield
+pytestmark = pytest.mark.usefixtures("nodes")
 
 
 class Slow(nn.Module):

@@ -2,8 +2,6 @@
 
 import copy
 import threading
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -21,16 +19,10 @@ from .common import (
     batch,
     both,
     by_backward,
-    nodes_in_another_thread,
     right,
 )
 
-
-@pytest.fixture(autouse=True, params=["here", "elsewhere"])
-def _nodes(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Those of backward passes run where these are begun, or as on a GPU."""
-    with nodes_in_another_thread() if request.param == "elsewhere" else nullcontext():
-        yield
+pytestmark = pytest.mark.usefixtures("nodes")
 
 
 class Sometimes(nn.Module):

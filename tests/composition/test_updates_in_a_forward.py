@@ -154,6 +154,7 @@ def test_an_example_and_a_check_update_nothing(name: str) -> None:
     step(model, ours, x)
 
 
+@pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize("size", [1, 3, 9])
 def test_a_parameter_that_a_call_makes_and_trains_is_an_error_by_name(size: int) -> None:
     class Renewed(nn.Linear):
