@@ -128,9 +128,6 @@ def thread_id() -> int:
     return get_ident() if torch.compiler.is_compiling() else id(thread())
 
 
-_with_others: set[int] = set()  # outermost passes that run, of all threads
-
-
 def outer_pass() -> int:
     """The outermost backward pass that runs in this thread, -1 if none does: reentrant checkpoints nest their
     own in it.
@@ -140,19 +137,12 @@ def outer_pass() -> int:
         _end_of_outer_pass()  # also after a pass that broke off, and called nobody back
     elif here.task == -1:
         here.task = task
-        _with_others.add(task)
         after_pass(_end_of_outer_pass)
     return here.task
 
 
-def running_pass(noted: int = -1) -> int:
-    """The same, where one that runs others inside has said so by `outer_pass`; else the one that runs.
-
-    Nodes may run in another thread than their pass was begun in: `noted` is what `outer_pass` gave there, in
-    this one or before.
-    """
-    if noted in _with_others:
-        return noted
+def running_pass() -> int:
+    """The same, where one that runs others inside has said so by `outer_pass`; else the one that runs."""
     task = current_pass()
     outer = -1 if task == -1 else thread().task
     return task if outer == -1 else outer
@@ -175,7 +165,6 @@ def after_outer_pass(callback: Callable[[], None]) -> None:
 def _end_of_outer_pass() -> None:
     here = thread()
     task, callbacks, here.task = here.task, here.callbacks, -1
-    _with_others.discard(task)
     if callbacks:
         here.callbacks = ()
         for callback in callbacks if task == current_pass() else ():  # not after one that broke off

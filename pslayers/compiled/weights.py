@@ -169,7 +169,7 @@ def _arriving(grad: Tensor, token: Tensor, names: str) -> Tensor:
     for name in names.split(","):
         recorder = _recorder_of(token, name)[0]
         recorder.rows_leaf(1)
-        recorder.single.pass_id, recorder.outer_pass = pass_id, -1
+        recorder.single.pass_id = pass_id
     return torch.zeros((), device="cpu")
 
 

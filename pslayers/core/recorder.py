@@ -34,7 +34,7 @@ class Recorder:
         self.leaf: Tensor | None = None
         self.form: tuple[Any, ...] | None = None  # of the leaf
         self.node: Any = None  # of the graph, that takes what the leaf receives
-        self.pass_id = self.outer_pass = -1
+        self.pass_id = -1
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
         self.repeats = 0  # of these, that were made while a backward pass ran, by checkpoints
         self.joined = False  # one of these stands for an ordinary tensor, which several ops may take
@@ -63,8 +63,7 @@ class Recorder:
         if self.checked:
             self.recount()
         self.uses += 1
-        self.outer_pass = batch.outer_pass
-        if self.outer_pass != -1:
+        if batch.outer_pass != -1:
             self.repeats += 1
         return Expansion(shared, self.rows_leaf(batch.size), scale, self)
 
@@ -121,7 +120,7 @@ class Recorder:
         """
         if (notes := self.notes.get(pass_id := torch_api.current_pass())) is None:
             if self.notes:  # of the pass that this one is nested in, or of one that has broken off
-                outermost = torch_api.running_pass(self.outer_pass)
+                outermost = torch_api.running_pass()
                 self.notes = {number: noted for number, noted in self.notes.items() if number >= outermost}
             notes = self.notes[pass_id] = []
         self.compiled = compiled
@@ -226,7 +225,7 @@ class Recorder:
         gone.
         """
         if (holder := self.holder.tensor()) is not None:
-            pass_id = torch_api.running_pass(self.outer_pass) if pass_id is None else pass_id
+            pass_id = torch_api.running_pass() if pass_id is None else pass_id
             if pass_id != self.settings.pass_id:
                 self.settings.begin_pass(pass_id)
             self.pass_id = pass_id

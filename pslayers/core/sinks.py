@@ -110,9 +110,7 @@ class DenseRows(Sink):
         memory, self.lent = self.memory, None
         if memory is None or like is not self.leaf or recorder is None:
             return super().buffer(recorder, like)
-        if recorder.settings.accumulation == "replace" and recorder.pass_id != torch_api.running_pass(
-            recorder.outer_pass
-        ):
+        if recorder.settings.accumulation == "replace" and recorder.pass_id != torch_api.running_pass():
             if (holder := recorder.holder.tensor()) is not None:
                 # about to be replaced: let it go, then see who else holds it
                 holder.grad_sample = None  # type: ignore[attr-defined]
@@ -123,7 +121,7 @@ class DenseRows(Sink):
 
     def put(self, recorder: "Recorder", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
         """Rows of a pass, which replace others', without a detour: most rows are."""
-        pass_id, memory = torch_api.running_pass(recorder.outer_pass), self.memory
+        pass_id, memory = torch_api.running_pass(), self.memory
         first = recorder.pass_id != pass_id
         if (
             memory is None
@@ -426,7 +424,7 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
         # for parameters with hooks of the user's
         left: list[Tensor | None] = []
         for recorder, grad in zip(recorders, grads, strict=True):
-            recorder.outer_pass, param = -1, recorder.param()
+            param = recorder.param()
             left.append(grad if grad is not None and param is not None and has_hooks(param) else None)
             if left[-1] is not None:
                 recorder.single.pass_id = pass_id
@@ -443,7 +441,7 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
     for recorder, grad in zip(recorders, grads, strict=True):
         if grad is None:
             continue
-        dense, param, recorder.outer_pass = recorder.dense, recorder.param(), -1
+        dense, param = recorder.dense, recorder.param()
         memory = dense.memory
         if (
             not early

@@ -24,9 +24,12 @@ Weights = Sequence[dict[str, Tensor]]  # of each direction, in torch's order
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # torch's numbers
 
 
-def had_of(x: Tensor, weights: Weights) -> bool:
-    """Whether `run` may take the place of torch's own call."""
+def had_of(x: Tensor, states: Sequence[Tensor], weights: Weights) -> bool:
+    """Whether `run` may take the place of torch's own call. Types that torch refuses are left to it."""
     if not x.is_cuda or "hr" in weights[0] or not x.numel() or torch_api.watched():
+        return False
+    given = {t.dtype for t in (x, *states, *(t for w in weights for t in w.values()))}
+    if len(given) > 1 and not torch.is_autocast_enabled(x.device.type):
         return False
     return torch.version.hip is None and bool(torch.backends.cudnn.is_acceptable(x))
 

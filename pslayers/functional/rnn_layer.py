@@ -52,7 +52,7 @@ class Layer(Op):
     def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         states, flat = _split(plan, tensors)
         steps, weights = plan.steps, plan.by_direction(flat[::2])
-        plan.by_cudnn = any(ctx.needs_input_grad) and cudnn_gates.had_of(x, weights)
+        plan.by_cudnn = any(ctx.needs_input_grad) and cudnn_gates.had_of(x, states, weights)
         run = partial(cudnn_gates.run, plan.cell) if plan.by_cudnn else plan.cell.run_and_keep
         (y, *final), kept = run(x, steps, [steps.sort(s) for s in states], weights)
         ctx.plan, ctx.kept = plan, len(kept)

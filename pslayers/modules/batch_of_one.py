@@ -49,7 +49,7 @@ class _Alone(Op):
             for grad, recorder, (node, _) in zip(grads, recorders, ctx.next_functions[1:], strict=True):
                 # torch.autograd.grad has no side effects
                 if grad is not None and will_execute(node, asked=False):
-                    recorder.single.pass_id, recorder.outer_pass = pass_id, ctx.outer_pass
+                    recorder.single.pass_id = pass_id
         return None, None, None, *grads
 
 
@@ -62,7 +62,6 @@ class _OfNone(_Alone):
         for grad, recorder, (node, _) in zip(grads, ctx.recorders, ctx.next_functions[1:], strict=True):
             # torch.autograd.grad has no side effects
             if grad is not None and will_execute(node, asked=False):
-                recorder.outer_pass = -1
                 if wanted:
                     recorder.note(grad)
                 recorder.store(grad.new_zeros(0, *grad.shape))

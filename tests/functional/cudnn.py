@@ -53,4 +53,6 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
         kernel = StandIn()
         patch.setattr(torch_api, "cudnn_rnn", kernel.run)
         patch.setattr(torch_api, "cudnn_rnn_backward", kernel.backward)
-        patch.setattr(cudnn_gates, "had_of", lambda x, weights: "hr" not in weights[0] and x.numel() > 0)
+        patch.setattr(
+            cudnn_gates, "had_of", lambda x, states, weights: "hr" not in weights[0] and x.numel() > 0
+        )
