@@ -85,7 +85,7 @@ top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
 _engine = _find("autograd.Variable._execution_engine")
 
 
-def after_pass(callback: Callable[[], None]) -> None:
+def after_pass(callback: Callable[[], object]) -> None:
     """Call back at the end of the backward pass that runs."""
     _engine.queue_callback(callback)
 
@@ -108,10 +108,20 @@ _has_kept, _kept = _find("_C._is_key_in_tls"), _find("_C._get_obj_in_tls")
 _keep: Callable[[str, object], None] = _find("_C._stash_obj_in_tls")
 
 
+# of passes that were begun in threads of which nothing was kept: there it is only until a node has run
+_begun_elsewhere: dict[int, Thread] = {}
+
+
 def thread() -> Thread:
     """That which runs; of a node of a backward pass, that in which the pass was begun."""
     if not _has_kept("pslayers"):
-        keep_for_thread("pslayers", Thread())
+        if (task := current_pass()) == -1:
+            here = Thread()
+        elif (here := _begun_elsewhere.get(task)) is None:  # type: ignore[assignment]
+            here = _begun_elsewhere[task] = Thread()
+            # after all that is called back
+            after_pass(lambda: after_pass(lambda: _begun_elsewhere.pop(task, None)))
+        keep_for_thread("pslayers", here)
     return _kept("pslayers")  # type: ignore[no-any-return]
 
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
+from pslayers import torch_api
 from tests.oracle import assert_rows, loop, members, square, squares, true_rows
 
 from .common import (
@@ -26,6 +28,12 @@ from .common import (
 )
 
 pytestmark = pytest.mark.usefixtures("nodes")
+
+
+def in_a_thread(run: Callable[[], object]) -> None:
+    """Of its own; an error there is one here."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()
 
 
 class Slow(nn.Module):
@@ -233,6 +241,24 @@ def test_what_a_checkpoint_in_another_gets_the_second_time(
         with torch.autograd.graph.save_on_cpu() if offloaded else nullcontext():
             squares(ours(x)).mean().backward()
         assert_rows(ours, by_backward(model, x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_passes_that_another_thread_begins(reentrant: bool) -> None:
+    """One that has called nothing of ours before."""
+    model, ours = both(Around(nn.Linear(4, 4), reentrant, nested=True))
+    for n in (3, 5, 1):
+        x = batch(n, 4)
+        ours.zero_grad()
+        in_a_thread(squares(ours(x)).mean().backward)
+        assert_rows(ours, rows := by_backward(model, x))
+        ours.zero_grad()
+        with ps.clipping(ours, 0.5) as clip:
+            in_a_thread(squares(ours(x)).mean().backward)
+        factors = (0.5 / clip.norms).clamp(max=1) / n
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad, torch.tensordot(factors, rows[name], 1))
+    assert not torch_api._begun_elsewhere
 
 
 @pytest.mark.parametrize("inner", [Own, EachRow, Picking])
