@@ -59,7 +59,6 @@ def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[None]
         RuntimeError: it goes to another one already, if it must be `alone`, or nothing is recorded.
     """
     every = settings_of(model)
-    torch_api.thread()  # which torch hands on from here
     for settings in every if alone else ():
         if settings.sink is not None:
             raise RuntimeError(

@@ -121,16 +121,29 @@ def thread() -> Thread:
             here = _begun_elsewhere[task] = Thread()
             # after all that is called back
             after_pass(lambda: after_pass(lambda: _begun_elsewhere.pop(task, None)))
-        keep_for_thread("pslayers", here)
+        keep_for_thread(here)
     return _kept("pslayers")  # type: ignore[no-any-return]
 
 
-def keep_for_thread(name: str, value: object) -> None:
+def keep_for_thread(here: Thread) -> None:
     """Have torch keep it for this thread, and hand it on to nodes of backward passes."""
-    count = sys.getrefcount(value)
-    _keep(name, value)
-    if sys.getrefcount(value) == count:  # torch 2.11 lets go of it once more often than it takes it
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    count = sys.getrefcount(here)
+    _keep("pslayers", here)
+    if sys.getrefcount(here) == count:  # torch 2.11 lets go of it once more often than it takes it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(here))
+
+
+@contextmanager
+def changed(held: object, **values: Any) -> Iterator[None]:
+    """Attributes of an object, changed inside the block."""
+    before = {name: getattr(held, name) for name in values}
+    for name, value in values.items():
+        setattr(held, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(held, name, value)
 
 
 def thread_id() -> int:
@@ -469,12 +482,8 @@ def reentrant_checkpoints(how: str) -> Iterator[None]:
     """Inside the block torch.autograd.grad may go through what reentrant checkpoints have run: they keep what
     they compute ("straight"), or are of the other kind ("otherwise").
     """
-    here = thread()
-    before, here.reentrant = here.reentrant, how
-    try:
+    with changed(thread(), reentrant=how):
         yield
-    finally:
-        here.reentrant = before
 
 
 def _note_saved_inputs(noted: _Noted) -> None:
@@ -542,12 +551,8 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
     @functools.wraps(forward)
     def forward_noted(ctx: Any, *args: Any) -> Any:
         ctx._ps_context, tell = situation(), noted(args[2:])
-        here = thread()
-        before, here.in_reentrant_forward = here.in_reentrant_forward, True
-        try:
+        with changed(thread(), in_reentrant_forward=True):
             output = forward(ctx, *args)
-        finally:
-            here.in_reentrant_forward = before
         function = ctx.run_function
 
         def again(*inputs: Any) -> Any:

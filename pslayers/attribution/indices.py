@@ -11,19 +11,21 @@ from torch import Tensor
 from .. import torch_api
 from ..core import op_kinds
 
-# what functions that pick call their arguments
-_ALONG_A_DIM = dict.fromkeys(
-    ["index_select", "gather", "index_fill", "scatter", *op_kinds.PUT], ("input", "dim", "index")
-)
+LOOK_UPS = {"embedding", "embedding_bag"}
+MASKS = torch.bool, torch.uint8
+_BY_KEYS = {"__getitem__", "__setitem__", "index_put"}
+_ALONG_A_DIM = ["index_select", "gather", "index_fill", "scatter", *op_kinds.PUT]
+# the arguments of functions that pick, in order: the table that they pick from, ...
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
-    **_ALONG_A_DIM,
-    **dict.fromkeys(["take", "put", "__getitem__", "__setitem__", "index_put"], ("input", "index")),
-    **dict.fromkeys(["embedding", "embedding_bag"], ("index", "input")),
+    **dict.fromkeys(_ALONG_A_DIM, ("table", "dim", "index")),
+    **dict.fromkeys(["take", "put", *_BY_KEYS], ("table", "index")),
+    **dict.fromkeys(LOOK_UPS, ("index", "table")),
     "one_hot": ("index", "num_classes"),
 }
-_CALLED = {"self": "input", "weight": "input", "indices": "index", "tensor": "index"}
-_MASKS = torch.bool, torch.uint8
-_EITHER_SIGN = {"take", "put", "index_fill", "__getitem__", "__setitem__", "index_put"}
+# and what torch calls them
+_CALLED = {"self": "table", "input": "table", "indices": "index", "tensor": "index"}
+_CALLED_IN_LOOK_UPS = {"input": "index", "weight": "table"}
+_EITHER_SIGN = {"take", "put", "index_fill", *_BY_KEYS}
 
 
 def check_indices(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -36,10 +38,8 @@ def check_indices(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     name = name if name.startswith("__") else name.rstrip("_")
     if (names := _ARGUMENTS.get(name)) is None:
         return
-    given = dict(zip(names, args, strict=False))
-    if name in ("embedding", "embedding_bag"):  # whose table is called the weight, and whose ids the input
-        kwargs = {{"input": "index"}.get(key, key): value for key, value in kwargs.items()}
-    given |= {_CALLED.get(key, key): value for key, value in kwargs.items()}
+    called = _CALLED_IN_LOOK_UPS if name in LOOK_UPS else _CALLED
+    given = dict(zip(names, args, strict=False)) | {called.get(key, key): t for key, t in kwargs.items()}
     with torch_api.without_torch_function():
         for index, size in _pairs(name, given):
             _check(name, index, size, -size if name in _EITHER_SIGN else 0)
@@ -47,8 +47,8 @@ def check_indices(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 def _pairs(name: str, given: Mapping[str, Any]) -> Iterator[tuple[Tensor, int]]:
     """Indices, and the size of what they pick from."""
-    table, index, dim = given.get("input"), given.get("index"), given.get("dim")
-    if name in ("__getitem__", "__setitem__", "index_put"):
+    table, index, dim = given.get("table"), given.get("index"), given.get("dim")
+    if name in _BY_KEYS:
         keys = index if isinstance(index, tuple | list) else (index,)
         if isinstance(table, Tensor) and any(isinstance(key, Tensor) for key in keys):
             yield from _of_key(table.shape, keys)
@@ -58,8 +58,7 @@ def _pairs(name: str, given: Mapping[str, Any]) -> Iterator[tuple[Tensor, int]]:
         if isinstance(count := given.get("num_classes", -1), int) and count >= 0:
             yield index, count
     elif isinstance(table, Tensor):
-        if name in ("embedding", "embedding_bag"):
-            dim = 0
+        dim = 0 if name in LOOK_UPS else dim
         if dim is None or not table.ndim:
             yield index, table.numel()
         elif isinstance(dim, int) and -table.ndim <= dim < table.ndim:
@@ -72,7 +71,7 @@ def _of_key(shape: Sequence[int], keys: Sequence[Any]) -> Iterator[tuple[Tensor,
     for key, taken in zip(keys, takes, strict=True):
         if key is Ellipsis:
             dim = len(shape) - sum(takes) + dim
-        elif isinstance(key, Tensor) and key.dtype not in _MASKS and dim < len(shape):
+        elif isinstance(key, Tensor) and key.dtype not in MASKS and dim < len(shape):
             yield key, shape[dim]
         dim += taken
 
@@ -81,7 +80,7 @@ def _dims_of(key: Any) -> int:
     """How many dims a part of a key takes."""
     if key is None or key is Ellipsis or isinstance(key, bool):
         return 0
-    return key.ndim if isinstance(key, Tensor) and key.dtype in _MASKS else 1
+    return key.ndim if isinstance(key, Tensor) and key.dtype in MASKS else 1
 
 
 def _check(name: str, index: Tensor, size: int, least: int) -> None:

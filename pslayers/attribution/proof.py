@@ -102,12 +102,8 @@ def quiet_pass() -> Iterator[None]:
     """Around passes that only prove something: hooks that the user put on modules and tensors are not
     called.
     """
-    here = torch_api.thread()
-    before, here.quiet = here.quiet, True
-    try:
+    with torch_api.changed(torch_api.thread(), quiet=True):
         yield
-    finally:
-        here.quiet = before
 
 
 class _QuietTensorHooks(TorchFunctionMode):

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core import op_kinds
 from ..core.trees import tensors_in, tensors_of
 from ..parameters.per_sample import lies_in
+from .indices import MASKS
 from .provenance import UNKNOWN, WEAK, RowProvenance
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def mark_unknown(picks: "GatheredRows", results: Any, args: Args, kwargs: Kwargs
 
 
 def _is_mask(index: Any) -> bool:
-    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.ndim > 0
+    return isinstance(index, Tensor) and index.dtype in MASKS and index.ndim > 0
 
 
 def _numbers(index: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .. import torch_api
 from ..core.op_kinds import writes
 from ..core.trees import tensors_of
-from .indices import check_indices
+from .indices import LOOK_UPS, check_indices
 
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "_hooks" in name)
 # of every module, and not a forward's to change
@@ -49,7 +49,6 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 _OF_GRAPHS = {"requires_grad_", "detach_"}  # methods that write no values
-_LOOK_UPS = {"embedding", "embedding_bag"}  # functions that write to their table, if they have a `max_norm`
 # names of a module's parameters that a forward was seen to write to: in a trial, others stand in their place
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
@@ -238,7 +237,8 @@ class _Writes(TorchFunctionMode):
         check_indices(name, args, kwargs)
         if writes(name):
             into += args[:1] or kwargs.values()
-        elif name in _LOOK_UPS and any(bound is not None for bound in (kwargs.get("max_norm"), *args[3:4])):
+        # which write to their table, if they have a `max_norm`
+        elif name in LOOK_UPS and any(bound is not None for bound in (kwargs.get("max_norm"), *args[3:4])):
             into += [args[1:2], kwargs.get("weight")]
         if kwargs:
             into += [kwargs.get("out"), *(args[:1] if kwargs.get("inplace") else ())]

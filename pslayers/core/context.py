@@ -8,7 +8,7 @@ the part had in the forward, and `inputs_noted` what was known of its inputs.
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -330,17 +330,9 @@ def note_progress() -> None:
         local.progress()
 
 
-@contextmanager
-def changed(**values: Any) -> Iterator[None]:
+def changed(**values: Any) -> AbstractContextManager[None]:
     """This thread's state, changed inside the block."""
-    before = {name: getattr(local, name) for name in values}
-    for name, value in values.items():
-        setattr(local, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(local, name, value)
+    return torch_api.changed(local, **values)
 
 
 @contextmanager
@@ -394,18 +386,11 @@ def by_original_layers(applies: bool = True) -> AbstractContextManager[None]:
 def recorded_or_not(settings: Sequence[Settings], recorded: bool) -> Iterator[None]:
     """Inside the block this thread records rows of these models, or none."""
     others = tuple(s for s in local.unrecorded if all(s is not known for known in settings))
-    now = others if recorded else (*others, *settings)
-    if torch.compiler.is_compiling():  # no backward pass begins inside of the block
-        with changed(unrecorded=now):
-            yield
-        return
-    here = torch_api.thread()
-    before, here.unrecorded = here.unrecorded, now
-    try:
-        with changed(unrecorded=now):
-            yield
-    finally:
-        here.unrecorded = before
+    now, traced = others if recorded else (*others, *settings), torch.compiler.is_compiling()
+    # where it is traced, no backward pass begins inside of the block
+    in_passes = nullcontext() if traced else torch_api.changed(torch_api.thread(), unrecorded=now)
+    with changed(unrecorded=now), in_passes:
+        yield
 
 
 def in_ragged() -> bool:

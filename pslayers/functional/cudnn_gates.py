@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
+from .kept_gates import Weights
 from .sequences import Steps
 
 if TYPE_CHECKING:
     from .cells import Cell
-
-Weights = Sequence[dict[str, Tensor]]  # of each direction, in torch's order
 
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # torch's numbers
 
@@ -49,7 +48,7 @@ def run(
         unit[:, d * width : (d + 1) * width].fill_diagonal_(1)
         given += [w.to(cast).contiguous() for w in (torch.cat([w_ih, unit], 1), *others)]
     x = torch.cat([x, x.new_zeros(*x.shape[:-1], len(weights) * width)], -1)
-    with torch.autocast(kind, enabled=False):
+    with torch_api.without_autocast():
         y, *final, reserve, flat = torch_api.cudnn_rnn(
             *(x, given, len(weights[0]), None, h, c[0] if c else None), *_options(cell, steps, h)
         )

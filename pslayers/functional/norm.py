@@ -194,8 +194,9 @@ class _GroupNorm:
         term.
         """
         (n, c), space = x.shape[:2], math.prod(x.shape[2:])
+        shapes: tuple[Sequence[int], ...] = (x.shape, (n, c), (n, c))
         if not x.numel():  # for which kernels on GPUs cannot be started
-            gx, gw, gb = (x.new_zeros(x.shape[: 2 if i else None]) if m else None for i, m in enumerate(need))
+            gx, gw, gb = (x.new_zeros(s) if m else None for s, m in zip(shapes, need, strict=True))
             return gx, gw, gb
         if space == 1:
             return self._flat_grads(gy, x, weight, statistics, need)
@@ -203,7 +204,6 @@ class _GroupNorm:
         every = None if weight is None else weight.repeat(n) if need[0] else weight.new_empty(n * c)
         mask = [need[0], need[1] and weight is not None, need[2]]
         found = self._backward(_one(gy), _one(x), every, statistics, mask)
-        shapes: tuple[Sequence[int], ...] = (x.shape, (n, c), (n, c))
         gx, gw, gb = (g.view(s) if m else None for g, s, m in zip(found, shapes, mask, strict=True))
         return gx, gw, gb
 

@@ -5,6 +5,7 @@ of them use.
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -129,6 +130,12 @@ class Past(nn.Module):
         return self.out(F.linear(torch.tanh(self.fc(x)), self.fc.weight))
 
 
+def in_a_thread(run: Callable[[], Any]) -> Any:
+    """What it returns in a thread of its own; an error there is one here."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
 @contextmanager
 def nodes_in_another_thread() -> Iterator[None]:
     """Have backward passes run as those of a GPU do: in a thread that never begins one, and holds of the
@@ -141,24 +148,15 @@ def nodes_in_another_thread() -> Iterator[None]:
             return run(*args, **kwargs)
         here, enabled = torch_api.thread(), torch.is_grad_enabled()
         hooks = torch_api.top_saved_tensors_hooks(False)
-        found: list[Any] = []
 
-        def work() -> None:
+        def work() -> Any:
             inside.runs = True
-            torch_api.keep_for_thread("pslayers", here)
+            torch_api.keep_for_thread(here)
             around = nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*hooks)
-            try:
-                with torch.set_grad_enabled(enabled), around:
-                    found.append(run(*args, **kwargs))
-            except BaseException as error:
-                found.append(error)
+            with torch.set_grad_enabled(enabled), around:
+                return run(*args, **kwargs)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        if isinstance(found[0], BaseException):
-            raise found[0]
-        return found[0]
+        return in_a_thread(work)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.autograd, "_engine_run_backward", elsewhere)

@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,23 +16,9 @@ import pslayers as ps
 from pslayers import torch_api
 from tests.oracle import assert_rows, loop, members, square, squares, true_rows
 
-from .common import (
-    Checkpointed,
-    Own,
-    batch,
-    both,
-    by_backward,
-    right,
-    right_by_backward,
-)
+from .common import Checkpointed, Own, batch, both, by_backward, in_a_thread, right, right_by_backward
 
 pytestmark = pytest.mark.usefixtures("nodes")
-
-
-def in_a_thread(run: Callable[[], object]) -> None:
-    """Of its own; an error there is one here."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(run).result()
 
 
 class Slow(nn.Module):

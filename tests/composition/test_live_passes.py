@@ -11,16 +11,7 @@ from torch import Tensor, nn
 import pslayers as ps
 from tests.oracle import assert_rows, loop, square, squares, true_rows
 
-from .common import (
-    Checkpointed,
-    GradientProbe,
-    Past,
-    Uses,
-    batch,
-    both,
-    by_backward,
-    right,
-)
+from .common import Checkpointed, GradientProbe, Past, Uses, batch, both, by_backward, right
 
 pytestmark = pytest.mark.usefixtures("nodes")
 
