@@ -21,6 +21,7 @@ from . import torch_api
 from .convert import settings_of
 from .core.context import Settings
 from .core.factors import CHUNK_BYTES, WIDER, Dense, Factor, Spent, Sum, added, flat, joined, sq_norms
+from .core.products import of_dtype
 from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
 from .core.sharding import is_sharded
@@ -55,18 +56,22 @@ class FactoredGrad:
         Raises:
             RuntimeError: a tensor that the factors hold has been changed in place since.
         """
-        for t, version in (held for use in self._uses for held in use.versions):
-            if t._version != version:
-                raise RuntimeError(
-                    f"The factored gradient of `{self.name}` is gone: a tensor of shape {tuple(t.shape)} that"
-                    " it is made of was changed in place since. Read what you need before, or change a copy."
-                )
+        for use in self._uses:
+            for t, version in use.versions:
+                if t._version != version:
+                    raise self._gone(t)
         if self._factor is None or self._joined != len(self._uses):
             parts = [use.factor for use in self._uses]
             wide = (WIDER.get(p.like().dtype) for p in parts)
             parts = [p if dtype is None else p.to(dtype) for p, dtype in zip(parts, wide, strict=True)]
             self._factor, self._joined = joined(parts, [use.scale for use in self._uses]), len(parts)
         return self._factor
+
+    def _gone(self, t: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"The factored gradient of `{self.name}` is gone: a tensor of shape {tuple(t.shape)} that it is"
+            " made of was changed in place since. Read what you need before, or change a copy."
+        )
 
     @property
     def real(self) -> Factor:
@@ -122,7 +127,8 @@ class FactoredGrad:
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """The sum over samples, each times its weight (B,): ``(*S)``. Those of weight 0 are left out."""
         with computing():
-            return _weighted_sum(self.factor, *_share(weights, len(self), 1.0, _wide(self)))
+            factor = self.factor
+            return _weighted_sum(factor, *_share(weights, len(self), 1.0, _wide(factor)))
 
     def dot(self, direction: Tensor) -> Tensor:
         """The product of each sample's gradient with a direction ``(*S)``: (B,)."""
@@ -514,12 +520,13 @@ class _Block(Keeping):
         for recorder, uses in self.uses.items():
             name = self.name_of(recorder)
             grad, own = self.grads[name], weights[name]
-            if any(isinstance(use.factor, Spent) for use in uses):
-                self.spent[recorder] = _weights(own, len(grad))
+            size = len(grad)
+            if self.passes != 1 and any(isinstance(use.factor, Spent) for use in uses):
+                self.spent[recorder] = _weights(own, size)
             else:
                 factor, scale = grad.factor.unscaled()
-                times = scale * _divided(recorder, len(grad))
-                kept[recorder] = partial(_weighted_sum, factor, *share(own, len(grad), times, _wide(grad)))
+                times = scale * _divided(recorder, size)
+                kept[recorder] = partial(_weighted_sum, factor, *share(own, size, times, _wide(factor)))
         if not self.spent:
             self._add_all(kept)
         elif self.twice:
@@ -539,7 +546,7 @@ class _Block(Keeping):
             if (recorder := here.get(param)) is None:
                 total = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
             else:
-                total = totals.pop(recorder)().to(param.dtype)
+                total = of_dtype(totals.pop(recorder)(), param.dtype)
                 recorder.blank = False  # zeros are a gradient, too
                 self._let_go(recorder)
             self.ranks.add(param, total)
@@ -573,9 +580,10 @@ class _Block(Keeping):
         if (weights := self.spent.get(recorder)) is None:
             return
         with computing():
-            grad = FactoredGrad(recorder.name, [Use(factor, scale, [])])
-            share = _share(weights, len(grad), _divided(recorder, len(grad)), _wide(grad))
-            self.totals[recorder] = _weighted_sum(grad.factor, *share)
+            factor = FactoredGrad(recorder.name, [Use(factor, scale, [])]).factor
+            size = factor.shape[0]
+            share = _share(weights, size, _divided(recorder, size), _wide(factor))
+            self.totals[recorder] = _weighted_sum(factor, *share)
 
     def _clear(self) -> None:
         """Leave nothing on the parameters; what was weighed is gone."""
@@ -606,9 +614,9 @@ def _check_whole(model: nn.Module, every: list[Settings]) -> None:
         )
 
 
-def _wide(grad: FactoredGrad) -> torch.dtype:
+def _wide(factor: Factor) -> torch.dtype:
     """What weights of its samples are computed in: no less precise than itself, and than float32."""
-    return torch.promote_types(grad._uses[0].factor.like().real.dtype, torch.float32)
+    return torch.promote_types(factor.like().dtype.to_real(), torch.float32)
 
 
 def _divided(recorder: Recorder, size: int) -> float:
@@ -628,7 +636,7 @@ def _share(weights: Tensor, size: int, times: float, dtype: torch.dtype) -> tupl
 def _weighted_sum(factor: Factor, index: Tensor | None, weights: Tensor) -> Tensor:
     """Of the samples at `index`, or of all."""
     factor = factor if index is None else factor.select(index)
-    return factor.weighted_sum(weights) if len(weights) else factor.like().new_zeros(factor.shape[1:])
+    return factor.weighted_sum(weights) if weights.numel() else factor.like().new_zeros(factor.shape[1:])
 
 
 def _weights(weights: Tensor, size: int) -> Tensor:

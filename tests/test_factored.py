@@ -237,7 +237,7 @@ def test_factors_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def watched(factor: Any, *share: Any) -> Tensor:
         alive.append(sum(ref() is not None for ref in seen))
-        seen.append(weakref.ref(factor.parts[0]))
+        seen.append(weakref.ref(factor))
         return weighted_sum(factor, *share)
 
     monkeypatch.setattr(module, "_weighted_sum", watched)

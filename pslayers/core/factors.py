@@ -236,8 +236,18 @@ class Factor:
         return _stacked([squares(rows) for _, rows in self.chunks()], self.like())
 
     def kin(self) -> tuple[Any, ...] | None:
-        """What small factors have in common whose `stack` may take the place of them; None: it has none."""
+        """What small factors have in common of which one may take the place (`end_to_end`); None: it has
+        none.
+        """
         return None
+
+    def unscaled(self) -> "tuple[Factor, float]":
+        """The same without a number that it is multiplied by, and that."""
+        return self, 1.0
+
+    def end_to_end(self, factors: Sequence["Factor"]) -> "Factor":
+        """One for n that are alike (`kin`), its own the first: of n * B samples, B of each."""
+        raise NotImplementedError
 
     def inner(self, other: "Factor") -> Tensor:
         """The product of each sample's gradient with that of another use of the same weight, (B,)."""
@@ -301,18 +311,20 @@ def sq_norms(factors: Sequence[Factor]) -> Tensor:
     """The squared norms of each sample's gradients of several weights together, (B,): of small ones that are
     alike at once, as the calls for each would take longer than what they compute.
     """
-    found: list[Tensor] = []
     alike: dict[tuple[Any, ...], list[Factor]] = {}
     for i, factor in enumerate(factors):
-        alike.setdefault(factor.kin() or (i,), []).append(factor)
-    for group in alike.values():
+        bare, scale = factor.unscaled()
+        alike.setdefault((scale, *(bare.kin() or (i,))), []).append(bare)
+    found: dict[float, list[Tensor]] = {}  # by what the gradients are to be multiplied by
+    for (scale, *_), group in alike.items():
         for some in (group[i : i + TOGETHER] for i in range(0, len(group), TOGETHER)):
-            one = some[0].stack(some) if len(some) > 1 else None
-            if one is None:
-                found += [factor.sq_norms() for factor in some]
-            else:
-                found.append(one.sq_norms().view(-1, len(some)).sum(1))
-    return torch.stack(found).clamp_(min=0).sum(0)
+            one = some[0] if len(some) == 1 else some[0].end_to_end(some)
+            each = one.sq_norms()
+            found.setdefault(scale, []).append(
+                each if len(some) == 1 else each.view(len(some), some[0].shape[0]).sum(0)
+            )
+    sums = [torch.stack(some).clamp_(min=0).sum(0) * scale**2 for scale, some in found.items()]
+    return added(sums)
 
 
 def at_once(values: int, like: Tensor) -> int:
@@ -407,8 +419,17 @@ class Dense(Factor):
         each = self.each
         return (Dense, each.shape, self.shape, each.dtype, each.device) if each.numel() <= FEW else None
 
+    def end_to_end(self, factors: Sequence[Factor]) -> Factor:
+        each = torch.cat([factor.each for factor in factors])  # type: ignore[attr-defined]
+        return self._of(each, len(factors) * self.shape[0])
+
     def read(self, some: slice) -> Tensor:
         return self.each[some] if self.each.shape == self.shape else super().read(some)
+
+    def sq_norms(self) -> Tensor:
+        if self.each.numel() != self.shape.numel():
+            return super().sq_norms()
+        return squares(self.each if self.each.shape == self.shape else self.each.reshape(self.shape))
 
     def _of(self, each: Tensor, size: int) -> "Dense":
         return Dense(each, torch.Size((size, *self.shape[1:])))
@@ -429,7 +450,8 @@ class Dense(Factor):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         if self.each.shape != self.shape:
             return super().weighted_sum(weights)
-        return weighted_sum(weights, flat(self.each)).view(self.shape[1:])
+        total = weighted_sum(weights, flat(self.each))
+        return total if len(self.shape) == 2 else total.view(self.shape[1:])
 
     def meet_all(self, other: Factor) -> Tensor | None:
         there = [f for f in (self, other) if isinstance(f, Dense) and f.each.numel() == f.shape.numel()]
@@ -661,13 +683,9 @@ class Sum(OfParts):
         for part, s in zip(others, rest, strict=True):
             part.add(out, s * scale)
 
-    def kin(self) -> tuple[Any, ...] | None:
-        kin = self.parts[0].kin() if len(self.parts) == 1 else None
-        return kin and (*kin, *self.scales)
-
     def sq_norms(self) -> Tensor:
         pairs = list(zip(self.scales, self.parts, strict=True))
-        found = [s * s * part.sq_norms() for s, part in pairs]
+        found = [part.sq_norms() if s == 1 else part.sq_norms() * (s * s) for s, part in pairs]
         for i, (s, part) in enumerate(pairs):
             found += [2 * s * r * part.inner(other) for r, other in pairs[:i]]
         squares, apart = added(found), added(found[: len(pairs)])
@@ -690,11 +708,13 @@ class Sum(OfParts):
             part.add_weighted(out, weights if s == 1 else weights * s)
         return out
 
-    def unscaled(self) -> "tuple[Sum, float]":
-        """The same without the number that all uses are multiplied by, and that."""
-        if any(s != self.scales[0] for s in self.scales):
+    def unscaled(self) -> tuple[Factor, float]:
+        scale = self.scales[0]
+        if len(self.parts) == 1:
+            return self.parts[0], scale
+        if any(s != scale for s in self.scales):
             return self, 1.0
-        return Sum(self.parts, [1.0] * len(self.parts)), self.scales[0]
+        return Sum(self.parts, [1.0] * len(self.parts)), scale
 
     def dot(self, direction: Tensor) -> Tensor:
         return added([s * part.dot(direction) for s, part in zip(self.scales, self.parts, strict=True)])

@@ -145,6 +145,11 @@ def _number(value: float, dtype: torch.dtype) -> Tensor:
         return torch.full((), value, dtype=dtype, device="cpu")
 
 
+def of_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """`t` in a dtype: as ``t.to(dtype)``, whose call costs more than the comparison."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 # samples, and values of all of them, from which the library that multiplies adds up rows as fast as memory is
 # read, and torch's own sum, which walks so many rows side by side, at half that; and how many are added one
 # after the other at most, as each sum is rounded
@@ -168,11 +173,11 @@ def summed(rows: Tensor, scale: float = 1.0) -> Tensor:
 
 def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
     """The sum of rows (B, p), each times its weight (B,): (p,). Not in one chain of more than `CHAIN`."""
-    weights = weights.to(rows.dtype).unsqueeze(0)
-    if len(rows) <= CHAIN:
-        return torch.mm(weights, rows).squeeze(0)
-    parts = zip(weights.split(CHAIN, 1), rows.split(CHAIN), strict=True)
-    return torch.cat([torch.mm(some, part) for some, part in parts]).sum(0)
+    weights = of_dtype(weights, rows.dtype)
+    if rows.shape[0] <= CHAIN:
+        return weights @ rows
+    parts = zip(weights.split(CHAIN), rows.split(CHAIN), strict=True)
+    return torch.stack([some @ part for some, part in parts]).sum(0)
 
 
 def outer_one(left: Tensor, right: Tensor, scale: float, out: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
 from ..core.factors import Dense
-from .common import check_rows, of_dtype, owned
+from ..core.products import of_dtype
+from .common import check_rows, owned
 
 Weight = Tensor | Expansion | None
 

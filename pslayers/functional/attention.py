@@ -13,8 +13,8 @@ from .. import torch_api
 from ..core.context import in_ragged, transforming
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
 from ..core.factors import Blocks
-from ..core.products import affine
-from .common import check_rows, of_dtype, owned
+from ..core.products import affine, of_dtype
+from .common import check_rows, owned
 from .linear import linear
 from .linear_factor import Outer
 

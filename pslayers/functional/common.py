@@ -8,6 +8,7 @@ from torch import Tensor
 from ..core.context import in_ragged
 from ..core.expansion import Expansion
 from ..core.factors import Dense
+from ..core.products import of_dtype
 
 
 def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
@@ -47,11 +48,6 @@ def weighed(t: Tensor, weights: Tensor) -> Tensor:
     """`t` (N, ...), each row times the weight of its sample, (B,)."""
     each = weights.to(t.dtype).repeat_interleave(len(t) // max(len(weights), 1))
     return t * each.view(-1, *[1] * (t.ndim - 1))
-
-
-def of_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """`t` in a dtype: as ``t.to(dtype)``, whose call costs more than the comparison."""
-    return t if t.dtype == dtype else t.to(dtype)
 
 
 def owned(t: Tensor) -> Tensor:

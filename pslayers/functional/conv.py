@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
 from ..core.factors import Blocks, Factor, Owners, at_once, beside, by_size
-from .common import bias_factor, check_rows, of_dtype, owned, weighed
+from ..core.products import of_dtype
+from .common import bias_factor, check_rows, owned, weighed
 from .conv_weight_grads import (
     Geometry,
     as_groups,

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from ..core.context import in_ragged
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
 from ..core.factors import CHUNK_BYTES, Dense, Factor, Owners, at_once, beside, renumbered, squares
-from .common import by_position, check_rows, of_dtype, owned, weighed
+from ..core.products import of_dtype
+from .common import by_position, check_rows, owned, weighed
 from .linear_factor import Outer
 
 

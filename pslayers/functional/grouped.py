@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from ..core.factors import Factor, Owners, renumbered
-from ..core.products import outer_each
-from .common import of_dtype, owned
+from ..core.products import of_dtype, outer_each
+from .common import owned
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..core.context import in_ragged
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
-from ..core.products import affine
-from .common import bias_factor, by_position, by_sample, check_rows, of_dtype, owned
+from ..core.products import affine, of_dtype
+from .common import bias_factor, by_position, by_sample, check_rows, owned
 from .linear_factor import Outer
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..core.factors import CHUNK_BYTES, FEW, Factor, Owners, at_once, beside, by_size, squares
-from ..core.products import add_gram, affine, mirrored, outer, outer_each, outer_one
-from .common import by_sample, of_dtype
+from ..core.products import add_gram, affine, mirrored, of_dtype, outer, outer_each, outer_one
+from .common import by_sample
 
 
 class Outer(Factor):
@@ -34,6 +34,11 @@ class Outer(Factor):
         self.gy, self.x, self.shape, self.batched = gy, x, shape, batched
         self.positions = gy.shape[0] if gy.ndim == 2 else gy.shape[:-1].numel()
 
+    @property
+    def row_a_sample(self) -> bool:
+        """Whether each sample has one position, and no dim for it."""
+        return self.gy.ndim == 2 and self.gy.shape[0] == self.shape[0]
+
     def batch(self) -> tuple[Tensor, Tensor]:
         """Both sides by sample: (B, t, O) and (B, t, I)."""
         gy, x, size = self.gy, self.x, self.shape[0]
@@ -47,7 +52,7 @@ class Outer(Factor):
     def write(self, out: Tensor, scale: float) -> None:
         """By one batched product."""
         out = out if out.ndim == 3 else out.flatten(2)
-        if self.gy.ndim == 2 and self.gy.shape[0] == out.shape[0]:
+        if self.row_a_sample:
             outer_one(self.gy, self.x, scale, out)
         else:
             outer_each(*self.batch(), scale, out)
@@ -87,10 +92,18 @@ class Outer(Factor):
             return None
         return type(self), gy.shape, x.shape, self.shape, self.batched, gy.dtype, x.dtype, gy.device
 
+    def end_to_end(self, factors: Sequence[Factor]) -> Factor:
+        parts, (size, *own) = cast(Sequence[Outer], factors), self.shape
+        in_order = self.batched is by_sample
+        gys, xs = zip(*((part.gy, part.x) if in_order else part.batch() for part in parts), strict=True)
+        return Outer(torch.cat(gys), torch.cat(xs), torch.Size((len(parts) * size, *own)))
+
     def sq_norms(self) -> Tensor:
         """By the products of positions with each other, where these take fewer multiplications than dense
         rows, t (O + I) against O I, and do not cancel.
         """
+        if self.row_a_sample:
+            return squares(self.gy) * squares(self.x)
         gy, x = self.batch()
         if gy.shape[1] == 1:
             return squares(gy) * squares(x)
@@ -148,12 +161,13 @@ class Outer(Factor):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """By the plain product, after the smaller side was multiplied."""
         gy, x, w = self.gy, self.x, of_dtype(weights, self.gy.dtype)
-        if gy.ndim == 2 and len(gy) == self.shape[0]:  # each sample has one position
+        if self.row_a_sample:
             w = w.unsqueeze(1)
         else:
             (gy, x), w = self.batch(), w.view(-1, 1, 1)
         gy, x = (gy * w, x) if gy.shape[-1] < x.shape[-1] else (gy, x * w)
-        return outer(gy, x).view(self.shape[1:])
+        total = outer(gy, x)
+        return total if len(self.shape) == 3 else total.view(self.shape[1:])
 
     def dot(self, direction: Tensor) -> Tensor:
         """By the map in that direction."""

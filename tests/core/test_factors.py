@@ -269,16 +269,16 @@ def test_norms_of_several_weights_together(monkeypatch: pytest.MonkeyPatch) -> N
     alike = [joined([part], [scale]) for part in parts for scale in (1.0, 3.0)]
     factors = [*parts, *alike, joined([one, other], [1.0, -2.0]), parts[0].to(torch.float32)]
     expected = sum(factor.dense().double().flatten(1).square().sum(1) for factor in factors)
-    stacked: list[int] = []
+    laid: list[int] = []
     for kind in (Outer, Dense):
-        stack = kind.stack
-        monkeypatch.setattr(kind, "stack", lambda a, b, stack=stack: stacked.append(len(b)) or stack(a, b))
+        lay = kind.end_to_end
+        monkeypatch.setattr(kind, "end_to_end", lambda a, b, lay=lay: laid.append(len(b)) or lay(a, b))
     torch.testing.assert_close(sq_norms(factors), expected, rtol=1e-6, atol=0)
-    assert sorted(stacked) == [2] * 6 + [3] * 3
-    stacked.clear()
+    assert sorted(laid) == [2, 2, 3, 4, 4, 6]
+    laid.clear()
     monkeypatch.setattr("pslayers.core.factors.TOGETHER", 1)
     torch.testing.assert_close(sq_norms(factors), expected, rtol=1e-6, atol=0)
-    assert not stacked
+    assert not laid
 
 
 def of_other_outputs(factor: Factor, count: int) -> list[Factor]:
