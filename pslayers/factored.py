@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_api
-from .convert import settings_of
 from .core.context import Settings
 from .core.factors import CHUNK_BYTES, WIDER, Dense, Factor, Spent, Sum, added, flat, joined, sq_norms
 from .core.products import of_dtype
 from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
-from .core.sharding import is_sharded
+from .core.sharding import in_use, is_sharded
 from .core.sinks import Keeping, Use, Weighing
 from .gradients import going_to
 from .modules.inventory import Inventory
@@ -436,12 +435,9 @@ class _Block(Keeping):
     ) -> None:
         super().__init__(sums)
         self.model, self.grads, self.weigh, self.passes = model, grads, weigh, passes
-        self.every = settings_of(model)
-        self.sharded = any(is_sharded(type(m)) for m in model.modules())
+        self.every: list[Settings] = []
+        self.sharded = in_use() and any(is_sharded(type(m)) for m in model.modules())
         self.ranks = OneProcess()
-        if weigh is not None:
-            _check_whole(model, self.every)
-            self.ranks = ranks_of(model)
         self.twice = False  # `backward` runs
         self.totals: dict[Recorder, Tensor] = {}  # of what is known before the second pass
         self.spent: dict[Recorder, Tensor] = {}  # weights of what the second pass gives
@@ -450,7 +446,10 @@ class _Block(Keeping):
     def inside(self) -> Iterator[None]:
         """The block."""
         try:
-            with going_to(self.model, self):
+            with going_to(self.model, self) as self.every:
+                if self.weigh is not None:
+                    _check_whole(self.model, self.every)
+                    self.ranks = ranks_of(self.model)
                 yield
         finally:
             self.ranks.close()

@@ -39,9 +39,9 @@ _CONVERTING = RLock()  # of threads that convert a model for one call alone
 
 
 @contextmanager
-def changed(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
+def changed(every: Sequence[Settings], attribute: str, value: Any) -> Iterator[None]:
     """Inside the block a model's settings have another value."""
-    before = [(settings, getattr(settings, attribute)) for settings in settings_of(model)]
+    before = [(settings, getattr(settings, attribute)) for settings in every]
     for settings, _ in before:
         setattr(settings, attribute, value)
     try:
@@ -52,8 +52,8 @@ def changed(model: nn.Module, attribute: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[None]:
-    """Inside the block, what a model's backward passes give goes to a sink.
+def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[list[Settings]]:
+    """Inside the block, what a model's backward passes give goes to a sink; gives the model's settings.
 
     Raises:
         RuntimeError: it goes to another one already, if it must be `alone`, or nothing is recorded.
@@ -73,8 +73,8 @@ def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[None]
             )
     if len(every) > 1:
         sink.names = {id(p): name for name, p in model.named_parameters()}
-    with changed(model, "sink", sink):
-        yield
+    with changed(every, "sink", sink):
+        yield every
 
 
 @contextmanager
@@ -114,8 +114,9 @@ def recording(model: nn.Module, enabled: bool = True, *, grad: bool = True) -> I
     """
     if not (enabled or grad):
         raise ValueError("Neither rows nor `.grad` would be filled: use torch.no_grad().")
-    filled = changed(model, "grad", bool(grad)) if enabled else nullcontext()
-    with recorded_or_not(settings_of(model), bool(enabled)), filled:
+    every = settings_of(model)
+    filled = changed(every, "grad", bool(grad)) if enabled else nullcontext()
+    with recorded_or_not(every, bool(enabled)), filled:
         yield
 
 
@@ -142,7 +143,7 @@ def accumulating(model: nn.Module, how: str) -> Iterator[None]:
     """
     if how not in ACCUMULATION:
         raise ValueError(f"`how` must be one of {', '.join(map(repr, ACCUMULATION))}; got {how!r}.")
-    with changed(model, "accumulation", how):
+    with changed(settings_of(model), "accumulation", how):
         yield
 
 
@@ -279,15 +280,15 @@ def _in_chunks(
     model: Converted, loss_fn: Callable[..., Tensor], chunks: "Chunks", create_graph: bool, progress: bool
 ) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
-    size = chunks.size
+    size, every = chunks.size, settings_of(model)  # type: ignore[arg-type]
     for start, stop in bar(chunks.spans, progress):
         # without the sums; but of a batch of one the sum is the row, and what can be differentiated leads to
         # the parameters
         alone = stop - start > 1 and not create_graph
         with (
             model._ps_state().settings.turns.writing(),
-            changed(model, "grad", True),
-            changed(model, "rows_alone", torch_api.thread_id() if alone else 0),
+            changed(every, "grad", True),
+            changed(every, "rows_alone", torch_api.thread_id() if alone else 0),
         ):
             part = chunks.part(start, stop)
             with chunks.told(stop - start):
@@ -564,7 +565,7 @@ def _one_pass(
             recorder.dense.memory = None
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *(p for _, p in params)]
-    with changed(model, "collecting_grads", True):
+    with changed(settings_of(model), "collecting_grads", True):
         grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
     totals = grads[len(leaves) :]
     reached = {name for name, grad in zip(leaves, grads, strict=False) if grad is not None}

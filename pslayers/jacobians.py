@@ -353,7 +353,7 @@ def leaving_nothing(model: Converted) -> Iterator[None]:
     for settings in every:
         settings.recorded = {}  # what is there is not theirs to clear
     try:
-        with gradients_unchanged(model), changed(model, "accumulation", "replace"):  # type: ignore[arg-type]
+        with gradients_unchanged(model), changed(every, "accumulation", "replace"):
             yield
     finally:
         for settings, own, appended in recorded:
