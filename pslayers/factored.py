@@ -8,7 +8,7 @@ times its input. The backward pass keeps these (`core.factors`), and what is ask
 import operator
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from numbers import Real
@@ -462,9 +462,9 @@ class _Block(Keeping):
     def begin(self) -> None:
         self.grads._grads = {}
 
-    def held(self, recorder: Recorder, factor: Factor) -> Factor:
+    def kept(self, recorder: Recorder, factor: Factor, held: Sequence[Tensor]) -> Factor:
         if self.passes == 1:
-            return factor.smaller()
+            return factor.smaller(held)
         if any(isinstance(use.factor, Spent) for use in self.uses[recorder]):
             raise RuntimeError(
                 f"`{recorder.name}` has a further use in the graph of an earlier forward pass, after its"
@@ -487,7 +487,7 @@ class _Block(Keeping):
             self.passes == "auto" and recorder.repeats > 0 and not (nested or gathered)
         )
         if not again or isinstance(factor, Dense) or not recorder.used_once:
-            return factor.smaller()
+            return factor.smaller(held)
         with computing():
             grad = FactoredGrad(recorder.name, [Use(factor, 1.0, [])])
             return Spent(grad.real.sq_norms(), factor.shape)

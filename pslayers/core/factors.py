@@ -169,18 +169,21 @@ class Factor:
             if isinstance(value, Tensor) and name not in self.unread:
                 yield self, name, value
 
-    def detach_(self) -> None:
-        """Let go of the graph that it came from."""
-        for factor, name, t in list(self.tensors()):
+    def detach_(self) -> list[Tensor]:
+        """Let go of the graph that it came from; what it holds."""
+        held = []
+        for factor, name, t in self.tensors():
             if t.requires_grad:
-                setattr(factor, name, t.detach())
+                t = t.detach()
+                setattr(factor, name, t)
+            held.append(t)
+        return held
 
-    def smaller(self) -> "Factor":
-        """Dense rows where these are no more values than it holds: they take less memory, and what is
-        computed from them less time.
+    def smaller(self, held: Sequence[Tensor]) -> "Factor":
+        """Dense rows where these are no more values than what it has `held` until now: they take less memory,
+        and what is computed from them less time.
         """
-        held = sum(t.numel() for *_, t in self.tensors())
-        if not 0 < self.shape.numel() <= held:
+        if not 0 < self.shape.numel() <= sum([t.numel() for t in held]):
             return self
         dtype = WIDER.get(self.like().dtype)
         return Dense((self if dtype is None else self.to(dtype)).dense(), self.shape)
@@ -408,8 +411,8 @@ class Dense(Factor):
         """By one sum."""
         return self._by_sample().sum(1)
 
-    def smaller(self) -> Factor:
-        return self if self.each.shape == self.shape else super().smaller()
+    def smaller(self, held: Sequence[Tensor]) -> Factor:
+        return self if self.each.shape == self.shape else super().smaller(held)
 
     def joined(self, others: Sequence[Factor]) -> Factor:
         rows = [part._by_sample().sum(1) for part in (self, *others)]  # type: ignore[attr-defined]

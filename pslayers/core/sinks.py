@@ -256,10 +256,10 @@ class Use(NamedTuple):
     versions: list[tuple[Tensor, int]]
 
     @staticmethod
-    def of(factor: Factor, scale: float) -> "Use":
-        """Of what it holds now."""
-        versions = [(t, t._version) for *_, t in factor.tensors() if not t.is_inference()]
-        return Use(factor, scale, versions)
+    def of(factor: Factor, scale: float, held: Sequence[Tensor] | None = None) -> "Use":
+        """Of what it holds now, if that is known."""
+        held = [t for *_, t in factor.tensors()] if held is None else held
+        return Use(factor, scale, [(t, t._version) for t in held if not t.is_inference()])
 
     def __reduce__(self) -> Any:  # versions of a copy are its own
         return Use.of, (self.factor, self.scale)
@@ -287,8 +287,8 @@ class Keeping(Sink):
         """Called before the first factor of a backward pass."""
         raise NotImplementedError
 
-    def held(self, recorder: "Recorder", factor: Factor) -> Factor:
-        """What is kept of a factor."""
+    def kept(self, recorder: "Recorder", factor: Factor, held: Sequence[Tensor]) -> Factor:
+        """What is kept of a factor, which has held these until now."""
         raise NotImplementedError
 
     def carried(self, recorder: "Recorder") -> object:
@@ -342,8 +342,8 @@ class Keeping(Sink):
         if not uses:
             recorder.holder.enter(holder, recorder)
             holder.grad_sample = self.carried(recorder)  # type: ignore[attr-defined]
-        factor.detach_()
-        uses.append(Use.of(self.held(recorder, factor), scale))
+        kept = self.kept(recorder, factor, held := factor.detach_())
+        uses.append(Use.of(kept, scale, held if kept is factor else None))
 
 
 class Weighing(Sink):

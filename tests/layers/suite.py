@@ -549,7 +549,7 @@ class LayerSuite:
         time.
         """
         if not dense:  # however few the values of the rows are
-            monkeypatch.setattr(Factor, "smaller", lambda self: self)
+            monkeypatch.setattr(Factor, "smaller", lambda self, held: self)
         else:
             monkeypatch.setattr("pslayers.core.factors.CHUNK_BYTES", 1)
             for form in ("meet", "meet_all"):
