@@ -245,13 +245,18 @@ def call_layer(
     return _run_layer(layer, ps_forward, args, kwargs)
 
 
+def _broadcasts(bias: Tensor | None, layer: ConvertedLayer) -> bool:
+    """Whether a bias has another shape than torch makes it in."""
+    return bias is not None and bias.shape != layer._parameters["weight"].shape[:1]  # type: ignore[union-attr]
+
+
 def _run_layer(
     layer: ConvertedLayer, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     args, kwargs, rows, undo = layer.arrange(args, kwargs, local.batch.size)  # type: ignore[union-attr]
     with Call(layer, rows, UNSCALED):
         fast = FAST.get(layer.replaces)
-        if fast is None or _given(layer):
+        if fast is None or _given(layer) or _broadcasts(layer._parameters.get("bias"), layer):
             output = ps_forward(layer, *args, **kwargs)
         else:
             output = fast(layer, *args, **kwargs)

@@ -27,6 +27,8 @@ def linear(
         ValueError: the shapes do not fit.
     """
     w, b = as_expansion(weight, 2), None if bias is None else as_expansion(bias, 1)
+    if bias is not None and _own(bias, b) != _own(weight, w)[transposed : transposed + 1]:
+        return _add_broadcast(linear(x, weight, transposed=transposed), bias if b is None else b)
     if w is None or x.is_complex():  # the op's gradients take no conjugates
         return _per_sample_linear(x, weight, bias, transposed)
     if x.ndim != 2 and in_ragged():
@@ -38,10 +40,24 @@ def linear(
     return _Linear.apply(x, w.weight, w.rows, b.weight, b.rows, w, b, transposed)
 
 
+def _own(weight: Any, shared: Expansion | None) -> torch.Size:
+    """The shape of one sample's."""
+    return weight.shape[1:] if shared is None else shared.weight.shape  # type: ignore[no-any-return]
+
+
 def _add_bias(y: Tensor, bias: Any) -> Tensor:
     """`y` (N, ..., O) plus a bias for each sample (B, O)."""
     check_rows("linear", y, bias)
     return (by_sample(y, len(bias), y.shape[-1]) + bias.unsqueeze(1)).reshape(y.shape)
+
+
+def _add_broadcast(y: Tensor, bias: Any) -> Tensor:
+    """`y` (N, ..., O) plus a bias of any shape S that broadcasts to it, for each sample (B, *S)."""
+    rows = bias.tensor(len(y)) if isinstance(bias, Expansion) else bias
+    rows = rows.repeat_interleave(len(y) // max(len(rows), 1), 0)
+    if rows.ndim > y.ndim and rows.shape[1] == 1:  # beside the batch
+        rows = rows.squeeze(1)
+    return y + of_dtype(rows.reshape(len(rows), *[1] * (y.ndim - rows.ndim), *rows.shape[1:]), y.dtype)
 
 
 def _per_sample_linear(

@@ -16,6 +16,8 @@ CASES = [
     Case("without bias", linear, F.linear, lambda n: (floats(n, 2, 4),), ((3, 4),)),
     Case("no time", linear, F.linear, lambda n: (floats(n, 0, 4),), ((3, 4), (3,))),
     Case("long", linear, F.linear, lambda n: (floats(n, 40, 4),), ((3, 4), (3,))),
+    Case("bias for each", linear, F.linear, lambda n: (floats(n, 4),), ((3, 4), (1, 3))),
+    Case("bias for all", linear, F.linear, lambda n: (floats(n, 5, 4),), ((3, 4), (1,))),
     Case(
         "transposed",
         lambda x, w, b: linear(x, w, b, transposed=True),

@@ -10,12 +10,21 @@ from ..oracle import assert_rows, true_rows
 from .suite import Case, LayerSuite, floats
 
 
+def with_bias(*shape: int) -> nn.Linear:
+    """With one that broadcasts to what it is added to."""
+    layer = nn.Linear(4, 3)
+    layer.bias = nn.Parameter(torch.randn(shape))
+    return layer
+
+
 class TestPSLinear(LayerSuite):
     cases = [
         Case("2d", lambda: nn.Linear(4, 3), lambda n: (floats(n, 4),)),
         Case("sequence", lambda: nn.Linear(4, 3), lambda n: (floats(n, 5, 4),)),
         Case("long", lambda: nn.Linear(4, 3), lambda n: (floats(n, 5, 7, 4),)),
         Case("no-bias", lambda: nn.Linear(4, 3, bias=False), lambda n: (floats(n, 5, 4),)),
+        Case("bias-of-2d", lambda: with_bias(1, 3), lambda n: (floats(n, 4),)),
+        Case("bias-of-all", lambda: with_bias(1), lambda n: (floats(n, 5, 4),)),
         Case("narrow", lambda: nn.Linear(1, 1), lambda n: (floats(n, 1),)),
     ]
 
@@ -40,6 +49,13 @@ def test_both_inputs_of_a_bilinear_layer_are_arranged_alike() -> None:
     assert_rows(ours, true_rows(lambda i: layer(x1[:, i], x2[:, i]).square().sum(), layer, 6))
     with pytest.raises(ValueError, match=r"ps\.functional\.bilinear got inputs of shapes"):
         ours(torch.zeros(2, 6, 4), torch.zeros(2, 6, 5))
+
+
+def test_a_bias_for_each_position() -> None:
+    layer, x = with_bias(5, 3).double(), floats(4, 5, 4)
+    ours = ps.convert_model(copy.deepcopy(layer))
+    ours(x).square().sum((1, 2)).mean().backward()
+    assert_rows(ours, true_rows(lambda i: layer(x[i : i + 1]).square().sum(), layer, 4))
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
