@@ -80,7 +80,7 @@ class GatheredRows(TorchFunctionMode):
                 first = next(
                     (kwargs[n] for n in ("input", "self", "tensors", "condition") if n in kwargs), None
                 )
-                args = (first, *args)
+                args = args if args and first is None else (first, *args)
             with torch_api.without_torch_function(), torch.no_grad():
                 try:
                     RULES.get(name, default_rule)(self, result, name, args, kwargs)

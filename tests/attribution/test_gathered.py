@@ -144,6 +144,16 @@ def _looked_up(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
     return m.after(m.table(h.argmax(-1)[mask]) + h[mask])
 
 
+def _gathered(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    """Rows in the order of others, and back."""
+    rows = h[mask]
+    turned = torch.arange(len(rows)).flip(0)
+    first = rows[:, 0].gather(0, turned).gather(0, turned)
+    rows = rows.gather(0, turned.unsqueeze(1).expand(-1, 4))
+    return m.after(rows.gather(0, turned.unsqueeze(1).expand(-1, 4)) * first.unsqueeze(1))
+
+
+HALF = torch.full((4, 4), 0.5)
 PICKS: dict[str, Forward] = {
     "layer": lambda m, h, mask: m.after(h[mask]),
     "written-back": _written_back,
@@ -171,6 +181,11 @@ PICKS: dict[str, Forward] = {
     "views": lambda m, h, mask: m.after(h[mask].view(-1, 2, 2).flatten(1)),
     "pieces": lambda m, h, mask: m.after(torch.cat(h[mask].chunk(2, 1), 1).reshape(-1, 4).contiguous()),
     "sorted": lambda m, h, mask: m.after(h[mask].sort(1).values),
+    "einsum": lambda m, h, mask: m.after(torch.einsum("ni,io->no", h[mask], HALF.to(h))),
+    "einsum-of-all-dims": lambda m, h, mask: m.after(torch.einsum("...i,io->...o", h[mask], HALF.to(h))),
+    "einsum-without-arrow": lambda m, h, mask: m.after(torch.einsum("ai,io", h[mask], HALF.to(h))),
+    "einsum-of-two": lambda m, h, mask: m.after(torch.einsum("ni,nj->nij", h[mask], h[mask]).sum(1)),
+    "gathered": _gathered,
 }
 FIRST = {"all": (4, 1.0), "some": (4, 0.6), "few": (5, 0.2), "one-step": (1, 1.0), "none": (3, 0.0)}
 
@@ -269,7 +284,8 @@ def test_rows_that_are_picked_of_a_batch_in_dim_1(name: str, first: str, turned:
             torch.testing.assert_close(found, rows, rtol=1e-8, atol=1e-10, msg=lambda m, n=name_: f"{n}: {m}")
 
 
-FAST = [name for name in PICKS if name not in ("flipped", "by-the-module-itself")]
+SLOW = ("flipped", "by-the-module-itself", "gathered")
+FAST = [name for name in PICKS if name not in SLOW]
 
 
 @pytest.mark.parametrize("name", FAST)
