@@ -417,7 +417,9 @@ class Chunks:
             raise ValueError(
                 "Under ps.sample_ids a batch is not split: leave chunk_size and memory_budget away."
             )
-        size = model._ps_batch_size(args, kwargs) if ragged is None else ragged.size
+        size = local.explicit if ragged is None else ragged.size
+        if size is None:
+            size = model._ps_batch_size(args, kwargs)
         if size is None:
             raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
         self.model, self.made = model, made
@@ -548,7 +550,8 @@ def _one_pass(
         elif loss.numel() != 1:
             raise ValueError(
                 f"loss_fn returned a tensor of shape {tuple(loss.shape)}: expected one loss, or the losses of"
-                f" {size} samples."
+                f" {size} samples, as many as the first of the inputs has rows, or `with ps.batch_size(n):`"
+                " says."
             )
     if not size:
         return {name: p.new_zeros(0, *p.shape) for name, p in params}
@@ -582,8 +585,8 @@ def _one_pass(
     for name, grad in found.items():
         if grad is not None and len(grad) != size:
             raise ValueError(
-                f"`{name}` was called for {len(grad)} samples, where the inputs hold {size}: leave"
-                " ps.batch_size away, and give inputs whose first tensor has a row for each sample."
+                f"`{name}` was called for {len(grad)} samples, where the first input holds {size}: say"
+                " how many there are, `with ps.batch_size(n):`, or give first what has a row for each sample."
             )
     if size == 1:  # the sum is the one row
         found = {

@@ -747,13 +747,37 @@ def test_rows_alone_cost_no_sums() -> None:
         torch.testing.assert_close(found[name], rows)
 
 
-def test_rows_of_another_number_of_samples_are_no_zeros() -> None:
-    model, x, _ = model_and_data()
-    ps.convert_model(model)
-    with ps.batch_size(2), pytest.raises(ValueError, match="called for 2 samples, where the inputs hold 6"):
-        ps.per_sample_grads(model, lambda y: y.square().sum(1), x[:6])
-    expected = loop(model, lambda y, i: y.square().sum(), (x,))  # and nothing is left of it
-    torch.testing.assert_close(ps.per_sample_grads(model, lambda y: y.square().sum(1), x), expected)
+class AtTimes(nn.Module):
+    """Of times (T,) that all samples share, given first, and samples (B, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.l = nn.Embedding(6, 3), nn.Linear(3, 2)
+
+    def forward(self, times: Tensor, x: Tensor) -> Tensor:
+        return self.l(x.unsqueeze(1) * self.ids(times).cos())
+
+
+def test_the_number_of_samples_is_said_where_the_first_input_does_not_hold_them() -> None:
+    model, times, x = AtTimes().double(), torch.tensor([0, 2, 4, 1]), torch.randn(3, 3).double()
+    expected = oracle.true_rows(lambda i: model(times, x[i : i + 1]).square().sum(), model, 3)
+
+    def losses(y: Tensor) -> Tensor:
+        return y.square().sum((1, 2))
+
+    with pytest.raises(ValueError, match=r"called for 3 samples, where the first input holds 4"):
+        ps.per_sample_grads(copy.deepcopy(model), lambda y: losses(y).mean(), (times, x))
+    with pytest.raises(ValueError, match=r"losses of 4 samples, as many as .* ps\.batch_size"):
+        ps.per_sample_grads(model, losses, (times, x))
+    with ps.batch_size(3):  # and nothing is left of these
+        for loss in (losses, lambda y: losses(y).mean()):
+            torch.testing.assert_close(ps.per_sample_grads(model, loss, (times, x)), expected)
+        torch.testing.assert_close(ps.per_sample_grads(model, losses, (times, x), chunk_size=2), expected)
+    times, x = times[:3], x.repeat(2, 1)
+    with ps.batch_size(3):  # two rows a sample
+        found = ps.per_sample_grads(model.l, lambda y: y.square().sum() / 3, x)
+    whole = oracle.true_rows(lambda i: model.l(x[2 * i : 2 * i + 2]).square().sum(), model.l, 3)
+    torch.testing.assert_close(found, whole)
 
 
 def test_parts_that_were_converted_apart() -> None:

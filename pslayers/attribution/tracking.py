@@ -215,6 +215,7 @@ def track(
     layouts: dict[Key, Layout] = {}
     mixed = set[Key]()
     groups = _groups(batch.size)
+    usual = {("dim", 0), BATCH_MAJOR} if batch.settings.batch_first else {("dim", 1)}  # of outputs
     with torch_api.reparametrized(model, _noisy(model)):
         run = without_dropout(run)
         with (coarsest := Coarsest((args, kwargs), model.parameters())):
@@ -251,7 +252,11 @@ def track(
                 ]
                 theirs = [fits for known, fits in returned if known in fits or (known is None and fits)]
                 if not theirs and any(known not in (None, MIXED) for known, _ in returned):
-                    continue
+                    # but that the model has its batch in the dim of `batch_first`: the input before, as long
+                    # by chance, does not explain that
+                    if not all(known not in usual and fits & usual for known, fits in returned):
+                        continue
+                    inputs, layouts, mixed = {}, {}, set()
                 inputs[place] = dim
                 mixed |= others
                 layouts = {**_decided(found, plain), **layouts}
