@@ -79,6 +79,9 @@ def choose(
                 return proved
     if {MIXED, PICKED} & {*layouts.inputs, *layouts.written} or PICKED in layouts.outputs:
         raise NoWayError(f"its inputs or outputs cannot be attributed to samples; {proof.problem}")
+    if MIXED in layouts.outputs and {SHARED, TABLE} >= {*layouts.inputs}:
+        # each run would be of the whole batch, and their mean the same, whoever's the rows were
+        raise NoWayError("nothing that it is given holds a row for each sample: give it tensors that do")
     names = frozenset(trainable_parameters(module, own=False))
     proof = proof if includes_children else _Proof(module, forward, call, layouts, names, size, True, differ)
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):

@@ -439,12 +439,19 @@ class ModelCall:
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
+            where = f"`{state.path}` ({type(model).__name__}) returned {problem}"
+            if not tensors_in((self.args, self.kwargs)):
+                raise ValueError(
+                    f"{where}: it is given no tensor, and it is not followed whose it is what it makes of"
+                    " lists, numbers and arrays. Make tensors of them before the call, with a row for each"
+                    " sample (torch.nn.utils.rnn.pad_sequence)."
+                )
             raise ValueError(
-                f"`{state.path}` ({type(model).__name__}) returned {problem}: samples interact in it, or an"
-                f" input that all {self.size} samples share was given a batch dim and did not broadcast as"
-                " without one. Give it one in the model, as in ids.unsqueeze(0), or write a layer for the"
-                " module that does it (ps.PSLayer). Of rows in another order than sample by sample, or of a"
-                " list with a tensor for each sample, say whose they are, `with ps.sample_ids(ids, n):`."
+                f"{where}: samples interact in it, or an input that all {self.size} samples share was given a"
+                " batch dim and did not broadcast as without one. Give it one in the model, as in"
+                " ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer). Of rows in"
+                " another order than sample by sample, or of a list with a tensor for each sample, say whose"
+                " they are, `with ps.sample_ids(ids, n):`."
             )
         if agree:
             state.proved.add((*self.kind, bool(given)))

@@ -1,12 +1,19 @@
 """Kinds of inputs: ids, lengths, masks, packed sequences, states and positions, none at all."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+    pad_sequence,
+)
 
 import pslayers as ps
 from tests.oracle import assert_rows, square, squares, true_rows
@@ -304,3 +311,72 @@ def test_outputs_of_all_pairs_of_two_inputs_do_not_tell_the_batch() -> None:
         output = ours(points, functions)
     squares(output).mean().backward()
     assert_rows(ours, true_rows(lambda i: square(model(points, functions[i : i + 1]), i), model, 7))
+
+
+class Graph(nn.Module):
+    """A graph, which all samples share, given first, and the samples' nodes (B, N, 3)."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3, 3)) if own else None
+        self.before, self.after = nn.Identity() if own else nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, edges: Tensor, x: Tensor) -> Tensor:
+        x = self.before(x) if self.weight is None else x @ self.weight
+        return self.after((edges @ x).tanh())  # type: ignore[no-any-return]
+
+
+class Located(Graph):
+    """The same of a vector for each node, and none of its neighbours."""
+
+    def forward(self, places: Tensor, x: Tensor) -> Tensor:
+        return super().forward(torch.eye(x.shape[1], dtype=x.dtype), x * places.unsqueeze(-1))
+
+
+@pytest.mark.parametrize("kind", [Graph, Located])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("sizes", [((4, 4), (3, 4), (3, 3)), ((3, 4), (4, 4))])
+def test_a_first_input_that_is_as_long_as_the_batch(
+    kind: type[Graph], own: bool, sizes: tuple[tuple[int, int], ...]
+) -> None:
+    model, ours = both(kind(own))
+    for size, nodes in sizes:
+        first = batch(nodes, nodes) if kind is Graph else batch(nodes)
+        x = batch(size, nodes, 3)
+        ours.zero_grad()
+        with ps.batch_size(size) if size != nodes else nullcontext():
+            output = ours(first, x)
+        squares(output).mean().backward()
+
+        def loss(i: int, x: Tensor = x, first: Tensor = first) -> Tensor:
+            return square(model(first, x[i : i + 1]), i)
+
+        assert_rows(ours, true_rows(loss, model, size))
+
+
+class OfLists(nn.Module):
+    """Sentences as lists of numbers, of which it makes tensors itself."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.table, self.rnn, self.out = nn.Embedding(9, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.rand(4)) if own else 2.0
+
+    def forward(self, sentences: list[list[int]]) -> Tensor:
+        ids = pad_sequence([torch.tensor(sentence) for sentence in sentences], batch_first=True)
+        return self.out(self.rnn(self.table(ids))[0][:, 0] * self.scale)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_model_that_is_given_lists(reduction: str) -> None:
+    """Each layer is given tensors; rows of a parameter of its own cannot be told."""
+    sentences = [[5, 7], [3], [7, 4, 4, 2]]
+    model = OfLists(own=False).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction=reduction)
+    with ps.batch_size(3):
+        losses = squares(ours(sentences))
+    (losses.mean() if reduction == "mean" else losses.sum()).backward()
+    assert_rows(ours, true_rows(lambda i: square(model(sentences[i : i + 1]), i), model, 3))
+    ours = ps.convert_model(OfLists(own=True).double(), loss_reduction=reduction)
+    with ps.batch_size(3), pytest.raises(ValueError, match="it is given no tensor"):
+        ours(sentences)
