@@ -179,12 +179,14 @@ def _index_select(picks: "GatheredRows", result: Any, name: str, args: Args, kwa
 
 
 def _gather(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    x = args[0]
-    if _given(args, kwargs, 1, "dim") not in (0, -x.ndim):
-        _of_first(picks, result, name, args, kwargs)
-    elif picks.owners(x) is not None and (numbers := _numbers(_given(args, kwargs, 2, "index"))).ndim == 1:
+    x, along = args[0], name == "take_along_dim"
+    index = _given(args, kwargs, 1, "indices") if along else _given(args, kwargs, 2, "index")
+    dim = _given(args, kwargs, 2, "dim", None) if along else _given(args, kwargs, 1, "dim")
+    if dim not in (None, 0, -x.ndim):  # those of each row
+        _rowwise(picks, result, name, (x, index), {})
+    elif dim is not None and picks.owners(x) is not None and (numbers := _numbers(index)).ndim == 1:
         picks.tag(result, picks.pick(_indexed(picks, x, (numbers,))))
-    elif picks.owners(x) is not None and picks.owners(_given(args, kwargs, 2, "index")) is not None:
+    elif dim is not None and picks.owners(x) is not None and picks.owners(index) is not None:
         picks.tag(result, UNKNOWN)
     else:
         default_rule(picks, result, name, args, kwargs)
@@ -450,6 +452,7 @@ _KINDS: dict[Callable[..., None], Iterable[str]] = {
     _rowwise: [
         *op_kinds.with_in_place([*op_kinds.OF_ONE, *op_kinds.BY_ROW]),
         *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED),
+        *("searchsorted", "bucketize"),
     ],
     _converted: op_kinds.CONVERTED,
     _of_first: op_kinds.OF_FIRST,

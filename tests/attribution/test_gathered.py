@@ -622,3 +622,39 @@ def test_a_shared_input_as_long_as_the_batch_is_not_followed() -> None:
                 for one in x.split(1)
             ]
             torch.testing.assert_close(p.grad_sample, torch.stack(rows))
+
+
+LOOK_UPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gather": lambda z, h: torch.gather(z, 1, (h > 0).long()),
+    "gather-by-name": lambda z, h: z.gather(index=(h > 0).long(), dim=-1),
+    "take-along": lambda z, h: torch.take_along_dim(z, (h > 0).long(), 1),
+    "take-along-by-name": lambda z, h: torch.take_along_dim(z, indices=(h > 0).long(), dim=1),
+    "searched": lambda z, h: torch.searchsorted(h.sort(1).values, z.contiguous()).to(z),
+    "in-buckets": lambda z, h: torch.bucketize(h, z[0].contiguous()).to(z),
+}
+
+
+class Chunked(nn.Module):
+    """A coarse pass in pieces, and a fine one at depths where its results lie (NeRF)."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.coarse, self.fine, self.look_up = nn.Linear(3, 4), nn.Linear(3, 2), LOOK_UPS[name]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.cat([self.coarse(x[i : i + 3]) for i in range(0, len(x), 3)])
+        depths = torch.linspace(0, 1, 4, dtype=x.dtype).expand(len(x), 4)
+        points = x[:, None] * (1 + self.look_up(depths, h.detach()).unsqueeze(-1))
+        return self.fine(points.reshape(-1, 3)).reshape(len(x), -1), h
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_what_is_looked_up_by_rows_that_were_cut(name: str) -> None:
+    model = Chunked(name).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for size in (4, 3, 8, 1):
+        x = torch.randn(size, 3).double()
+        ours.zero_grad()
+        sum(out.square().sum(1).mean() for out in ours(x)).backward()
+        for key, rows in loop(model, lambda out, _: sum(t.square().sum() for t in out), (x,)).items():
+            torch.testing.assert_close(ours.get_parameter(key).grad_sample, rows)
