@@ -19,16 +19,19 @@ def linear(
     """``y[n] = x[n] @ weight[n].T + bias[n]``.
 
     Shapes: x (N, ..., I) with N = k * B rows, k a sample; weight (B, O, I), or (B, I, O) with
-    ``transposed=True``; bias (B, O) or None; result (N, ..., O). A weight (O, I) or bias (O,) is one for all
-    samples. Where the weights are only an expansion, forward and input gradient are those of the plain, fused
-    op; memory of the weight's gradient: B x O x I values.
+    ``transposed=True``; bias (B, O), or of other dims that broadcast, or None; result (N, ..., O). A weight
+    (O, I) or bias (O,) is one for all samples. Where the weights are only an expansion, forward and input
+    gradient are those of the plain, fused op; memory of the weight's gradient: B x O x I values.
 
     Raises:
         ValueError: the shapes do not fit.
     """
     w, b = as_expansion(weight, 2), None if bias is None else as_expansion(bias, 1)
-    if bias is not None and _own(bias, b) != _own(weight, w)[transposed : transposed + 1]:
-        return _add_broadcast(linear(x, weight, transposed=transposed), bias if b is None else b)
+    if bias is not None:
+        own = bias.shape[1:] if b is None else b.weight.shape
+        of = weight.shape[1:] if w is None else w.weight.shape
+        if len(own) != 1 or own[0] != of[transposed]:
+            return _add_broadcast(linear(x, weight, transposed=transposed), bias if b is None else b)
     if w is None or x.is_complex():  # the op's gradients take no conjugates
         return _per_sample_linear(x, weight, bias, transposed)
     if x.ndim != 2 and in_ragged():
@@ -38,11 +41,6 @@ def linear(
         y = _Linear.apply(x, w.weight, w.rows, None, None, w, None, transposed)
         return y if bias is None else _add_bias(y, bias)
     return _Linear.apply(x, w.weight, w.rows, b.weight, b.rows, w, b, transposed)
-
-
-def _own(weight: Any, shared: Expansion | None) -> torch.Size:
-    """The shape of one sample's."""
-    return weight.shape[1:] if shared is None else shared.weight.shape  # type: ignore[no-any-return]
 
 
 def _add_bias(y: Tensor, bias: Any) -> Tensor:
