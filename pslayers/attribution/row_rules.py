@@ -62,6 +62,8 @@ def _numbers(index: Tensor) -> Tensor:
 def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     x, index = args[0], args[1]
     parts = index if isinstance(index, tuple) and index else (index,)
+    if isinstance(parts[0], Tensor) and not parts[0].ndim and parts[0].dtype not in MASKS:
+        parts = (int(parts[0]), *parts[1:])
     of = picks.owners(x)
     if parts[0] is Ellipsis:
         default_rule(picks, result, name, args, kwargs)

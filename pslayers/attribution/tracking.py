@@ -252,9 +252,15 @@ def track(
                 ]
                 theirs = [fits for known, fits in returned if known in fits or (known is None and fits)]
                 if not theirs and any(known not in (None, MIXED) for known, _ in returned):
-                    # but that the model has its batch in the dim of `batch_first`: the input before, as long
-                    # by chance, does not explain that
-                    if not all(known not in usual and fits & usual for known, fits in returned):
+                    # but that outputs and all layers that it reaches have their batch in the dim of
+                    # `batch_first` then: the input before, as long by chance, does not explain that
+                    inside = [fits for k, fits in found.items() if k[0] != id(model) and k[2][0] == "in"]
+                    reached = inside or all(k[0] == id(model) for k in plain)
+                    if not (
+                        reached
+                        and all(fits & usual for fits in inside)
+                        and all(known not in usual and fits & usual for known, fits in returned)
+                    ):
                         continue
                     inputs, layouts, mixed = {}, {}, set()
                 inputs[place] = dim

@@ -354,6 +354,33 @@ def test_a_first_input_that_is_as_long_as_the_batch(
         assert_rows(ours, true_rows(loss, model, size))
 
 
+class TimeFirst(nn.Module):
+    """Outputs (N, B, 2) of samples (B, N, 3) and what all of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.after(edges @ self.before(x)).transpose(0, 1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sizes", [((4, 4), (3, 4)), ((3, 4), (4, 4))])
+def test_outputs_that_lie_otherwise_than_the_samples(sizes: tuple[tuple[int, int], ...]) -> None:
+    model, ours = both(TimeFirst())
+    for size, nodes in sizes:
+        x, edges = batch(size, nodes, 3), batch(nodes, nodes)
+        ours.zero_grad()
+        with ps.batch_size(size):
+            output = ours(x, edges)
+        squares(output.transpose(0, 1)).mean().backward()
+
+        def loss(i: int, x: Tensor = x, edges: Tensor = edges) -> Tensor:
+            return square(model(x[i : i + 1], edges), i)
+
+        assert_rows(ours, true_rows(loss, model, size))
+
+
 class OfLists(nn.Module):
     """Sentences as lists of numbers, of which it makes tensors itself."""
 
