@@ -79,6 +79,14 @@ def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
         picks.tag(result, picks.pick(_indexed(picks, x, parts)))
 
 
+def _select(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    dim, index = _given(args, kwargs, 1, "dim"), _given(args, kwargs, 2, "index")
+    if dim in (0, -args[0].ndim):
+        _index(picks, result, name, (args[0], int(index)), {})
+    else:
+        _along(picks, result, name, args, kwargs)
+
+
 def _indexed(picks: "GatheredRows", x: Tensor, parts: tuple[Any, ...]) -> RowProvenance | None:
     """Whose the rows are that an index picks: those of the rows it is for, else its own."""
     first, of = parts[0], picks.owners(x)
@@ -123,8 +131,10 @@ def _set(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwar
     picks.tag(y, _written(picks, y, index[0] if isinstance(index, tuple) and index else index, value))
 
 
-def _written(picks: "GatheredRows", y: Tensor, index: Any, value: Any) -> RowProvenance | None:
-    """Whose the rows of `y` are with `value` written to some of them."""
+def _written(
+    picks: "GatheredRows", y: Tensor, index: Any, value: Any, adds: bool = False
+) -> RowProvenance | None:
+    """Whose the rows of `y` are with `value` written, or added, to some of them."""
     of, new = picks.owners(y), picks.owners(value)
     if new is None:
         return of
@@ -133,6 +143,8 @@ def _written(picks: "GatheredRows", y: Tensor, index: Any, value: Any) -> RowPro
         if told is None and new.sample_ids is not None and len(y) == len(new.sample_ids):
             told = new
         return told if told is not None and (new.same(told) or not new.picked) else (of or new).lost()
+    if isinstance(index, list) and index:
+        index = torch.as_tensor(index, device=y.device)
     if not isinstance(index, Tensor) or not index.ndim:
         return UNKNOWN if new.picked or (of is not None and of.picked) else WEAK
     rows = index.nonzero()[:, 0] if _is_mask(index) else index
@@ -146,7 +158,18 @@ def _written(picks: "GatheredRows", y: Tensor, index: Any, value: Any) -> RowPro
         told = batch if batch.at(rows).same(new) else None
     if told is not None and told.sample_ids is not None and rows.ndim == 1 and told.at(rows).same(new):
         return told
-    return UNKNOWN if (of is not None and of.picked) or (new.picked and new.by_data) else WEAK
+    if rows.ndim == 1 and len(rows) == len(y) and new.sample_ids is not None and (of is None or not adds):
+        return _put_in_order(picks, rows, new)
+    by_data = not _is_mask(index) and picks.owners(index) is not None
+    return UNKNOWN if by_data or (of is not None and of.picked) or (new.picked and new.by_data) else WEAK
+
+
+def _put_in_order(picks: "GatheredRows", rows: Tensor, new: RowProvenance) -> RowProvenance:
+    """Of rows `new` that are put in these places, which are all that there are."""
+    order = rows.argsort()
+    if not torch.equal(rows[order], torch.arange(len(rows), device=rows.device)):
+        return UNKNOWN
+    return picks.pick(new.at(order))  # type: ignore[return-value]
 
 
 def _put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -155,12 +178,14 @@ def _put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwar
     if _given(args, kwargs, 1, "dim") not in (0, -args[0].ndim):
         _rowwise(picks, result, name, (args[0], source), {})
         return
-    picks.tag(result, _written(picks, args[0], _numbers(index), source))
+    adds = not name.startswith("index_copy") and name.rstrip("_") != "scatter"
+    picks.tag(result, _written(picks, args[0], _numbers(index), source, adds))
 
 
 def _index_put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    indices = _given(args, kwargs, 1, "indices")
-    picks.tag(result, _written(picks, args[0], indices[0], _given(args, kwargs, 2, "values")))
+    indices, value = _given(args, kwargs, 1, "indices"), _given(args, kwargs, 2, "values")
+    adds = bool(_given(args, kwargs, 3, "accumulate", False))
+    picks.tag(result, _written(picks, args[0], indices[0], value, adds))
 
 
 def _masked_scatter(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -482,6 +507,7 @@ _KINDS: dict[Callable[..., None], Iterable[str]] = {
     _unsqueeze: ["unsqueeze"],
     _pad: ["pad"],
     _index: ["__getitem__"],
+    _select: ["select"],
     _set: ["__setitem__"],
 }
 RULES = {name: rule for rule, names in _KINDS.items() for name in names}

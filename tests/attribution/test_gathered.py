@@ -658,3 +658,68 @@ def test_what_is_looked_up_by_rows_that_were_cut(name: str) -> None:
         sum(out.square().sum(1).mean() for out in ours(x)).backward()
         for key, rows in loop(model, lambda out, _: sum(t.square().sum() for t in out), (x,)).items():
             torch.testing.assert_close(ours.get_parameter(key).grad_sample, rows)
+
+
+def _along_rows(order: Tensor, h: Tensor) -> Tensor:
+    return order.unsqueeze(1).expand_as(h)
+
+
+def _set_one_by_one(z: Tensor, order: Tensor, h: Tensor) -> Tensor:
+    for place, row in zip(order.tolist(), h.unbind(), strict=True):
+        z[place] = row
+    return z
+
+
+def _set_at_once(z: Tensor, order: Tensor | list[int], h: Tensor) -> Tensor:
+    z[order] = h
+    return z
+
+
+TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # rows in an order
+    "index": lambda h, order: h[order],
+    "numbers": lambda h, order: torch.stack([h[i] for i in order]),
+    "lists": lambda h, order: torch.stack([h[i] for i in order.tolist()]),
+    "select": lambda h, order: torch.stack([h.select(0, i) for i in order.tolist()]),
+    "narrow": lambda h, order: torch.cat([torch.narrow(h, 0, i, 1) for i in order.tolist()]),
+}
+PUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # into it
+    "scatter": lambda h, order: torch.zeros_like(h).scatter(0, _along_rows(order, h), h),
+    "scatter_add": lambda h, order: h.new_zeros(h.shape).scatter_add_(0, _along_rows(order, h), h),
+    "index_copy": lambda h, order: torch.zeros_like(h).index_copy_(-2, order, h),
+    "index_add": lambda h, order: torch.zeros(h.shape).to(h).index_add(source=h, index=order, dim=0),
+    "index_put": lambda h, order: torch.zeros_like(h).index_put((order,), h),
+    "index_put_add": lambda h, order: torch.zeros(h.shape).to(h).index_put_((order,), h, accumulate=True),
+    "set": lambda h, order: _set_at_once(torch.zeros_like(h), order, h),
+    "set_by_a_list": lambda h, order: _set_at_once(torch.zeros_like(h), order.tolist(), h),
+    "set_one_by_one": lambda h, order: _set_one_by_one(torch.zeros_like(h), order, h),
+}
+
+
+class Sorting(nn.Module):
+    """Samples in the order that they give themselves, and back."""
+
+    def __init__(self, taken: str, put: str) -> None:
+        super().__init__()
+        self.before, self.between = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.taken, self.put = TAKEN.get(taken), PUT.get(put)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, order = self.before(x), x[:, 0].argsort()
+        back = order.argsort()
+        h = self.put(h, back) if self.taken is None else self.taken(h, order)
+        h = self.between(h.sin()).sin()
+        return self.put(h, order) if self.taken is None else self.taken(h, back)
+
+
+@pytest.mark.parametrize(("taken", "put"), [*((name, "") for name in TAKEN), *(("", name) for name in PUT)])
+@pytest.mark.filterwarnings("ignore:.* is run sample by sample")
+def test_an_order_that_was_that_of_the_batch_in_the_first_call(taken: str, put: str) -> None:
+    model = Sorting(taken, put).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for scores in ([0, 1, 2, 3], [2, 0, 3, 1], [4, 3, 2, 1, 0], [1, 0]):
+        x = torch.randn(len(scores), 3).double()
+        x[:, 0] = torch.tensor(scores)
+        ours.zero_grad()
+        ours(x).square().sum(1).mean().backward()
+        for key, rows in loop(model, lambda out, _: out.square().sum(), (x,)).items():
+            torch.testing.assert_close(ours.get_parameter(key).grad_sample, rows)
