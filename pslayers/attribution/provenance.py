@@ -80,12 +80,13 @@ class RowProvenance:
             return self.one
         return self.sample_ids[:1] if bool((self.sample_ids == self.sample_ids[0]).all()) else None
 
-    def of_row(self, row: int, values: int) -> "RowProvenance":
-        """Those of the values of a row, as rows."""
+    def of_row(self, row: int, values: int, by_number: bool = False) -> "RowProvenance":
+        """Those of the values of a row, as rows; `by_number`, if the data say which one that is."""
         if self.sample_ids is None:
             return self
         one = self.sample_ids[row].reshape(1)
-        return RowProvenance(one.expand(values), self.limit * values, one=one)
+        rows = torch.full((values,), row, device=one.device) if by_number else None
+        return RowProvenance(one.expand(values), self.limit * values, one=one, rows=rows)
 
     def viewed(self, rows: int) -> "RowProvenance":
         """Those of a view with so many rows: each is a part of a row here, or several whole ones of one

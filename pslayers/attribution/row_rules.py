@@ -62,7 +62,8 @@ def _numbers(index: Tensor) -> Tensor:
 def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     x, index = args[0], args[1]
     parts = index if isinstance(index, tuple) and index else (index,)
-    if isinstance(parts[0], Tensor) and not parts[0].ndim and parts[0].dtype not in MASKS:
+    by_number = isinstance(parts[0], Tensor) and not parts[0].ndim and parts[0].dtype not in MASKS
+    if by_number:
         parts = (int(parts[0]), *parts[1:])
     of = picks.owners(x)
     if parts[0] is Ellipsis:
@@ -72,9 +73,8 @@ def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     elif isinstance(parts[0], int) and picks.second.get(x) is not None:
         picks.tag(result, picks.second.get(x))
     elif isinstance(parts[0], int):  # all of it is that sample's
-        picks.tag(
-            result, None if of is None or not result.ndim else picks.pick(of.of_row(parts[0], len(result)))
-        )
+        if of is not None and result.ndim:
+            picks.tag(result, picks.pick(of.of_row(parts[0], len(result), by_number)))
     else:
         picks.tag(result, picks.pick(_indexed(picks, x, parts)))
 
@@ -82,7 +82,7 @@ def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
 def _select(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     dim, index = _given(args, kwargs, 1, "dim"), _given(args, kwargs, 2, "index")
     if dim in (0, -args[0].ndim):
-        _index(picks, result, name, (args[0], int(index)), {})
+        _index(picks, result, name, (args[0], index), {})
     else:
         _along(picks, result, name, args, kwargs)
 
@@ -156,20 +156,22 @@ def _written(
         batch = RowProvenance(ids, len(y), picked=False)
         # made anew, and every row put where its sample's are
         told = batch if batch.at(rows).same(new) else None
-    if told is not None and told.sample_ids is not None and rows.ndim == 1 and told.at(rows).same(new):
-        return told
-    if rows.ndim == 1 and len(rows) == len(y) and new.sample_ids is not None and (of is None or not adds):
-        return _put_in_order(picks, rows, new)
     by_data = not _is_mask(index) and picks.owners(index) is not None
+    same = told is not None and told.sample_ids is not None and rows.ndim == 1 and told.at(rows).same(new)
+    if same and not by_data:
+        return told
+    whole = rows.ndim == 1 and len(rows) == len(y) and new.sample_ids is not None
+    if whole and (same or of is None or not adds) and (order := _inverse(rows)) is not None:
+        return picks.pick(new.at(order))
+    if same:
+        return told
     return UNKNOWN if by_data or (of is not None and of.picked) or (new.picked and new.by_data) else WEAK
 
 
-def _put_in_order(picks: "GatheredRows", rows: Tensor, new: RowProvenance) -> RowProvenance:
-    """Of rows `new` that are put in these places, which are all that there are."""
+def _inverse(rows: Tensor) -> Tensor | None:
+    """Which row each place gets, of rows that are put in these places; None where that is not one in each."""
     order = rows.argsort()
-    if not torch.equal(rows[order], torch.arange(len(rows), device=rows.device)):
-        return UNKNOWN
-    return picks.pick(new.at(order))  # type: ignore[return-value]
+    return order if torch.equal(rows[order], torch.arange(len(rows), device=rows.device)) else None
 
 
 def _put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -179,7 +181,8 @@ def _put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwar
         _rowwise(picks, result, name, (args[0], source), {})
         return
     adds = not name.startswith("index_copy") and name.rstrip("_") != "scatter"
-    picks.tag(result, _written(picks, args[0], _numbers(index), source, adds))
+    picks.tag(numbers := _numbers(index), picks.owners(index))
+    picks.tag(result, _written(picks, args[0], numbers, source, adds))
 
 
 def _index_put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -269,7 +272,11 @@ def _stack(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
         whole = owners.sample_ids is not None and torch.equal(
             owners.sample_ids, torch.arange(picks.size, device=owners.sample_ids.device)
         )
-        picks.tag(result, RowProvenance(owners.sample_ids, 1, picked=False) if whole else owners)
+        if any(o is not None and o.rows is not None for o in found):  # the data say in which order
+            owners.rows = owners.sample_ids
+        elif whole:
+            owners.picked = False
+        picks.tag(result, owners)
 
 
 def _unbind(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:

@@ -664,13 +664,7 @@ def _along_rows(order: Tensor, h: Tensor) -> Tensor:
     return order.unsqueeze(1).expand_as(h)
 
 
-def _set_one_by_one(z: Tensor, order: Tensor, h: Tensor) -> Tensor:
-    for place, row in zip(order.tolist(), h.unbind(), strict=True):
-        z[place] = row
-    return z
-
-
-def _set_at_once(z: Tensor, order: Tensor | list[int], h: Tensor) -> Tensor:
+def _set_at_once(z: Tensor, order: Tensor, h: Tensor) -> Tensor:
     z[order] = h
     return z
 
@@ -678,9 +672,7 @@ def _set_at_once(z: Tensor, order: Tensor | list[int], h: Tensor) -> Tensor:
 TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # rows in an order
     "index": lambda h, order: h[order],
     "numbers": lambda h, order: torch.stack([h[i] for i in order]),
-    "lists": lambda h, order: torch.stack([h[i] for i in order.tolist()]),
-    "select": lambda h, order: torch.stack([h.select(0, i) for i in order.tolist()]),
-    "narrow": lambda h, order: torch.cat([torch.narrow(h, 0, i, 1) for i in order.tolist()]),
+    "select": lambda h, order: torch.stack([torch.select(h, -2, i) for i in order]),
 }
 PUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # into it
     "scatter": lambda h, order: torch.zeros_like(h).scatter(0, _along_rows(order, h), h),
@@ -690,8 +682,6 @@ PUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # into it
     "index_put": lambda h, order: torch.zeros_like(h).index_put((order,), h),
     "index_put_add": lambda h, order: torch.zeros(h.shape).to(h).index_put_((order,), h, accumulate=True),
     "set": lambda h, order: _set_at_once(torch.zeros_like(h), order, h),
-    "set_by_a_list": lambda h, order: _set_at_once(torch.zeros_like(h), order.tolist(), h),
-    "set_one_by_one": lambda h, order: _set_one_by_one(torch.zeros_like(h), order, h),
 }
 
 
