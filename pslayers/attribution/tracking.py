@@ -251,18 +251,10 @@ def track(
                     if k[0] == id(model) and k[2][0] == "out"
                 ]
                 theirs = [fits for known, fits in returned if known in fits or (known is None and fits)]
-                if not theirs and any(known not in (None, MIXED) for known, _ in returned):
-                    # but that outputs and all layers that it reaches have their batch in the dim of
-                    # `batch_first` then: the input before, as long by chance, does not explain that
-                    inside = [fits for k, fits in found.items() if k[0] != id(model) and k[2][0] == "in"]
-                    reached = inside or all(k[0] == id(model) for k in plain)
-                    if not (
-                        reached
-                        and all(fits & usual for fits in inside)
-                        and all(known not in usual and fits & usual for known, fits in returned)
-                    ):
-                        continue
+                if not theirs and _stands_back(layouts, found, usual, id(model)):
                     inputs, layouts, mixed = {}, {}, set()
+                elif not theirs and any(known not in (None, MIXED) for known, _ in returned):
+                    continue
                 inputs[place] = dim
                 mixed |= others
                 layouts = {**_decided(found, plain), **layouts}
@@ -293,6 +285,21 @@ def track(
             differs = _rerun(run, model, _turned(args, kwargs, inputs, batch), moved, tracker.eps) or {}
             layouts |= {k: layout for k, where in differs.items() if where is not None and not where.numel()}
     return layouts, tracker
+
+
+def _stands_back(
+    layouts: dict[Key, Layout], found: dict[Key, set[Layout]], usual: set[Layout], model: int
+) -> bool:
+    """Whether what explains `layouts` is as long as the batch by chance, and another input, which changes
+    what was `found`, is the batch: all outputs, and inputs of layers, that it reaches have it in the `usual`
+    dim, of which some would be in another one.
+    """
+    inside = [k for k in found if k[0] != model and k[2][0] == "in"]
+    reached = [*inside, *(k for k in found if k[0] == model and k[2][0] == "out")]
+    told = [k for k in reached if found[k] or layouts.get(k, MIXED) != MIXED]  # a mean of all is no one's
+    layers = inside or all(k[0] == model for k in layouts)
+    others = any(layouts.get(k, MIXED) not in (MIXED, *usual) for k in told)
+    return bool(layers) and others and all(found[k] & usual for k in told)
 
 
 def _decided(found: dict[Key, set[Layout]], plain: dict[Key, Tensor]) -> dict[Key, Layout]:
