@@ -158,7 +158,7 @@ def _written(
         told = batch if batch.at(rows).same(new) else None
     by_data = not _is_mask(index) and picks.owners(index) is not None
     same = told is not None and told.sample_ids is not None and rows.ndim == 1 and told.at(rows).same(new)
-    if same and not by_data:
+    if same and (new.picked or not by_data):  # put back
         return told
     whole = rows.ndim == 1 and len(rows) == len(y) and new.sample_ids is not None
     if whole and (same or of is None or not adds) and (order := _inverse(rows)) is not None:

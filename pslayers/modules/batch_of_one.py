@@ -36,13 +36,16 @@ class _Alone(Op):
     def forward(
         ctx: Any, recorders: list[Recorder], outer_pass: int, leaf: Tensor, *params: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.recorders, ctx.outer_pass = recorders, outer_pass
+        ctx.recorders, ctx.outer_pass, ctx.sums = recorders, outer_pass, recorders[0].settings.sums
         ctx.set_materialize_grads(False)
         return tuple([p.detach() for p in params])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         recorders, pass_id = ctx.recorders, torch_api.current_pass()
+        settings = recorders[0].settings
+        if not ctx.sums and settings.sums and not settings.collecting_grads:
+            raise recorders[0].of_another_block()
         if ctx.outer_pass == -1 and not torch.is_grad_enabled() and recorders[0].whole_pass():
             grads = tuple(store_single(recorders, grads))
         else:

@@ -53,7 +53,7 @@ class State:
         # what torch.compile was at when the last of these was proved while it traced
         self.proved_in: Any = ""
         # dims of the inputs: which of them holds the batch, if not the first
-        self.places: dict[tuple[int, ...], int] = {}
+        self.places: dict[tuple[int, ...], set[int]] = {}
         self.keeps = False  # a forward changes what modules hold (a counter, statistics)
         self.writes = False  # or what it is called with
         # run with per-sample parameters: its own, or all below it too
@@ -194,7 +194,7 @@ class Converted(_Mixin):
         """
         if len(sizes) == 1:
             return sizes[0][1]
-        return sizes[self._ps_state().places.get(tuple([ndim for ndim, _ in sizes]), 0)][1]
+        return sizes[min(self._ps_state().places.get(tuple([ndim for ndim, _ in sizes]), {0}))][1]
 
     @torch_api.leave_alone
     def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -315,7 +315,8 @@ class Converted(_Mixin):
         tensors of such dims.
         """
         state, dims = self._ps_state(), tuple([ndim for ndim, _ in sizes])
-        if dims in state.places:
+        known = state.places.get(dims, set())
+        if len({sizes[place][1] for place in known}) == 1:
             return
         with without_gathered_rows():
             outputs = tensors_in(run_tracked(functools.partial(run, self), self, args, kwargs)[1])
@@ -334,7 +335,7 @@ class Converted(_Mixin):
         if leading == 2 and counts[first] and in_front and first not in in_front:
             place = -1  # all pairs of two inputs' rows, or the batch in dim 1
         elif (counts[first] and leading == 2) or (
-            counts[first] == most and (most or leading == 2 or not large)
+            counts[first] == most and (most or (leading == 2 and first > 1) or not large)
         ):
             place = 0
         elif most:
@@ -349,7 +350,9 @@ class Converted(_Mixin):
                 f" {sorted({n for _, n in sizes})} rows, and its outputs do not tell which of these is the"
                 " batch size: say so, `with ps.batch_size(n):`."
             )
-        state.places[dims] = place
+        # others that are as long now may tell the same: until they do not
+        alike = {i for i, (_, n) in enumerate(sizes) if n == sizes[place][1]}
+        state.places[dims] = alike & known or alike
 
     def _ps_no_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueError:
         given = [

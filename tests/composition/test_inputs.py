@@ -381,6 +381,35 @@ def test_outputs_that_lie_otherwise_than_the_samples(sizes: tuple[tuple[int, int
         assert_rows(ours, true_rows(loss, model, size))
 
 
+class Queries(nn.Module):
+    """Queries (1, Q, 3), which all samples share, given first; samples (B, T, 3), and positions (T, 3)."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.keys, self.out, self.flat = nn.Linear(3, 3), nn.Linear(3, 2), flat
+
+    def forward(self, queries: Tensor, x: Tensor, positions: Tensor) -> Tensor:
+        keys = self.keys(x + positions)
+        found = self.out((queries @ keys.transpose(1, 2)).softmax(-1) @ keys)
+        return found.flatten(0, 1) if self.flat else found
+
+
+def test_what_one_sample_tells_of_inputs_is_asked_again() -> None:
+    model, ours = both(Queries(flat=False))
+    queries, positions = batch(1, 2, 3), batch(5, 3)
+    for size in (1, 3, 2, 1):
+        x = batch(size, 5, 3)
+        ours.zero_grad()
+        squares(ours(queries, x, positions)).mean().backward()
+
+        def loss(i: int, x: Tensor = x) -> Tensor:
+            return square(model(queries, x[i : i + 1], positions), i)
+
+        assert_rows(ours, true_rows(loss, model, size))
+    with pytest.raises(ValueError, match="do not tell which of these is the batch size"):
+        ps.convert_model(Queries(flat=True).double())(queries, batch(3, 5, 3), positions)
+
+
 class OfLists(nn.Module):
     """Sentences as lists of numbers, of which it makes tensors itself."""
 
