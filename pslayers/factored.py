@@ -25,11 +25,9 @@ from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
 from .core.sharding import in_use, is_sharded
 from .core.sinks import Keeping, Use, Weighing
-from .gradients import going_to
+from .gradients import WRAPPERS, going_to
+from .modules.converted import Converted
 from .modules.inventory import Inventory
-
-# what DistributedDataParallel and torch.compile put before names of parameters
-WRAPPERS = r"^((module|_orig_mod)\.)+"
 
 
 class FactoredGrad:
@@ -605,11 +603,13 @@ def _once_only(why: str) -> RuntimeError:
 
 
 def _check_whole(model: nn.Module, every: list[Settings]) -> None:
-    skips = any(settings.partial for settings in every)
-    if skips and (left := Inventory(model, "", 0).unrecorded()):
+    # a converted model converts what was put into it since
+    whole = isinstance(model, Converted) and not any(settings.partial for settings in every)
+    if not whole and (left := Inventory(model, "", 0).unrecorded()):
         raise ValueError(
-            f"`{left[0].path}` was left without per-sample gradients (on_unsupported='skip'), so its gradient"
-            " could not be weighed: freeze it, or convert the model with on_unsupported='general'."
+            f"`{left[0].path}` is trained, and has no per-sample gradients, so its gradient could not be"
+            " weighed: freeze it, or convert all of the model, ps.convert_model(model), where it was left out"
+            " with on_unsupported='general'."
         )
 
 
@@ -664,7 +664,7 @@ def _projected(factor: Factor, dim: int, name: str, seed: int) -> Tensor:
     draw = torch.Generator(device="cpu").manual_seed(_number(name, seed))
     for start in range(0, width, step):
         stop = min(start + step, width)
-        numbers = torch.randn(stop - start, dim, generator=draw, device="cpu").to(like)
+        numbers = torch.randn(stop - start, dim, generator=draw, device="cpu", dtype=torch.float32).to(like)
         for some, rows in factor.chunks():
             out[some] += flat(rows)[:, start:stop] @ numbers
     return out * dim**-0.5

@@ -4,6 +4,7 @@ clearing.
 
 import copy
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -35,6 +36,8 @@ from .modules.converted import Converted, State
 
 ACCUMULATION = ("replace", "append", "add")
 MANY = 5  # tensors, of which any may be what samples share
+# what DistributedDataParallel and torch.compile put before names of parameters
+WRAPPERS = r"^((module|_orig_mod)\.)+"
 _CONVERTING = RLock()  # of threads that convert a model for one call alone
 
 
@@ -71,8 +74,8 @@ def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[list[
                 "Inside of ps.recording(model, False) there are no per-sample gradients for ps.factored,"
                 " ps.clipping, ps.reweighting or ps.streaming: go out of it first."
             )
-    if len(every) > 1:
-        sink.names = {id(p): name for name, p in model.named_parameters()}
+    if len(every) > 1 or not isinstance(model, Converted):
+        sink.names = {id(p): re.sub(WRAPPERS, "", name) for name, p in model.named_parameters()}
     with changed(every, "sink", sink):
         yield every
 

@@ -594,12 +594,67 @@ class Bare(nn.Module):
 
 def test_a_parameter_without_rows_cannot_be_clipped() -> None:
     ours = ps.convert_model(Bare(), on_unsupported="skip")
-    with pytest.raises(ValueError, match="`scale` was left without"), ps.clipping(ours, 1.0):
+    with pytest.raises(ValueError, match="`scale` is trained, and has no"), ps.clipping(ours, 1.0):
         pass
     ours.scale.requires_grad_(False)
     with ps.clipping(ours, 1.0) as clip:
         squares(ours(torch.randn(3, 5))).mean().backward()
     assert clip.norms.shape == (3,)
+    headed = nn.Sequential(ps.convert_model(nn.Linear(5, 4)), nn.Linear(4, 2))  # put on after the conversion
+    for block in (ps.clipping(headed, 1.0), ps.reweighting(headed, lambda grads: grads.norms())):
+        with pytest.raises(ValueError, match=r"`1\.weight` is trained, and has no"), block:
+            pass
+
+
+class Task(nn.Module):
+    """What holds a converted model, and trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = ps.convert_model(mlp())
+
+
+def test_names_are_those_of_the_model_that_is_given() -> None:
+    task, x = Task(), floats(3, 5)
+    names = {name for name, _ in task.named_parameters()}
+    norms = dict.fromkeys(names, 0.1)
+    with ps.factored(task, grad=False) as grads:
+        squares(task.model(x)).mean().backward()
+    assert set(grads) == names
+    streamed: list[str] = []
+    with ps.streaming(task, lambda name, rows: streamed.append(name)):
+        squares(task.model(x)).mean().backward()
+    assert set(streamed) == names
+    task.zero_grad()
+    with ps.clipping(task, norms) as clip:
+        squares(task.model(x)).mean().backward()
+    for name, p in task.named_parameters():
+        clipped = (0.1 / grads[name].norms()).clamp(max=1)
+        torch.testing.assert_close(p.grad, grads[name].weighted_sum(clipped) / 3)
+        torch.testing.assert_close(clip.norms[name], grads[name].norms())
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_backward_pass_outside_of_its_block(size: int) -> None:
+    _, ours = pair(mlp())
+    for block in (ps.clipping(ours, 1.0), ps.recording(ours, grad=False), ps.factored(ours, grad=False)):
+        with block:
+            loss = squares(ours(floats(size, 5))).mean()
+        with pytest.raises(RuntimeError, match="its forward pass ran inside"):
+            loss.backward()
+
+
+def test_projections_do_not_depend_on_the_default_dtype() -> None:
+    _, ours = pair(mlp())
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        with ps.factored(ours) as grads:
+            squares(ours(torch.linspace(0, 1, 15, dtype=torch.float64).view(3, 5))).mean().backward()
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        found.append(grads.project(4, seed=1))
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(*found)
 
 
 def test_nothing_stays_on_parameters_after_an_exception_in_the_block() -> None:
