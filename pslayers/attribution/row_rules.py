@@ -272,10 +272,11 @@ def _stack(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
         whole = owners.sample_ids is not None and torch.equal(
             owners.sample_ids, torch.arange(picks.size, device=owners.sample_ids.device)
         )
-        if any(o is not None and o.rows is not None for o in found):  # the data say in which order
-            owners.rows = owners.sample_ids
-        elif whole:
-            owners.picked = False
+        rows = [o.rows[:1] for o in found if o is not None and o.rows is not None]
+        if len(rows) == len(found) and all(len(o.rows.unique()) == 1 for o in found):  # type: ignore[union-attr]
+            owners.rows = torch.cat(rows)
+        elif whole and not rows:  # else the data say in which order
+            owners = RowProvenance(owners.sample_ids, 1, picked=False)
         picks.tag(result, owners)
 
 
