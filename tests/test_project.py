@@ -56,19 +56,20 @@ def test_registry_holds_no_layer_that_is_not_exported() -> None:
 
 
 def test_import_is_quick_and_needs_only_torch_and_einops() -> None:
+    """Of what takes its time, torch's compiler and what is spread over processes, nothing is imported."""
     code = """
-import sys, time, torch
+import sys, torch
 before = set(sys.modules)
-start = time.process_time()
 import pslayers
-print(time.process_time() - start)
-print(" ".join(sorted({m.partition(".")[0] for m in set(sys.modules) - before})))
+print(" ".join(sorted(set(sys.modules) - before)))
 """
-    lines = subprocess.run(
+    found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    ).stdout.splitlines()
-    assert float(lines[0]) < 0.5
-    third_party = {m for m in lines[1].split() if m not in sys.stdlib_module_names and not m.startswith("_")}
+    ).stdout.split()
+    slow = {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.fx.experimental", "sympy"}
+    assert not slow & set(found)
+    tops = {m.partition(".")[0] for m in found}
+    third_party = {m for m in tops if m not in sys.stdlib_module_names and not m.startswith("_")}
     assert third_party <= {"pslayers", "torch", "einops"}, third_party
 
 
