@@ -23,7 +23,7 @@ from .core.factors import CHUNK_BYTES, WIDER, Dense, Factor, Spent, Sum, added, 
 from .core.products import of_dtype
 from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
-from .core.sharding import in_use, is_sharded
+from .core.sharding import any_sharded
 from .core.sinks import Keeping, Use, Weighing
 from .gradients import WRAPPERS, going_to
 from .modules.converted import Converted
@@ -434,7 +434,7 @@ class _Block(Keeping):
         super().__init__(sums)
         self.model, self.grads, self.weigh, self.passes = model, grads, weigh, passes
         self.every: list[Settings] = []
-        self.sharded = in_use() and any(is_sharded(type(m)) for m in model.modules())
+        self.sharded = any_sharded(model)
         self.ranks = OneProcess()
         self.twice = False  # `backward` runs
         self.totals: dict[Recorder, Tensor] = {}  # of what is known before the second pass

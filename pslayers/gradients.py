@@ -8,7 +8,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from numbers import Real
 from threading import RLock
 from typing import Any
@@ -44,14 +44,10 @@ _CONVERTING = RLock()  # of threads that convert a model for one call alone
 @contextmanager
 def changed(every: Sequence[Settings], attribute: str, value: Any) -> Iterator[None]:
     """Inside the block a model's settings have another value."""
-    before = [(settings, getattr(settings, attribute)) for settings in every]
-    for settings, _ in before:
-        setattr(settings, attribute, value)
-    try:
+    with ExitStack() as stack:
+        for settings in every:
+            stack.enter_context(torch_api.changed(settings, **{attribute: value}))
         yield
-    finally:
-        for settings, old in before:
-            setattr(settings, attribute, old)
 
 
 @contextmanager

@@ -650,10 +650,11 @@ def test_projections_do_not_depend_on_the_default_dtype() -> None:
     for dtype in (torch.float32, torch.float64):
         with ps.factored(ours) as grads:
             squares(ours(torch.linspace(0, 1, 15, dtype=torch.float64).view(3, 5))).mean().backward()
-        before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
-        found.append(grads.project(4, seed=1))
-        torch.set_default_dtype(before)
+        try:
+            found.append(grads.project(4, seed=1))
+        finally:
+            torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(*found)
 
 

@@ -79,14 +79,6 @@ def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
         picks.tag(result, picks.pick(_indexed(picks, x, parts)))
 
 
-def _select(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    dim, index = _given(args, kwargs, 1, "dim"), _given(args, kwargs, 2, "index")
-    if dim in (0, -args[0].ndim):
-        _index(picks, result, name, (args[0], index), {})
-    else:
-        _along(picks, result, name, args, kwargs)
-
-
 def _indexed(picks: "GatheredRows", x: Tensor, parts: tuple[Any, ...]) -> RowProvenance | None:
     """Whose the rows are that an index picks: those of the rows it is for, else its own."""
     first, of = parts[0], picks.owners(x)
@@ -214,9 +206,11 @@ def _gather(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
     dim = _given(args, kwargs, 2, "dim", None) if along else _given(args, kwargs, 1, "dim")
     if dim not in (None, 0, -x.ndim):  # those of each row
         _rowwise(picks, result, name, (x, index), {})
-    elif dim is not None and picks.owners(x) is not None and (numbers := _numbers(index)).ndim == 1:
+    elif dim is None or picks.owners(x) is None:
+        default_rule(picks, result, name, args, kwargs)
+    elif (numbers := _numbers(index)).ndim == 1:
         picks.tag(result, picks.pick(_indexed(picks, x, (numbers,))))
-    elif dim is not None and picks.owners(x) is not None and picks.owners(index) is not None:
+    elif picks.owners(index) is not None:
         picks.tag(result, UNKNOWN)
     else:
         default_rule(picks, result, name, args, kwargs)
@@ -343,6 +337,8 @@ def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     n, made = max(args[0].ndim, 1), tensors_of(result)
     if all(d % n for d in dims):
         _of_first(picks, result, name, args, kwargs)
+    elif name == "select":
+        _index(picks, result, name, (args[0], _given(args, kwargs, 2, "index")), {})
     elif (of := picks.owners(args[0])) is not None and of.sample_ids is not None and name in op_kinds.PARTS:
         start = int(_given(args, kwargs, 2, "start")) % max(len(args[0]), 1) if name == "narrow" else 0
         for t in made:
@@ -515,7 +511,6 @@ _KINDS: dict[Callable[..., None], Iterable[str]] = {
     _unsqueeze: ["unsqueeze"],
     _pad: ["pad"],
     _index: ["__getitem__"],
-    _select: ["select"],
     _set: ["__setitem__"],
 }
 RULES = {name: rule for rule, names in _KINDS.items() for name in names}

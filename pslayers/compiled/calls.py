@@ -245,9 +245,10 @@ def call_layer(
     return _run_layer(layer, ps_forward, args, kwargs)
 
 
-def _broadcasts(bias: Tensor | None, layer: ConvertedLayer) -> bool:
-    """Whether a bias has another shape than torch makes it in."""
-    return bias is not None and bias.shape != layer._parameters["weight"].shape[:1]  # type: ignore[union-attr]
+def _broadcasts(layer: ConvertedLayer) -> bool:
+    """Whether its bias has another shape than torch makes it in."""
+    bias, weight = (layer._parameters.get(name) for name in ("bias", "weight"))
+    return bias is not None and weight is not None and bias.shape != weight.shape[:1]
 
 
 def _run_layer(
@@ -256,7 +257,7 @@ def _run_layer(
     args, kwargs, rows, undo = layer.arrange(args, kwargs, local.batch.size)  # type: ignore[union-attr]
     with Call(layer, rows, UNSCALED):
         fast = FAST.get(layer.replaces)
-        if fast is None or _given(layer) or _broadcasts(layer._parameters.get("bias"), layer):
+        if fast is None or _given(layer) or _broadcasts(layer):
             output = ps_forward(layer, *args, **kwargs)
         else:
             output = fast(layer, *args, **kwargs)

@@ -108,7 +108,7 @@ class Delivered(Expansion):
         recorder = self.recorder
         assert recorder is not None
         if isinstance(recorder.settings.sink, Keeping):
-            small = factor.smaller([t for *_, t in factor.tensors()])
+            small = factor.smaller(factor.detach_())
             factor = small.copied() if small is factor else small  # which is in memory of its own
         if not sums and recorder.settings.sums:
             raise recorder.of_another_block()

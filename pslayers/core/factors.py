@@ -321,11 +321,12 @@ def sq_norms(factors: Sequence[Factor]) -> Tensor:
     found: dict[float, list[Tensor]] = {}  # by what the gradients are to be multiplied by
     for (scale, *_), group in alike.items():
         for some in (group[i : i + TOGETHER] for i in range(0, len(group), TOGETHER)):
-            one = some[0] if len(some) == 1 else some[0].end_to_end(some)
-            each = one.sq_norms()
-            found.setdefault(scale, []).append(
-                each if len(some) == 1 else each.view(len(some), some[0].shape[0]).sum(0)
-            )
+            one, *others = some
+            if others:
+                each = one.end_to_end(some).sq_norms().view(len(some), one.shape[0]).sum(0)
+            else:
+                each = one.sq_norms()
+            found.setdefault(scale, []).append(each)
     sums = [torch.stack(some).clamp_(min=0).sum(0) * scale**2 for scale, some in found.items()]
     return added(sums)
 
@@ -432,7 +433,7 @@ class Dense(Factor):
     def sq_norms(self) -> Tensor:
         if self.each.numel() != self.shape.numel():
             return super().sq_norms()
-        return squares(self.each if self.each.shape == self.shape else self.each.reshape(self.shape))
+        return squares(self.each.reshape(self.shape))
 
     def _of(self, each: Tensor, size: int) -> "Dense":
         return Dense(each, torch.Size((size, *self.shape[1:])))

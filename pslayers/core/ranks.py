@@ -10,7 +10,7 @@ from torch import Tensor, distributed, nn
 
 from .. import torch_api
 from .recorder import Recorder
-from .sharding import in_use, is_shard, is_sharded
+from .sharding import any_sharded, is_shard, is_sharded
 
 _WHOLE = "give ps.clipping (ps.reweighting, ps.factored) the whole model that is spread over processes"
 
@@ -145,6 +145,6 @@ class Shards(_Processes):
 
 def ranks_of(model: nn.Module) -> OneProcess:
     """How weighed gradients of a model are averaged; DistributedDataParallel is seen when it is called."""
-    if in_use() and any(is_sharded(type(module)) for module in model.modules()):
+    if any_sharded(model):
         return Shards(model)
     return OneProcess()

@@ -40,6 +40,11 @@ def is_sharded(cls: type[Any]) -> bool:
     return len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule"
 
 
+def any_sharded(model: nn.Module) -> bool:
+    """Whether fully_shard has taken a model, or modules of it, apart."""
+    return in_use() and any(is_sharded(type(module)) for module in model.modules())
+
+
 class Holder:
     """Finds the tensor that carries `grad_sample`: the parameter, or the shard, where that is a gathered one.
 

@@ -102,10 +102,8 @@ class Outer(Factor):
         """By the products of positions with each other, where these take fewer multiplications than dense
         rows, t (O + I) against O I, and do not cancel.
         """
-        if self.row_a_sample:
-            return squares(self.gy) * squares(self.x)
-        gy, x = self.batch()
-        if gy.shape[1] == 1:
+        gy, x = (self.gy, self.x) if self.row_a_sample else self.batch()
+        if gy.ndim == 2 or gy.shape[1] == 1:
             return squares(gy) * squares(x)
         if gy.shape[1] * (gy.shape[2] + x.shape[2]) > gy.shape[2] * x.shape[2]:
             return super().sq_norms()

@@ -52,7 +52,7 @@ class State:
         self.drawless: set[Kind] = set()  # that draw no random numbers
         # what torch.compile was at when the last of these was proved while it traced
         self.proved_in: Any = ""
-        # dims of the inputs: which of them holds the batch, if not the first
+        # dims of the inputs: which of them may hold the batch, all as long as it so far; else the first
         self.places: dict[tuple[int, ...], set[int]] = {}
         self.keeps = False  # a forward changes what modules hold (a counter, statistics)
         self.writes = False  # or what it is called with
