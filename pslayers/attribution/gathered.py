@@ -19,15 +19,17 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
+from ..core import op_kinds
 from ..core.context import Batch, changed, local, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, tensors_in, tensors_of
 from ..parameters.per_sample import PerSample
-from .provenance import WEAK, PaddedRows, RowProvenance
+from .provenance import UNKNOWN, WEAK, PaddedRows, RowProvenance
 from .row_rules import RULES, default_rule, mark_unknown
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Layout, owners_of_packed
 
 _READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
+_TOLD = {*op_kinds.VALUES, *op_kinds.TO_ARRAYS}  # by which a tensor tells its values
 
 
 class _Notes:
@@ -56,10 +58,13 @@ class GatheredRows(TorchFunctionMode):
         self.entering: Any = None  # the module that `call` is about to run
         self.level = torch_api.level()  # of transforms of torch.func around
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
+        self.values_read = 0  # by the forward, as numbers of Python's
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         result = func(*args, **kwargs)
+        if name in _TOLD and args:
+            self.values_read += args[0].numel()
         if (
             type(result) in _READ  # what a tensor says
             or local.gathered_rows is not self
@@ -67,7 +72,6 @@ class GatheredRows(TorchFunctionMode):
             or not (self._any(args) or (kwargs and self._any(kwargs.values())))
         ):
             return result
-        name = getattr(func, "__name__", "")
         if (
             local.stand_ins is not None
             and isinstance(result, Tensor)
@@ -82,12 +86,25 @@ class GatheredRows(TorchFunctionMode):
                 )
                 args = args if args and first is None else (first, *args)
             with torch_api.without_torch_function(), torch.no_grad():
+                before = self.owners(args[0])
                 try:
                     RULES.get(name, default_rule)(self, result, name, args, kwargs)
                 # arguments in a form that no rule knows
                 except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
                     mark_unknown(self, [result, args[0]], args, kwargs)
+                if op_kinds.writes(name):
+                    self._wrote(args[0], before, (args[1:], kwargs))
         return result
+
+    def _wrote(self, part: Any, before: RowProvenance | None, values: Any) -> None:
+        """Note of what a tensor is a part of that rows were written there that may be others than `before`:
+        it is not followed where they lie.
+        """
+        if not isinstance(part, Tensor) or part._base is None or (now := self.picked(part)) is None:
+            return
+        numbered = any(o.rows is not None for t in tensors_in(values) if (o := self.picked(t)) is not None)
+        if before is None or not now.same(before) or numbered:
+            self.tag(part._base, UNKNOWN)
 
     def _any(self, values: Iterable[Any]) -> bool:
         """Whether one of them, or in one of them, may be known; never wrong where none is."""
@@ -98,6 +115,11 @@ class GatheredRows(TorchFunctionMode):
             elif isinstance(v, (tuple, list)) and self._any(v):
                 return True
         return False
+
+    @property
+    def numbers_by_data(self) -> bool:
+        """Whether Python's numbers may say of the rows what the data say: which ones, or in which order."""
+        return self.values_read >= self.size
 
     def owners(self, t: Any) -> RowProvenance | None:
         """Whose the rows of a tensor are, where that is followed; None for others."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
+from ..core.context import local
 from ..core.trees import in_order, memory_order
 
 
@@ -56,12 +57,14 @@ class RowProvenance:
             return self
         if self.sample_ids is None:
             return UNKNOWN
-        numbers = None
+        numbers, moves = None, self.moves + 1
         if isinstance(rows, Tensor) and (self.rows is not None or not self.picked):
             numbers = rows if self.rows is None else self.rows[rows]
-            if self.rows is not None and put_back(self.rows, numbers, sure=not self.by_data):
-                return RowProvenance(self.sample_ids[rows], self.limit * times, picked=False)
-        moves = self.moves + 1
+            # of tracked batches one may be in order by chance, and another not: their rows are picked alike
+            sure, tracked = not self.by_data, local.tracker is not None
+            told = self.moves < 2 and sure if tracked else True
+            if self.rows is not None and told and put_back(self.rows, numbers, sure):
+                return RowProvenance(self.sample_ids[rows], self.limit * times, picked=False, moves=moves)
         return RowProvenance(
             self.sample_ids[rows], self.limit * times, one=self.one, rows=numbers, moves=moves
         )

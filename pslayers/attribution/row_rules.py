@@ -74,6 +74,7 @@ def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
         picks.tag(result, picks.second.get(x))
     elif isinstance(parts[0], int):  # all of it is that sample's
         if of is not None and result.ndim:
+            by_number = by_number or picks.numbers_by_data
             picks.tag(result, picks.pick(of.of_row(parts[0], len(result), by_number)))
     else:
         picks.tag(result, picks.pick(_indexed(picks, x, parts)))
@@ -101,10 +102,13 @@ def _indexed(picks: "GatheredRows", x: Tensor, parts: tuple[Any, ...]) -> RowPro
 
 
 def _by_data(picks: "GatheredRows", parts: tuple[Any, ...]) -> bool:
-    """Whether which rows an index takes, and in which order, follows from the data alone: no constant is
-    among its tensors.
+    """Whether which rows an index takes, and in which order, may follow from the data alone: no constant is
+    among its tensors, or numbers of Python's, of which one may be as long as the batch, may say what data do.
     """
     tensors = [i for i in parts if isinstance(i, Tensor) and i.ndim and not _is_mask(i)]
+    numbers = [i for i in parts if isinstance(i, list)] + [i for i in tensors if i.ndim == 1]
+    if picks.numbers_by_data and any(len(i) == picks.size for i in numbers):
+        return True
     return bool(tensors) and all(picks.owners(i) is not None for i in tensors)
 
 
@@ -254,7 +258,8 @@ def _stack(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     found = [picks.owners(t) for t in args[0]]
     if name == "stack" and _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
         known = [o for o in found if o is not None]
-        picks.tag(result, known[0] if all(o.same(known[0]) for o in known) else UNKNOWN)
+        ordered = known[0].sample_ids is None and picks.numbers_by_data and len(found) == picks.size
+        picks.tag(result, known[0] if all(o.same(known[0]) for o in known) and not ordered else UNKNOWN)
         return
     ones = [None if o is None else o.of_one() for o in found]
     if any(one is None for one in ones) or (
@@ -279,7 +284,7 @@ def _unbind(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
         _of_first(picks, result, name, args, kwargs)
     elif (of := picks.owners(args[0])) is not None:
         for row, t in enumerate(result):
-            picks.tag(t, picks.pick(of.of_row(row, len(t))) if t.ndim else None)
+            picks.tag(t, picks.pick(of.of_row(row, len(t), picks.numbers_by_data)) if t.ndim else None)
 
 
 def _view(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:

@@ -126,7 +126,7 @@ READ = _names("""
     size dim ndimension numel nelement element_size stride storage_offset get_device is_floating_point
     is_complex is_contiguous is_same_size __len__ __hash__ __repr__
 """)
-# in numbers of Python's
-TO_NUMBERS = _names("""
-    item tolist equal allclose is_nonzero __bool__ __float__ __int__ __index__ __contains__ __format__
-""")
+# in numbers of Python's: one for each of its values; or one, or a text, for all of them
+VALUES = _names("item tolist __bool__ __float__ __int__ __index__")
+TO_NUMBERS = [*VALUES, *_names("equal allclose is_nonzero __contains__ __format__")]
+TO_ARRAYS = _names("numpy __array__")

@@ -15,7 +15,7 @@ import pslayers as ps
 from tests.oracle import assert_rows, loop, square, squares, true_rows
 
 from ..combinations import every
-from .common import Own, Past, batch, both, right, right_by_backward, right_or_refused
+from .common import Own, Past, batch, both, right, right_by_backward
 
 
 class Dropped(nn.Module):
@@ -183,7 +183,7 @@ def test_rows_that_are_sorted_are_in_order_by_chance(seed: int) -> None:
     torch.manual_seed(seed)
     model, ours = both(Sorted())
     for n in (2, 3, 2):
-        right_or_refused(ours, model, torch.randint(7, (n, 1)))
+        right(ours, model, torch.randint(7, (n, 1)))
 
 
 class Sums(nn.Module):
@@ -383,7 +383,100 @@ def test_sequences_sorted_by_length(
 ) -> None:
     """In whatever order the first batch is: that of later ones is another."""
     model, ours = both(SortedByLength(kind, time_first, state, again))
-    by_chance = again and first == (1, 2, 3, 4)  # sorted twice, the first time as they were
     for lengths in (first, (2, 4, 1, 3), (3, 1, 4, 4, 2, 1), (4,)):
-        check = right_or_refused if by_chance else right
-        check(ours, model, batch(len(lengths), 4, 3), torch.tensor(lengths))
+        right(ours, model, batch(len(lengths), 4, 3), torch.tensor(lengths))
+
+
+def _numbers(rows: Tensor, how: str) -> list[int]:
+    """Which rows, the largest value first."""
+    if how == "tolist":
+        return sorted(range(len(rows)), key=[-value for value in rows.tolist()].__getitem__)
+    if how == "numpy":
+        return (-rows).numpy().argsort(kind="stable").tolist()  # type: ignore[no-any-return]
+    if how == "bool":
+        return [i for large in (True, False) for i in range(len(rows)) if bool(rows[i] > 2) == large]
+    return sorted(range(len(rows)), key=lambda i: -rows[i].item())
+
+
+def _written(h: Tensor, order: list[int], copies: bool) -> Tensor:
+    rows = torch.zeros_like(h)
+    for place, i in enumerate(order):
+        if copies:
+            rows[place].copy_(h[i])
+        else:
+            rows[place] = h[i]
+    return rows
+
+
+ORDERED: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
+    "list": lambda h, order: h[order],
+    "tensor": lambda h, order: h[torch.tensor(order)],
+    "stack": lambda h, order: torch.stack([h[i] for i in order]),
+    "select": lambda h, order: torch.stack([h.select(0, i) for i in order]),
+    "unbind": lambda h, order: torch.stack([h.unbind()[i] for i in order]),
+    "split": lambda h, order: torch.cat([h.split(1)[i] for i in order]),
+    "set": lambda h, order: _written(h, order, False),
+    "copy": lambda h, order: _written(h, order, True),
+}
+
+
+class ByNumbers(nn.Module):
+    """Rows are sorted by Python's numbers, and put back."""
+
+    def __init__(self, numbers: str, ordered: str) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.numbers, self.ordered = numbers, ORDERED[ordered]
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        order = _numbers(lengths, self.numbers)
+        h = self.inner(self.ordered(self.before(x).tanh(), order)).tanh()
+        return self.after(self.ordered(h, [order.index(i) for i in range(len(order))]))
+
+
+@pytest.mark.filterwarnings("ignore:.* is run sample by sample")
+@pytest.mark.parametrize("first", LENGTHS)
+@pytest.mark.parametrize(
+    ("numbers", "ordered"), every(5, itertools.product(("tolist", "numpy", "bool", "item"), ORDERED))
+)
+def test_rows_sorted_by_numbers(numbers: str, ordered: str, first: tuple[int, ...]) -> None:
+    """In whatever order the first batch is."""
+    model, ours = both(ByNumbers(numbers, ordered))
+    for lengths in (first, (2, 4, 1, 3), (3, 1, 4, 4, 2, 1), (4,)):
+        right(ours, model, batch(len(lengths), 3), torch.tensor(lengths))
+
+
+ORDERED_IN_DIM_1: dict[str, Callable[[Tensor, list[int]], Tensor]] = {
+    "list": lambda h, order: h[:, order],
+    "tensor": lambda h, order: h[:, torch.tensor(order)],
+    "stack": lambda h, order: torch.stack([h[:, i] for i in order], 1),
+}
+
+
+class ByNumbersInDim1(nn.Module):
+    """The same where the batch is in dim 1."""
+
+    def __init__(self, ordered: str) -> None:
+        super().__init__()
+        self.before, self.rnn, self.after = nn.Linear(3, 4), nn.GRU(4, 4), nn.Linear(4, 2)
+        self.ordered = ORDERED_IN_DIM_1[ordered]
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        order = _numbers(lengths, "tolist")
+        h = self.rnn(self.ordered(self.before(x), order))[0]
+        return self.after(self.ordered(h, [order.index(i) for i in range(len(order))]))
+
+
+@pytest.mark.filterwarnings("ignore:.* is run sample by sample")
+@pytest.mark.parametrize("ordered", ORDERED_IN_DIM_1)
+def test_rows_in_dim_1_sorted_by_numbers(ordered: str) -> None:
+    model, ours = both(ByNumbersInDim1(ordered), batch_first=False)
+    for lengths in LENGTHS:
+        x, n = batch(5, len(lengths), 3), torch.tensor(lengths)
+        ours.zero_grad()
+        ours(x, n).square().sum((0, 2)).mean().backward()
+
+        def loss(i: int, x: Tensor = x, n: Tensor = n) -> Tensor:
+            return model(x[:, i : i + 1], n[i : i + 1]).square().sum()
+
+        assert_rows(ours, true_rows(loss, model, len(n)))

@@ -19,7 +19,13 @@ from pslayers.parameters.per_sample import BY_FUNCTION, PerSample, Standing
 KINDS = {
     k: list(names) for k, names in vars(op_kinds).items() if isinstance(names, list | dict) and k[0] != "_"
 }
-INSIDE = {"RANDOM": "BY_ROW", "PRODUCTS": "OF_FIRST", "OF_VECTORS": "OF_FIRST", "MADE_LIKE": "MADE"}
+INSIDE = {
+    "RANDOM": "BY_ROW",
+    "PRODUCTS": "OF_FIRST",
+    "OF_VECTORS": "OF_FIRST",
+    "MADE_LIKE": "MADE",
+    "VALUES": "TO_NUMBERS",
+}
 INSIDE |= dict.fromkeys(["REDUCED", "SORTED", "PARTS"], "ALONG")
 # of other versions of torch than this one, of torch.linalg, and of transformers
 OF_OTHERS = {"grouped_mm", "_grouped_mm", "linalg_norm", "linalg_vector_norm", "grouped_mm_fallback"}
