@@ -241,7 +241,7 @@ def track(
                             mine = torch.isin(owners.sample_ids, torch.tensor(samples, device=x.device))
                             others |= {key} if where[~mine].any() else set()
                             continue
-                        fits = found.get(key, _candidates(x, batch.size))
+                        fits = found.get(key, candidates(x, batch.size))
                         found[key] = {lay for lay in fits if _explains(lay, where, samples, batch.size)}
                 # another input that changes but other samples' outputs has its samples elsewhere, or is what
                 # all share
@@ -275,7 +275,7 @@ def track(
                 layouts[key] = _of_constant(x, batch.size, tracker.eps)
         # what a quantizer returns may be the same for samples that are changed a little: where samples change
         # places, it does, too
-        unmoved = {key: _candidates(x, batch.size) for key, x in plain.items() if layouts.get(key) == TABLE}
+        unmoved = {key: candidates(x, batch.size) for key, x in plain.items() if layouts.get(key) == TABLE}
         for layout in sorted({lay for fits in unmoved.values() for lay in fits}, key=_PREFERENCE.index):
             moved = {
                 key: _in_turn(plain[key], layout, batch.size)
@@ -354,7 +354,7 @@ def _of_constant(x: Tensor, size: int, eps: float) -> Layout:
     """The layout of what no input reaches: copies for the samples are alike, the entries of a table are
     not.
     """
-    for layout in _candidates(x, size):
+    for layout in candidates(x, size):
         kind, dim = layout
         rows = (
             x.movedim(dim, 0)
@@ -641,7 +641,8 @@ def _changes_by_sample(x: Tensor, ids: Tensor, y: Tensor, other_ids: Tensor, eps
     return where
 
 
-def _candidates(x: Tensor, size: int) -> list[Layout]:
+def candidates(x: Tensor, size: int) -> list[Layout]:
+    """How a tensor of this shape may hold the samples."""
     layouts: list[Layout] = [("dim", d) for d in range(x.ndim) if x.shape[d] == size]
     if x.ndim and x.shape[0] % size == 0 and x.shape[0] != size:
         layouts += [BATCH_MAJOR, TIME_MAJOR]

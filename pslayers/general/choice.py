@@ -4,7 +4,7 @@ are proved right on the very inputs of the call.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +16,15 @@ from .. import torch_api
 from ..attribution.proof import quiet_hooks, quiet_pass, separating_groups
 from ..attribution.snapshot import Snapshot, trial
 from ..attribution.tracking import (
+    BATCH_MAJOR,
     MIXED,
     PICKED,
     SHARED,
     TABLE,
+    TIME_MAJOR,
     Coarsest,
     Layout,
+    candidates,
     noise,
     samples_of_rows,
 )
@@ -92,22 +95,27 @@ def choose(
                     stacklevel=2,
                 )
             return proved
-    inputs = tuple(
-        _of_mask(t, layout, size) for t, layout in zip(tensors_in(call), layouts.inputs, strict=True)
-    )
-    if inputs != layouts.inputs:
-        return choose(
-            module, forward, call, layouts._replace(inputs=inputs), size, includes_children, picks, differ
-        )
+    for inputs in _of_masks(call, layouts.inputs, size):
+        with suppress(NoWayError):
+            masked = layouts._replace(inputs=inputs)
+            return choose(module, forward, call, masked, size, includes_children, picks, differ)
     raise NoWayError(proof.problem)
 
 
-def _of_mask(t: Any, layout: Layout, size: int) -> Layout:
+def _of_masks(call: Call, inputs: Sequence[Layout], size: int) -> Iterator[tuple[Layout, ...]]:
     """Masks are not changed to see where they lead, so they seem to be shared: with as many rows, they may be
-    the samples'.
+    the samples', as those of another input are, or in another way.
     """
-    batch = isinstance(t, Tensor) and t.dtype == torch.bool and t.ndim > 0 and len(t) == size
-    return ("dim", 0) if batch and layout == TABLE else layout
+    pairs = list(zip(tensors_in(call), inputs, strict=True))
+    for layout in dict.fromkeys((*inputs, ("dim", 0), ("dim", 1), BATCH_MAJOR, TIME_MAJOR)):
+
+        def of(t: Any, known: Layout, layout: Layout = layout) -> Layout:
+            is_mask = known == TABLE and isinstance(t, Tensor) and t.dtype == torch.bool
+            return layout if is_mask and layout in candidates(t, size) else known
+
+        found = tuple(of(t, known) for t, known in pairs)
+        if found != tuple(inputs):
+            yield found
 
 
 class _Proof:

@@ -436,3 +436,51 @@ def test_a_model_that_is_given_lists(reduction: str) -> None:
     ours = ps.convert_model(OfLists(own=True).double(), loss_reduction=reduction)
     with ps.batch_size(3), pytest.raises(ValueError, match="it is given no tensor"):
         ours(sentences)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * self.scale * mask.unsqueeze(-1)
+
+
+class Masks(nn.Module):
+    """A part with a parameter of its own, given a mask that holds the batch in one way or another."""
+
+    def __init__(self, how: str, time_first: bool) -> None:
+        super().__init__()
+        self.before, self.part, self.how, self.time_first = nn.Linear(3, 4), Masked(), how, time_first
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.before(x)
+        if self.how == "turned":
+            return self.part(h.transpose(0, 1), mask.t()).transpose(0, 1)  # type: ignore[no-any-return]
+        if self.how == "flat":
+            return self.part(h.flatten(0, 1), mask.flatten()).view_as(h)  # type: ignore[no-any-return]
+        if self.how == "heads":
+            dim = int(self.time_first)
+            several = self.part(h.repeat_interleave(2, dim), mask.repeat_interleave(2, dim))
+            return several.unflatten(dim, (-1, 2)).sum(dim + 1)  # type: ignore[no-any-return]
+        return self.part(h, mask)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("error:.*is run sample by sample")
+@pytest.mark.parametrize("how", ["as it is", "turned", "flat", "heads"])
+@pytest.mark.parametrize("time_first", [False, True])
+@pytest.mark.parametrize("time", [4, 5, 8])
+def test_masks_that_hold_the_batch(how: str, time_first: bool, time: int) -> None:
+    model, ours = both(Masks(how, time_first), batch_first=not time_first)
+    for n in (4, 3, 1, 5):
+        x, mask, dim = batch(n, time, 3), torch.arange(time) < torch.randint(1, time, (n, 1)), 0
+        if time_first:
+            x, mask, dim = x.transpose(0, 1), mask.t(), 1
+        ours.zero_grad()
+        ours(x, mask).square().transpose(0, dim).flatten(1).sum(1).mean().backward()
+
+        def loss(i: int, x: Tensor = x, mask: Tensor = mask, dim: int = dim) -> Tensor:
+            return model(*(t.narrow(dim, i, 1) for t in (x, mask))).square().sum()  # type: ignore[no-any-return]
+
+        assert_rows(ours, true_rows(loss, model, n))
