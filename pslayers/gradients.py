@@ -70,10 +70,18 @@ def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[list[
                 "Inside of ps.recording(model, False) there are no per-sample gradients for ps.factored,"
                 " ps.clipping, ps.reweighting or ps.streaming: go out of it first."
             )
-    if len(every) > 1 or not isinstance(model, Converted):
-        sink.names = {id(p): re.sub(WRAPPERS, "", name) for name, p in model.named_parameters()}
+    sink.names = _names_of(model)
     with changed(every, "sink", sink):
         yield every
+
+
+def _names_of(model: nn.Module) -> dict[int, str]:
+    """{id of a parameter: its name}: as it is called now, which may have changed since it was converted."""
+    if not isinstance(model, Converted):
+        return {id(p): re.sub(WRAPPERS, "", name) for name, p in model.named_parameters()}
+    inventory = model._ps_inventory()
+    # the first of several
+    return {id(slot.held[slot.name]): inventory.prefix + slot.path for slot in reversed(inventory.slots)}
 
 
 @contextmanager

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pslayers as ps
-from tests.oracle import assert_rows, loop, square, squares
+from tests.oracle import assert_rows, loop, square, squares, true_rows
 
 
 class Pair(nn.Module):
@@ -135,3 +136,101 @@ def test_parameters_used_outside_of_their_forward(called: bool, clipped: bool) -
         losses = squares(ours.layer(x) + ours.places)
         with pytest.raises(RuntimeError, match="`places` received a gradient, and no row of it"):
             losses.mean().backward()
+
+
+def _swapped(ours: Pair) -> None:
+    ours.body, ours.head = ours.head, ours.body
+
+
+def _kept_beside_a_new_one(ours: Pair) -> None:
+    ours.head, ours.last = nn.Sequential(ours.head, ours.last), nn.Linear(3, 3).double()
+
+
+def _behind_a_new_one(ours: Pair) -> None:
+    ours.body.insert(0, nn.Linear(4, 4).double())
+
+
+def _put_elsewhere(ours: Pair) -> None:
+    ours.head.insert(0, ours.body.pop(0))
+
+
+MOVES = (_swapped, _kept_beside_a_new_one, _behind_a_new_one, _put_elsewhere)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("called", [False, True])
+def test_names_of_layers_that_were_moved(move: Callable[[Pair], None], called: bool) -> None:
+    """What is given by name goes by the names that the parameters have now."""
+    torch.manual_seed(0)
+    ours = ps.convert_model(Pair().double())
+    x = torch.randn(5, 4, dtype=torch.float64)
+    if called:
+        squares(ours(x)).mean().backward()
+        ours.zero_grad()
+    move(ours)
+    model = copy.deepcopy(ours)
+    ps.restore_model(model)
+    expected = loop(model, square, (x,))
+    streamed: dict[str, Tensor] = {}
+    with ps.factored(ours, grad=False) as grads:
+        squares(ours(x)).mean().backward()
+    with ps.streaming(ours, lambda name, rows: streamed.update({name: rows.clone()})):
+        squares(ours(x)).mean().backward()
+    for found in (grads.dense(), streamed):
+        torch.testing.assert_close(found, expected)
+    with ps.clipping(ours, max_norm=1.0) as clip:
+        squares(ours(x)).mean().backward()
+    norms = torch.cat([rows.flatten(1) for rows in expected.values()], 1).norm(dim=1)
+    torch.testing.assert_close(clip.norms, norms)
+
+
+class Merged(nn.Module):
+    """A low-rank adapter (Hu et al., 2022) that is merged into the weight of its layer, past that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 3)
+        self.a, self.b = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.base.weight + self.b @ self.a, self.base.bias)
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("frozen_before", ["the conversion", "the first call"])
+def test_parameters_that_are_trained_later(backend: str | None, frozen_before: str) -> None:
+    """What was proved while a parameter was frozen says nothing of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Merged()).double()
+    if frozen_before == "the conversion":
+        model[2].base.requires_grad_(False)
+    ours = ps.convert_model(copy.deepcopy(model))
+    call = ours if backend is None else torch.compile(ours, backend=backend)
+    for trained in (False, True, False, True):
+        for net in (model, ours):
+            net[2].base.requires_grad_(trained)  # type: ignore[index]
+        for n in (5, 3, 1):
+            x = torch.randn(n, 4, dtype=torch.float64)
+            ours.zero_grad()
+            squares(call(x)).mean().backward()
+            assert_rows(ours, expected := loop(model, square, (x,)))
+            if n > 1:
+                with ps.clipping(ours, max_norm=1.0) as clip:
+                    squares(call(x)).mean().backward()
+                norms = torch.cat([rows.flatten(1) for rows in expected.values()], 1).norm(dim=1)
+                torch.testing.assert_close(clip.norms, norms)
+
+
+def test_parameters_that_are_trained_later_in_ragged_batches() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Merged()).double()
+    model[2].base.requires_grad_(False)
+    ours = ps.convert_model(copy.deepcopy(model))
+    x, ids = torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 1, 2, 0])
+    for trained in (False, True):
+        for net in (model, ours):
+            net[2].base.requires_grad_(trained)  # type: ignore[index]
+        ours.zero_grad()
+        with ps.sample_ids(ids, 3):
+            ours(x).square().sum().div(3).backward()
+        assert_rows(ours, true_rows(lambda i: model(x[ids == i]).square().sum(), model, 3))

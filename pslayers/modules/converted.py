@@ -49,6 +49,7 @@ class State:
         # kinds of calls in which rows were proved to be the samples', and whether per-sample weights were
         # given
         self.proved: set[tuple[bool, Form, tuple[tuple[int, bool], ...], bool]] = set()
+        self.unproved: frozenset[str] = frozenset()  # parameters that were not trained then
         self.drawless: set[Kind] = set()  # that draw no random numbers
         # what torch.compile was at when the last of these was proved while it traced
         self.proved_in: Any = ""
@@ -243,6 +244,8 @@ class Converted(_Mixin):
         inventory = self._ps_inventory() if recorded else None
         if inventory is not None and inventory.strangers and trackable and not settings.partial:
             inventory = self._ps_adopt()
+        if inventory is not None:
+            self._ps_look_at_trained(inventory)
         if recomputed:  # by something else than torch's checkpoints, which would have said of which call
             size: int | None = self._ps_recomputed_size(settings)
         elif local.explicit is not None:
@@ -307,6 +310,14 @@ class Converted(_Mixin):
         """
         proved = self._ps_state().proved
         return (*kind, False) in proved or ((*kind, True) in proved and bool(self._ps_given()))
+
+    def _ps_look_at_trained(self, inventory: Inventory) -> None:
+        """Forget what was proved where a parameter is trained that was not then: it may be used past its
+        layer.
+        """
+        state = self._ps_state()
+        if state.unproved and state.unproved - inventory.frozen():
+            state.proved, state.ragged_proved, state.unproved = set(), set(), frozenset()
 
     def _ps_look_for_batch(
         self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]

@@ -294,7 +294,7 @@ class ModelCall:
         if self.settings.has_gathered_rows:
             return agree is None
         if agree:
-            state.proved.add((*self.kind, bool(model._ps_given())))
+            self._note_proved(bool(model._ps_given()))
             if self.random is not None and all(map(torch.equal, self.random, random_state())):
                 state.drawless.add(self.kind)
         return True
@@ -454,8 +454,12 @@ class ModelCall:
                 " they are, `with ps.sample_ids(ids, n):`."
             )
         if agree:
-            state.proved.add((*self.kind, bool(given)))
+            self._note_proved(bool(given))
         return output
+
+    def _note_proved(self, given: bool) -> None:
+        self.state.proved.add((*self.kind, given))
+        self.state.unproved = self.model._ps_inventory().frozen()
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Batch]:
         """The output of a run that is to be proved, and its batch, which has watched what layers returned."""

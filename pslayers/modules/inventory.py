@@ -97,6 +97,11 @@ class Inventory:
         """Where parameters are held that are trained, and of which no converted module records rows."""
         return [s for s in self.strangers if (p := s.held[s.name]) is not None and p.requires_grad]
 
+    def frozen(self) -> frozenset[str]:
+        """The paths of parameters that are not trained."""
+        held = [(slot.path, slot.held[slot.name]) for slot in self.slots]
+        return frozenset([path for path, p in held if p is None or not p.requires_grad])
+
     def given_slots(self) -> list[Slot]:
         """Where per-sample weights were given in the place of parameters."""
         return [slot for slot in self.slots if slot.given]

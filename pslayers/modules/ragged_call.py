@@ -51,6 +51,7 @@ def _call(
     inventory = model._ps_inventory()
     if inventory.strangers and not state.settings.partial:
         inventory = model._ps_adopt()
+    model._ps_look_at_trained(inventory)
     if inventory.given():
         raise ValueError(
             f"`{state.path}` ({type(model).__name__}) was given weights of each sample's own, which"
@@ -93,6 +94,7 @@ def _call(
     state.ragged_whole = state.ragged_whole and not past
     if len(local.ragged.known[0][0].unique()) > 1:  # one sample tells nothing
         state.ragged_proved.add(model.training)
+        state.unproved = inventory.frozen()
     return output, call
 
 
