@@ -4,7 +4,7 @@ are proved right on the very inputs of the call.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -95,27 +95,34 @@ def choose(
                     stacklevel=2,
                 )
             return proved
-    for inputs in _of_masks(call, layouts.inputs, size):
-        with suppress(NoWayError):
-            masked = layouts._replace(inputs=inputs)
-            return choose(module, forward, call, masked, size, includes_children, picks, differ)
-    raise NoWayError(proof.problem)
+    problem = NoWayError(proof.problem)
+    for more in _other_layouts(call, proof.plain, layouts, size):
+        try:
+            return choose(module, forward, call, more, size, includes_children, picks, differ)
+        except NoWayError as error:
+            problem = error
+    raise problem
 
 
-def _of_masks(call: Call, inputs: Sequence[Layout], size: int) -> Iterator[tuple[Layout, ...]]:
-    """Masks are not changed to see where they lead, so they seem to be shared: with as many rows, they may be
-    the samples', as those of another input are, or in another way.
+def _other_layouts(call: Call, returned: Sequence[Tensor], layouts: Layouts, size: int) -> Iterator[Layouts]:
+    """Those with the batch in what seemed to be shared, and has room for it: in masks, which are not changed
+    to see where they lead, as in another input or in another way; and in outputs whose values stay the same,
+    as the log-probability of what was drawn, whatever their gradients are.
     """
-    pairs = list(zip(tensors_in(call), inputs, strict=True))
-    for layout in dict.fromkeys((*inputs, ("dim", 0), ("dim", 1), BATCH_MAJOR, TIME_MAJOR)):
+    pairs = list(zip(tensors_in(call), layouts.inputs, strict=True))
 
-        def of(t: Any, known: Layout, layout: Layout = layout) -> Layout:
-            is_mask = known == TABLE and isinstance(t, Tensor) and t.dtype == torch.bool
-            return layout if is_mask and layout in candidates(t, size) else known
+    def with_room(t: Any, known: Layout, layout: Layout) -> Layout:
+        return layout if known == TABLE and layout in candidates(t, size) else known
 
-        found = tuple(of(t, known) for t, known in pairs)
-        if found != tuple(inputs):
+    for layout in dict.fromkeys((*layouts.inputs, ("dim", 0), ("dim", 1), BATCH_MAJOR, TIME_MAJOR)):
+        is_mask = (isinstance(t, Tensor) and t.dtype == torch.bool for t, _ in pairs)
+        inputs = [with_room(*p, layout) if mask else p[1] for p, mask in zip(pairs, is_mask, strict=True)]
+        if (found := layouts._replace(inputs=tuple(inputs))) != layouts:
             yield found
+    pairs = list(zip(returned, layouts.outputs, strict=False))
+    found = layouts._replace(outputs=tuple(with_room(*p, ("dim", 0)) for p in pairs))
+    if found != layouts:
+        yield found
 
 
 class _Proof:

@@ -82,6 +82,9 @@ def choose_how_modules_run(
             alike = *options, given, forward, _likeness((module, taken, named), {})
             plan = plans.get(alike) or general.choose(module, forward, (taken, named), *options)
             state.plans[how] = plan.after(state.plans.get(how))
+            for place, (t, layout) in enumerate(zip(tensors_in(returned), plan.layouts.outputs, strict=True)):
+                if isinstance(t, Tensor) and layout != layouts.outputs[place]:  # as its gradients have told
+                    state.layouts[module._ps_layout_key(call, ("out", place), t.ndim)] = layout
             if plan.way == "direct":
                 plans[alike] = plan
         except general.NoWayError as error:

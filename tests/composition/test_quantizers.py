@@ -78,3 +78,58 @@ def test_samples_of_what_does_not_change(way: str, name: str, size: int, far: bo
         ours.zero_grad()
         squares(ours(x)).mean().backward()
         assert_rows(ours, true_rows(lambda i: square(model(x[i : i + 1]), i), model, size))
+
+
+class Drawn(nn.Module):
+    """Actions are drawn; what their log-probability is does not depend on the mean, and its gradient does."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.mean = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+        self.log_std = nn.Parameter(torch.rand(2)) if own else torch.zeros(2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        policy = torch.distributions.Normal(self.mean(x), self.log_std.exp().to(x))
+        action = policy.sample()
+        return action, policy.log_prob(action).sum(1)
+
+
+class DrawnBehind(nn.Module):
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 5), Drawn(own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))[1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("kind", [Drawn, DrawnBehind])
+def test_log_probabilities_of_what_was_drawn(kind: Callable[[bool], nn.Module], own: bool) -> None:
+    model = kind(own).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in (5, 3, 1, 2):
+        x, gains = torch.randn(n, 5).double(), torch.randn(n).double()
+
+        def losses(net: nn.Module, x: Tensor = x, gains: Tensor = gains) -> Tensor:
+            torch.manual_seed(0)
+            out = net(x)
+            return gains * (out[1] if isinstance(out, tuple) else out)
+
+        ours.zero_grad()
+        losses(ours).mean().backward()
+        assert_rows(ours, true_rows(lambda i: losses(model)[i], model, n))
+
+
+class Normalized(Drawn):
+    """Samples interact, in values that stay the same."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        found = super().forward(x)[1]
+        return found * found.mean()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_log_probabilities_of_samples_that_interact(own: bool) -> None:
+    with pytest.raises(ValueError, match="cannot be run with|samples depend on rows"):
+        ps.convert_model(Normalized(own).double())(torch.randn(5, 5).double())
