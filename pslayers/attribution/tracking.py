@@ -101,8 +101,17 @@ class Tracker:
         self.inner: list[int] = []  # the modules that are being called, the innermost last
         # (module, number of its call): the container that called it
         self.callers: dict[tuple[int, int], int | None] = {}
+        # the shapes of inputs that look like the batch's, and each row of which changes several outputs
+        self.as_many: list[tuple[int, ...]] = []
         # the calls of containers, whole: what they take, return, and write into what they take
         self.made: list[tuple[nn.Module, int, tuple[Any, ...], dict[str, Any], Any, list[Tensor]]] = []
+
+    def note_shared(self, tensors: Sequence[Any], place: int, inputs: Iterable[int], size: int) -> None:
+        """Note of an input that all samples share if it may as well be the batch's, by its shape."""
+        t = tensors[place]
+        alike = (tensors[i] for i in inputs if (tensors[i].ndim, tensors[i].dtype) == (t.ndim, t.dtype))
+        if any(len(other) == len(t) == size for other in alike):
+            self.as_many.append(tuple(t.shape))
 
     def transformed(self) -> bool:
         """Whether a transform of torch.func that the forward makes is running; then the module that makes it
@@ -254,6 +263,8 @@ def track(
                 if not theirs and _stands_back(layouts, found, usual, id(model)):
                     inputs, layouts, mixed = {}, {}, set()
                 elif not theirs and any(known not in (None, MIXED) for known, _ in returned):
+                    if dim == dims[-1]:
+                        tracker.note_shared(tensors_in((args, kwargs)), place, inputs, batch.size)
                     continue
                 inputs[place] = dim
                 mixed |= others

@@ -136,7 +136,7 @@ def _made(told: Any) -> Any:
 def _known(number: int, training: bool, form: Form) -> bool:
     """Whether a kind of call was proved; as before, where the compiler begins anew with what it was at."""
     module: Any = modules[number]
-    module._ps_look_at_trained(module._ps_inventory())
+    module._ps_look_at_trained()
     return _proved(module, form) and state_of(module).proved_in != torch_api.compile_id()
 
 

@@ -77,6 +77,10 @@ class ConvertedModule(nn.Module):
         """How many samples an outermost call holds; None where it has no tensor."""
         raise NotImplementedError
 
+    def _ps_look_at_trained(self) -> None:
+        """Forget what was proved where a parameter is trained that was not then."""
+        raise NotImplementedError
+
 
 class ConvertedLayer(ConvertedModule):
     """A layer of one."""

@@ -244,8 +244,8 @@ class Converted(_Mixin):
         inventory = self._ps_inventory() if recorded else None
         if inventory is not None and inventory.strangers and trackable and not settings.partial:
             inventory = self._ps_adopt()
-        if inventory is not None:
-            self._ps_look_at_trained(inventory)
+        if recorded:
+            self._ps_look_at_trained()
         if recomputed:  # by something else than torch's checkpoints, which would have said of which call
             size: int | None = self._ps_recomputed_size(settings)
         elif local.explicit is not None:
@@ -311,12 +311,12 @@ class Converted(_Mixin):
         proved = self._ps_state().proved
         return (*kind, False) in proved or ((*kind, True) in proved and bool(self._ps_given()))
 
-    def _ps_look_at_trained(self, inventory: Inventory) -> None:
+    def _ps_look_at_trained(self) -> None:
         """Forget what was proved where a parameter is trained that was not then: it may be used past its
         layer.
         """
         state = self._ps_state()
-        if state.unproved and state.unproved - inventory.frozen():
+        if state.unproved and state.unproved - self._ps_inventory().frozen():
             state.proved, state.ragged_proved, state.unproved = set(), set(), frozenset()
 
     def _ps_look_for_batch(
@@ -342,9 +342,10 @@ class Converted(_Mixin):
         counts = {n: sum(n in shape[:leading] for shape in shapes) for _, n in sizes}
         most, large = max(counts.values()), [n for ndim, n in sizes if ndim > 1 or ndim == -1]
         first = sizes[0][1]
-        in_front = {n for _, n in sizes if all(shape[:1] == (n,) for shape in shapes)}
+        dim = 0 if state.settings.batch_first else 1
+        in_front = {n for _, n in sizes if all(shape[min(dim, len(shape) - 1)] == n for shape in shapes)}
         if leading == 2 and counts[first] and in_front and first not in in_front:
-            place = -1  # all pairs of two inputs' rows, or the batch in dim 1
+            place = -1  # all pairs of two inputs' rows, or the batch in the other dim
         elif (counts[first] and leading == 2) or (
             counts[first] == most and (most or (leading == 2 and first > 1) or not large)
         ):

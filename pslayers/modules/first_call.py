@@ -9,6 +9,7 @@ these returns the output; a single run (`_attempt`) may return UNDECIDED, and th
 import functools
 import logging
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -406,6 +407,14 @@ class ModelCall:
                 module = modules[key]
                 module._ps_state().layouts[module.training, local.form, call, place, ndim] = layout
             choose_how_modules_run(model, run, self.args, self.kwargs, tracker, batch)
+        for shape in tracker.as_many:
+            warnings.warn(
+                f"`{self.state.path}` ({type(model).__name__}) takes {self.size} samples and, of shape"
+                f" {tuple(shape)}, a further input with as many rows, each of which changes the outputs of"
+                " several samples: it is taken for what all share. If its rows are the samples' (as those of"
+                " in-batch negatives), samples interact, and no per-sample gradient is of one sample alone.",
+                stacklevel=2,
+            )
 
     def _proved(self) -> Any:
         """The output of a run that is compared with one by the original layers.

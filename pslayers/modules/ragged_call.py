@@ -51,7 +51,7 @@ def _call(
     inventory = model._ps_inventory()
     if inventory.strangers and not state.settings.partial:
         inventory = model._ps_adopt()
-    model._ps_look_at_trained(inventory)
+    model._ps_look_at_trained()
     if inventory.given():
         raise ValueError(
             f"`{state.path}` ({type(model).__name__}) was given weights of each sample's own, which"

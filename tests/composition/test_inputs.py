@@ -484,3 +484,57 @@ def test_masks_that_hold_the_batch(how: str, time_first: bool, time: int) -> Non
             return model(*(t.narrow(dim, i, 1) for t in (x, mask))).square().sum()  # type: ignore[no-any-return]
 
         assert_rows(ours, true_rows(loss, model, n))
+
+
+class Padded(nn.Module):
+    """Torch's own layout: ids (T, B), and a mask of padding (B, T)."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(9, 4), nn.Linear(4, 2)
+        self.attention = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+        self.place = nn.Parameter(torch.rand(4)) if own else 0.0
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.attention(self.table(ids) + self.place, src_key_padding_mask=mask))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("time", [4, 5])
+def test_a_mask_of_padding_beside_ids_with_the_batch_in_dim_1(own: bool, time: int) -> None:
+    model, ours = both(Padded(own), batch_first=False)
+    for n in (4, 3, 5, 1):
+        ids, mask = torch.randint(9, (time, n)), torch.arange(time) >= torch.randint(1, time, (n, 1))
+        ours.zero_grad()
+        ours(ids, mask).square().sum((0, 2)).mean().backward()
+
+        def loss(i: int, ids: Tensor = ids, mask: Tensor = mask) -> Tensor:
+            return model(ids[:, i : i + 1], mask[i : i + 1]).square().sum()  # type: ignore[no-any-return]
+
+        assert_rows(ours, true_rows(loss, model, n))
+
+
+class Towers(nn.Module):
+    """Similarities of what it is given, of all pairs."""
+
+    def __init__(self, deep: bool) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+        if deep:
+            self.other = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4))  # type: ignore[assignment]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.one(x) @ self.other(y).t()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("n", [3, 9])
+def test_a_shared_input_that_looks_like_the_batch(deep: bool, n: int) -> None:
+    """It may be other samples', which then interact: nobody but the user knows, who is told."""
+    model, ours = both(Towers(deep))
+    x, y = batch(n, 6), batch(n, 6)
+    with pytest.warns(UserWarning, match="samples interact"):
+        squares(ours(x, y)).mean().backward()
+    assert_rows(ours, true_rows(lambda i: square(model(x[i : i + 1], y), 0), model, n))
+    ours.zero_grad()
+    squares(ours(x, y)).mean().backward()  # once is enough

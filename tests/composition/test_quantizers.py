@@ -131,5 +131,5 @@ class Normalized(Drawn):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_log_probabilities_of_samples_that_interact(own: bool) -> None:
-    with pytest.raises(ValueError, match="cannot be run with|samples depend on rows"):
+    with pytest.raises(ValueError, match=r"cannot be run with|samples depend on rows"):
         ps.convert_model(Normalized(own).double())(torch.randn(5, 5).double())
