@@ -338,9 +338,9 @@ def _stacked(ones: Sequence[Factor], twos: Sequence[Factor]) -> Tensor:
     out = ones[0].like().new_empty(b, len(ones), b2, len(twos))
     for c, first in enumerate(ones):
         for d, second in enumerate(ones[: c + 1] if twos is ones else twos):
-            out[:, c, :, d] = first.gram(second)
+            out[:, c, :, d] = found = first.gram(second)
             if twos is ones:
-                out[:, d, :, c] = out[:, c, :, d].t()
+                out[:, d, :, c] = found.t()
     return out.view(b * len(ones), b2 * len(twos))
 
 

@@ -84,6 +84,15 @@ def test_models(name: str, size: int) -> None:
     near(ps.jacobian_gram(model, x), products(one, one))
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_outputs_whose_factors_cannot_be_laid_side_by_side(outputs: int) -> None:
+    model = nn.Sequential(nn.EmbeddingBag(9, 4, mode="max"), nn.Linear(4, outputs)).double()
+    x, y = torch.randint(9, (4, 5)), torch.randint(9, (3, 5))
+    one, two = true_jacobians(model, x), true_jacobians(model, y)
+    assert_kernels(model, x, y, products(one, two))
+    near(ps.jacobian_gram(model, x), products(one, one))
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample")
 def test_patterns(name: str) -> None:

@@ -135,11 +135,12 @@ class _RMSNorm(Separate):
 
     def input_grad(self, gy: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor) -> Tensor:
         (rstd,), dims = statistics, tuple(range(-len(self.shape), 0))
-        gy = gy if weight is None else gy * weight  # torch has no kernel for this on CPUs
+        x, rstd = x.conj(), rstd.conj()
+        gy = gy if weight is None else gy * weight.conj()  # torch has no kernel for this on CPUs
         return (gy - x * ((gy * x).mean(dims, keepdim=True) * rstd.square())) * rstd
 
     def weight_grad(self, gy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        return _sum_between(x * gy, self.shape, statistics[0])
+        return _sum_between(x.conj() * gy, self.shape, statistics[0].conj())
 
     def bias_grad(self, gy: Tensor) -> Tensor:
         return _sum_between(gy, self.shape)
