@@ -198,6 +198,12 @@ class Factor:
         """One factor for uses of one weight that have the same kind of factor; None where there is none."""
         return None
 
+    def of_groups(self, groups: "Sequence[Tensor]", parts: "Sequence[Factor]", size: int) -> "Factor | None":
+        """One for several factors, its own the first, each of a group (an index) of `size` samples, of which
+        any may be in several; None where there is none.
+        """
+        return None
+
     def select(self, index: "slice | Tensor") -> "Factor":
         """That of some of the samples."""
         raise NotImplementedError
@@ -597,6 +603,12 @@ class Apart(OfParts):
             groups.append((places >= 0).nonzero().squeeze(1))
             parts.append(part.select(places[groups[-1]]))
         return Apart(groups, parts, torch.Size((len(chosen), *self.shape[1:])))
+
+    def joined(self, others: Sequence[Factor]) -> Factor | None:
+        """By samples: of many uses, as in trees, most are of a few samples each, and few pairs of one."""
+        uses: list[Apart] = [self, *others]  # type: ignore[list-item]
+        groups, parts = [g for use in uses for g in use.groups], [p for use in uses for p in use.parts]
+        return parts[0].of_groups(groups, parts, self.shape[0])
 
     # not part by part: each is of other samples
     regrouped, stack = Factor.regrouped, Factor.stack

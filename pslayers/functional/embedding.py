@@ -139,9 +139,13 @@ class Gather(Factor):
     def joined(self, others: Sequence[Factor]) -> Factor | None:
         """Looked up one after the other."""
         parts: list[Any] = [self, *others]
-        if any(part.samples is not None or part.padding_idx != self.padding_idx for part in parts):
+        if any(part.padding_idx != self.padding_idx for part in parts):
             return None
         size, _, width = self.shape
+        if any(part.samples is not None for part in parts):
+            samples = torch.cat([part.sample_of_each() for part in parts])
+            ids, gy = torch.cat([p.ids.reshape(-1) for p in parts]), torch.cat([p._each() for p in parts])
+            return self._of(ids, gy, samples, size)
         ids = torch.cat([part.ids.reshape(size, part.ids.numel() // max(size, 1)) for part in parts], 1)
         gy = torch.cat([part.gy.reshape(size, part.ids.numel() // max(size, 1), width) for part in parts], 1)
         return self._of(ids, gy, None, size)
@@ -160,12 +164,15 @@ class Gather(Factor):
         kept = samples >= 0
         return self._of(self.ids[kept], gy[kept], samples[kept], count)
 
+    def sample_of_each(self) -> Tensor:
+        """The sample of each look-up, (M,)."""
+        if self.samples is not None:
+            return self.samples
+        samples = torch.arange(self.shape[0], device=self.gy.device)
+        return samples.repeat_interleave(self.ids.numel() // max(self.shape[0], 1))
+
     def regrouped(self, owners: Owners) -> Factor:
-        samples = self.samples
-        if samples is None:
-            samples = torch.arange(self.shape[0], device=self.gy.device)
-            samples = samples.repeat_interleave(self.ids.numel() // max(self.shape[0], 1))
-        samples, ids, gy = owners.ids[samples], self.ids.reshape(-1), self.gy.reshape(-1, self.shape[2])
+        samples, ids, gy = owners.ids[self.sample_of_each()], self.ids.reshape(-1), self._each()
         kept = samples >= 0
         return self._of(ids[kept], gy[kept], samples[kept], owners.size)
 

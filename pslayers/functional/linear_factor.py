@@ -68,6 +68,15 @@ class Outer(Factor):
         sides = zip(*(part.batch() for part in (self, *others)), strict=True)  # type: ignore[attr-defined]
         return self._of(*(torch.cat(side, 1) for side in sides))
 
+    def of_groups(self, groups: Sequence[Tensor], parts: Sequence[Factor], size: int) -> Factor | None:
+        """Position by position, each with its sample."""
+        if any(type(part) is not Outer for part in parts):
+            return None
+        sides = [part.batch() for part in cast(Sequence[Outer], parts)]
+        ids = [group.repeat_interleave(gy.shape[1]) for group, (gy, _) in zip(groups, sides, strict=True)]
+        gy, x = (torch.cat([side.flatten(0, 1) for side in each]) for each in zip(*sides, strict=True))
+        return self._of(gy, x).regrouped(Owners(torch.cat(ids), size))
+
     def _of(self, gy: Tensor, x: Tensor) -> "Outer":
         return Outer(gy, x, torch.Size((len(gy), *self.shape[1:])))
 

@@ -631,6 +631,31 @@ def test_factored_quantities() -> None:
         torch.testing.assert_close(p.grad, torch.tensordot(weights, expected[name], 1))
 
 
+class Pieces(nn.Module):
+    """Layers are called for a few rows at a time, of one sample or of two, as by trees and bags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.fc, self.out = nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, words: Tensor) -> Tensor:
+        some = words.split([1, 2, 3, 1, 4, 1])
+        return torch.cat([self.out(self.fc(self.table(piece)).tanh()) for piece in some])
+
+
+def test_factored_quantities_of_many_uses() -> None:
+    model, words = Pieces().double(), torch.randint(7, (ROWS,))
+    expected = by_loss(model, lambda net: losses(net(words)))
+    ours = ps.convert_model(copy.deepcopy(model))
+    for _ in range(2):
+        with ps.sample_ids(IDS, SIZE), ps.factored(ours) as grads:
+            losses(ours(words)).mean().backward()
+        # at most one factor for each kind of them
+        assert all(len(grads[name].factor.parts) < 4 for name in grads)
+        assert_factored(grads, expected)
+        ours.zero_grad()
+
+
 def test_other_ways_to_read_rows() -> None:
     model, x, expected = mlp()
     ps.convert_model(model, loss_reduction="sum")
