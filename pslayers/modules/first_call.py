@@ -457,16 +457,16 @@ class ModelCall:
                 raise ValueError(
                     f"{where}: it is given no tensor, and it is not followed whose it is what it makes of"
                     " lists, numbers and arrays. Make tensors of them before the call, with a row for each"
-                    " sample (torch.nn.utils.rnn.pad_sequence); or, if its outputs have one, in order, have it"
-                    " found out in the backward pass, `with ps.sample_ids(torch.arange(n), n):`."
+                    " sample (torch.nn.utils.rnn.pad_sequence); or, if its outputs have one, in order, have"
+                    " it found out in the backward pass, `with ps.sample_ids(torch.arange(n), n):`."
                 )
             raise ValueError(
                 f"{where}: samples interact in it, or an input that all {self.size} samples share was given a"
                 " batch dim and did not broadcast as without one. Give it one in the model, as in"
                 " ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer). Of rows in"
                 " another order than sample by sample, or of a list with a tensor for each sample, say whose"
-                " they are, `with ps.sample_ids(ids, n):`, where ids are torch.arange(n) if the outputs have a"
-                " row for each sample, in order."
+                " they are, `with ps.sample_ids(ids, n):`, ids being torch.arange(n) if the outputs have a row"
+                " for each sample, in order."
             )
         if agree:
             self._note_proved(bool(given))
