@@ -465,8 +465,8 @@ class ModelCall:
                 " batch dim and did not broadcast as without one. Give it one in the model, as in"
                 " ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer). Of rows in"
                 " another order than sample by sample, or of a list with a tensor for each sample, say whose"
-                " they are, `with ps.sample_ids(ids, n):`, ids being torch.arange(n) if outputs have a row for"
-                " each sample, in order."
+                " they are, `with ps.sample_ids(ids, n):`; ids is torch.arange(n) where the outputs have a row"
+                " for each sample, in order."
             )
         if agree:
             self._note_proved(bool(given))
