@@ -465,7 +465,7 @@ class ModelCall:
                 " batch dim and did not broadcast as without one. Give it one in the model, as in"
                 " ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer). Of rows in"
                 " another order than sample by sample, or of a list with a tensor for each sample, say whose"
-                " they are, `with ps.sample_ids(ids, n):`; ids is torch.arange(n) where the outputs have a row"
+                " they are, `with ps.sample_ids(ids, n):`; ids is torch.arange(n) where outputs have a row"
                 " for each sample, in order."
             )
         if agree:
