@@ -8,7 +8,7 @@ times its input. The backward pass keeps these (`core.factors`), and what is ask
 import operator
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from numbers import Real
@@ -165,7 +165,8 @@ class FactoredGrad:
 class FactoredGrads(Mapping[str, FactoredGrad]):
     """The matrix (B, P) of all per-sample gradients of a model, not formed.
 
-    A mapping of the parameters that the last backward pass has reached: ``grads["0.weight"]``.
+    A mapping of the parameters that the last backward pass has reached, in the order of the model's:
+    ``grads["0.weight"]``.
     """
 
     def __init__(self) -> None:
@@ -192,6 +193,11 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
     def nbytes(self) -> int:
         """Bytes of what the factors hold; a tensor that several share counts for each."""
         return sum(grad.nbytes for grad in self.values())
+
+    def _put_in_order(self, names: Iterable[str]) -> None:
+        """As the model's own, and not as the backward pass has met them."""
+        found = self._grads
+        self._grads = {name: found[name] for name in names if name in found} | found
 
     def _all(self) -> list[FactoredGrad]:
         if not self._grads:
@@ -502,6 +508,7 @@ class _Block(Keeping):
         recorders = list(self.uses)
         for recorder in recorders:
             recorder.checked = True
+        self.grads._put_in_order(self.names.values())
         if self.weigh is not None:
             with computing():
                 self._fill(self.weigh())

@@ -76,12 +76,15 @@ def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[list[
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:
-    """{id of a parameter: its name}: as it is called now, which may have changed since it was converted."""
+    """{id of a parameter: its name}, in order: as it is called now, which may have changed since it was
+    converted.
+    """
     if not isinstance(model, Converted):
         return {id(p): re.sub(WRAPPERS, "", name) for name, p in model.named_parameters()}
-    inventory = model._ps_inventory()
-    # the first of several
-    return {id(slot.held[slot.name]): inventory.prefix + slot.path for slot in reversed(inventory.slots)}
+    inventory, names = model._ps_inventory(), dict[int, str]()
+    for slot in inventory.slots:  # the first of several says
+        names.setdefault(id(slot.held[slot.name]), inventory.prefix + slot.path)
+    return names
 
 
 @contextmanager

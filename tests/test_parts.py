@@ -176,6 +176,7 @@ def test_names_of_layers_that_were_moved(move: Callable[[Pair], None], called: b
         squares(ours(x)).mean().backward()
     with ps.streaming(ours, lambda name, rows: streamed.update({name: rows.clone()})):
         squares(ours(x)).mean().backward()
+    assert list(grads) == list(expected)  # those of named_parameters()
     for found in (grads.dense(), streamed):
         torch.testing.assert_close(found, expected)
     with ps.clipping(ours, max_norm=1.0) as clip:
