@@ -185,6 +185,32 @@ def test_names_of_layers_that_were_moved(move: Callable[[Pair], None], called: b
     torch.testing.assert_close(clip.norms, norms)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_block_that_is_given_a_part(frozen: bool) -> None:
+    """All gradients of a converted model go to one place: others than the part's would be there unseen."""
+    torch.manual_seed(0)
+    model = Pair().double()
+    model.body.requires_grad_(not frozen)
+    ours = ps.convert_model(copy.deepcopy(model))
+    x = torch.randn(5, 4, dtype=torch.float64)
+    part = nn.ModuleList([ours.head, ours.last])
+    for _ in range(2):
+        if frozen:
+            with ps.clipping(part, max_norm=1.0) as clip:
+                squares(ours(x)).mean().backward()
+        else:
+            with (
+                ps.clipping(part, max_norm=1.0),
+                pytest.raises(RuntimeError, match=r"`body\.0\.\w+` has got"),
+            ):
+                squares(ours(x)).mean().backward()
+            ours.zero_grad()
+            with ps.clipping(ours, max_norm=1.0) as clip:
+                squares(ours(x)).mean().backward()
+        norms = torch.cat([rows.flatten(1) for rows in loop(model, square, (x,)).values()], 1).norm(dim=1)
+        torch.testing.assert_close(clip.norms, norms)
+
+
 class Merged(nn.Module):
     """A low-rank adapter (Hu et al., 2022) that is merged into the weight of its layer, past that."""
 

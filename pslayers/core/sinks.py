@@ -26,11 +26,24 @@ class Sink:
 
     adds_up = True  # rows that come one after the other, as from several ops on one expanded tensor
     sums = True  # the plain gradients are wanted, too
-    names: Mapping[int, str] = {}  # of parameters, by their ids, where parts of a model were converted apart
+    names: Mapping[int, str] = {}  # of the parameters of the model that the rows are wanted of, by their ids
 
     def name_of(self, recorder: "Recorder") -> str:
-        """What its parameter is called in the model that the rows are wanted of."""
-        return self.names.get(id(recorder.param()), recorder.name)
+        """What its parameter is called in the model that the rows are wanted of.
+
+        Raises:
+            RuntimeError: it is a parameter of another part of a converted model, all of whose gradients go to
+                one place.
+        """
+        if (name := self.names.get(id(recorder.param()))) is not None:
+            return name
+        if self.names and recorder.name not in self.names.values():  # else it is in the place of one of these
+            raise RuntimeError(
+                f"`{recorder.name}` has got per-sample gradients inside of a block that was given a part of a"
+                " converted model without it: the gradients of one converted model go to one place. Give the"
+                " block the whole model, or convert its parts each by itself."
+            )
+        return recorder.name
 
     def at_call(self) -> None:
         """Called before a call of the model: an error where what it computes could not be taken."""
