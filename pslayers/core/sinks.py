@@ -351,6 +351,8 @@ class Keeping(Sink):
             self.pass_id, self.uses = settings.pass_id, {}
             self.begin()
             torch_api.after_outer_pass(self.end)
+        if recorder not in self.uses:
+            self.name_of(recorder)  # an error leaves nothing of it
         uses = self.uses.setdefault(recorder, [])
         if not uses:
             recorder.holder.enter(holder, recorder)
