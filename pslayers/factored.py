@@ -197,7 +197,8 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
     def _put_in_order(self, names: Iterable[str]) -> None:
         """As the model's own, and not as the backward pass has met them."""
         found = self._grads
-        self._grads = {name: found[name] for name in names if name in found} | found
+        ordered = {name: found[name] for name in names if name in found}
+        self._grads = ordered if len(ordered) == len(found) else ordered | found
 
     def _all(self) -> list[FactoredGrad]:
         if not self._grads:
@@ -496,9 +497,9 @@ class _Block(Keeping):
             grad = FactoredGrad(recorder.name, [Use(factor, 1.0, [])])
             return Spent(grad.real.sq_norms(), factor.shape)
 
-    def carried(self, recorder: Recorder) -> FactoredGrad:
+    def carried(self, recorder: Recorder, uses: list[Use]) -> FactoredGrad:
         name = self.name_of(recorder)
-        grad = self.grads._grads[name] = FactoredGrad(name, self.uses[recorder])
+        grad = self.grads._grads[name] = FactoredGrad(name, uses)
         return grad
 
     def end(self) -> None:

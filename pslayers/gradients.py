@@ -81,9 +81,11 @@ def _names_of(model: nn.Module) -> dict[int, str]:
     """
     if not isinstance(model, Converted):
         return {id(p): re.sub(WRAPPERS, "", name) for name, p in model.named_parameters()}
-    inventory, names = model._ps_inventory(), dict[int, str]()
-    for slot in inventory.slots:  # the first of several says
-        names.setdefault(id(slot.held[slot.name]), inventory.prefix + slot.path)
+    names = dict[int, str]()
+    inventory = model._ps_state().inventory or model._ps_inventory()  # which `settings_of` has just looked at
+    for held, name, path in inventory.named:
+        if (p := held[name]) is not None:
+            names.setdefault(id(p), path)  # the first of several
     return names
 
 

@@ -304,8 +304,8 @@ class Keeping(Sink):
         """What is kept of a factor, which has held these until now."""
         raise NotImplementedError
 
-    def carried(self, recorder: "Recorder") -> object:
-        """What a parameter carries as `grad_sample`."""
+    def carried(self, recorder: "Recorder", uses: list[Use]) -> object:
+        """What a parameter carries as `grad_sample`, of uses that are to come."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -351,12 +351,11 @@ class Keeping(Sink):
             self.pass_id, self.uses = settings.pass_id, {}
             self.begin()
             torch_api.after_outer_pass(self.end)
-        if recorder not in self.uses:
-            self.name_of(recorder)  # an error leaves nothing of it
-        uses = self.uses.setdefault(recorder, [])
-        if not uses:
+        if (uses := self.uses.get(recorder)) is None:
+            carried = self.carried(recorder, uses := [])
+            self.uses[recorder] = uses
             recorder.holder.enter(holder, recorder)
-            holder.grad_sample = self.carried(recorder)  # type: ignore[attr-defined]
+            holder.grad_sample = carried  # type: ignore[attr-defined]
         kept = self.kept(recorder, factor, held := factor.detach_())
         uses.append(Use.of(kept, scale, held if kept is factor else None))
 
