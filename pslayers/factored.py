@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from . import torch_api
 from .core.context import Settings
-from .core.factors import CHUNK_BYTES, WIDER, Dense, Factor, Spent, Sum, added, flat, joined, sq_norms
+from .core.factors import CHUNK_BYTES, WIDER, Dense, Factor, Spent, Sum, added, joined, sq_norms
 from .core.products import of_dtype
 from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
@@ -673,8 +673,7 @@ def _projected(factor: Factor, dim: int, name: str, seed: int) -> Tensor:
     for start in range(0, width, step):
         stop = min(start + step, width)
         numbers = torch.randn(stop - start, dim, generator=draw, device="cpu", dtype=torch.float32).to(like)
-        for some, rows in factor.chunks():
-            out[some] += flat(rows)[:, start:stop] @ numbers
+        factor.add_projected(out, numbers, start)
     return out * dim**-0.5
 
 

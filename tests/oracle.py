@@ -143,5 +143,9 @@ def assert_factored(grads: Any, rows: Mapping[str, Tensor], rtol: float = 1e-8, 
         near(one.gram(), own @ own.t())
         near(one.dot(direction[name]), own @ direction[name].flatten())
         near(sums[name], torch.tensordot(weights, r, 1))
+        columns, half = torch.randn(own.shape[1], 2, generator=draw, device="cpu").to(own), own.shape[1] // 2
+        for start, some in ((0, columns[:half]), (half, columns[half:])):
+            one.real.add_projected(products := own.new_zeros(size, 2), some, start)
+            near(products, own[:, start : start + len(some)] @ some)
         near(one.factor.select(torch.tensor([size - 1, 0])).dense(), r[[size - 1, 0]])
         assert not [t for *_, t in one.factor.tensors() if t.requires_grad]

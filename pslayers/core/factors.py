@@ -307,6 +307,13 @@ class Factor:
         """Add the same to `out` (*S)."""
         out.add_(self.weighted_sum(weights))
 
+    def add_projected(self, out: Tensor, numbers: Tensor, start: int) -> None:
+        """Add to `out` (B, d) the products of each sample's gradient with the columns of a matrix (p, d), of
+        which `numbers` (q, d) are the rows from `start` on.
+        """
+        for some, rows in self.chunks():
+            out[some] += flat(rows)[:, start : start + len(numbers)] @ numbers
+
     def dot(self, direction: Tensor) -> Tensor:
         """The product of each sample's gradient with a direction (*S): (B,)."""
         found = [flat(rows) @ direction.reshape(-1).to(rows.dtype) for _, rows in self.chunks()]
@@ -723,6 +730,10 @@ class Sum(OfParts):
         for part, s in zip(others, rest, strict=True):
             part.add_weighted(out, weights if s == 1 else weights * s)
         return out
+
+    def add_projected(self, out: Tensor, numbers: Tensor, start: int) -> None:
+        for s, part in zip(self.scales, self.parts, strict=True):
+            part.add_projected(out, numbers if s == 1 else numbers * s, start)
 
     def unscaled(self) -> tuple[Factor, float]:
         scale = self.scales[0]

@@ -257,6 +257,9 @@ class Bagged(Factor):
         shape = torch.Size((owners.size, entries, width))
         return Dense(out.scatter_add_(0, places, self.gy[kept]).view(shape), shape)
 
+    def add_projected(self, out: Tensor, numbers: Tensor, start: int) -> None:
+        self.gathered.add_projected(out, numbers, start)
+
     def to(self, dtype: torch.dtype) -> Factor:
         return Bagged(self.bags, self.gy.to(dtype), self.factors, self.chosen, self.shape)
 

@@ -292,6 +292,16 @@ class Gather(Factor):
         entries = size, len(ids) // max(size, 1)
         return ids.reshape(entries), gy.reshape(*entries, width)
 
+    def add_projected(self, out: Tensor, numbers: Tensor, start: int) -> None:
+        """Value by value of the entries that were looked up: most of a table's are zero."""
+        samples, ids, sums = self.sparse
+        width = self.shape[2]
+        places = (ids.unsqueeze(1) * width + torch.arange(width, device=ids.device) - start).reshape(-1)
+        there = ((places >= 0) & (places < len(numbers))).nonzero().squeeze(1)
+        for some in there.split(at_once(2 * out.shape[1], out)):
+            products = numbers[places[some]] * sums.reshape(-1, 1)[some]
+            out.index_add_(0, samples[some // max(width, 1)], products)
+
     def meet_all(self, other: Factor) -> Tensor | None:
         samples, ids, sums = self.sparse
         if isinstance(other, Outer):
