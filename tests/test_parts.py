@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pslayers as ps
+from pslayers.modules.first_call import ModelCall
 from tests.oracle import assert_rows, loop, square, squares, true_rows
 
 
@@ -246,6 +247,47 @@ def test_parameters_that_are_trained_later(backend: str | None, frozen_before: s
                     squares(call(x)).mean().backward()
                 norms = torch.cat([rows.flatten(1) for rows in expected.values()], 1).norm(dim=1)
                 torch.testing.assert_close(clip.norms, norms)
+
+
+class Mean(nn.Module):
+    """Samples interact behind a first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        return self.head(h - h.mean(0))  # type: ignore[no-any-return]
+
+
+def test_samples_that_interact_behind_a_layer_that_is_trained_later() -> None:
+    ours = Mean().double()
+    ours.body.requires_grad_(False)
+    ps.convert_model(ours)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    squares(ours(x)).mean().backward()
+    ours.body.requires_grad_(True)
+    with pytest.raises(ValueError, match="samples interact"):
+        ours(x)
+
+
+def test_parts_that_are_trained_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is proved once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Merged(), nn.Tanh(), nn.Linear(3, 4), Merged()).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    first, calls = ModelCall.first, []
+    monkeypatch.setattr(ModelCall, "first", lambda call: (calls.append(call.size), first(call))[1])
+    for turn in range(8):
+        for net in (model, ours):
+            for i, part in enumerate(net):
+                part.requires_grad_((i == 0) == (turn % 2 == 0))
+        x = torch.randn(3 + turn // 4, 4, dtype=torch.float64)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_rows(ours, loop(model, square, (x,)))
+    assert len(calls) == 2
 
 
 def test_parameters_that_are_trained_later_in_ragged_batches() -> None:

@@ -28,6 +28,8 @@ from .first_call import Kind, ModelCall
 from .inventory import Inventory
 from .ragged_call import call_ragged
 
+ASIDE = 8  # sets of trained parameters of which it is remembered what was proved, beside the last one
+
 # training, the form of the outermost call, the number of the call, the place of a tensor, its dims
 LayoutKey = tuple[bool, Form, int, tuple[str, int], int]
 
@@ -50,6 +52,8 @@ class State:
         # given
         self.proved: set[tuple[bool, Form, tuple[tuple[int, bool], ...], bool]] = set()
         self.unproved: frozenset[str] = frozenset()  # parameters that were not trained then
+        # by these: what was proved and learned while others were, as where two parts are trained in turn
+        self.aside: dict[frozenset[str], tuple[Any, Any, list[tuple[State, Any]]]] = {}
         self.drawless: set[Kind] = set()  # that draw no random numbers
         # what torch.compile was at when the last of these was proved while it traced
         self.proved_in: Any = ""
@@ -85,7 +89,7 @@ class State:
         self.preallocated_size = -1  # the batch size that there is memory for
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "inventory": None, "preallocated_size": -1, "proved_in": ""}
+        return {**self.__dict__, "inventory": None, "preallocated_size": -1, "proved_in": "", "aside": {}}
 
     def layouts_of(self, training: bool, call: int, slot: str, ndim: int) -> list[Layout]:
         """The layouts of what a call takes ("in") or returns ("out")."""
@@ -312,12 +316,23 @@ class Converted(_Mixin):
         return (*kind, False) in proved or ((*kind, True) in proved and bool(self._ps_given()))
 
     def _ps_look_at_trained(self) -> None:
-        """Forget what was proved where a parameter is trained that was not then: it may be used past its
-        layer.
+        """Put aside what was proved where a parameter is trained that was not then: it may be used past its
+        layer, or behind it samples may interact.
         """
         state = self._ps_state()
-        if state.unproved and state.unproved - self._ps_inventory().frozen():
-            state.proved, state.ragged_proved, state.unproved = set(), set(), frozenset()
+        if not state.unproved or state.unproved <= (frozen := self._ps_inventory().frozen()):
+            return
+        every = [s for m in self.modules() if (s := getattr(m, "_ps", None)) is not None]
+        while len(state.aside) >= ASIDE:
+            del state.aside[next(iter(state.aside))]
+        state.aside[state.unproved] = state.proved, state.ragged_proved, [(s, s.learned()) for s in every]
+        state.proved, state.ragged_proved, state.unproved = set(), set(), frozenset()
+        for unproved, (proved, ragged, learned) in state.aside.items():
+            if unproved <= frozen:
+                state.proved, state.ragged_proved, state.unproved = proved, ragged, unproved
+                for one, known in learned:
+                    one.forget(known)
+                break
 
     def _ps_look_for_batch(
         self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]
