@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import pslayers as ps
 from pslayers.modules.first_call import ModelCall
-from tests.oracle import assert_rows, loop, square, squares, true_rows
+from tests.oracle import assert_rows, flat, loop, square, squares, true_rows
 
 
 class Pair(nn.Module):
@@ -182,8 +182,7 @@ def test_names_of_layers_that_were_moved(move: Callable[[Pair], None], called: b
         torch.testing.assert_close(found, expected)
     with ps.clipping(ours, max_norm=1.0) as clip:
         squares(ours(x)).mean().backward()
-    norms = torch.cat([rows.flatten(1) for rows in expected.values()], 1).norm(dim=1)
-    torch.testing.assert_close(clip.norms, norms)
+    torch.testing.assert_close(clip.norms, flat(expected).norm(dim=1))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -208,8 +207,7 @@ def test_a_block_that_is_given_a_part(frozen: bool) -> None:
             ours.zero_grad()
             with ps.clipping(ours, max_norm=1.0) as clip:
                 squares(ours(x)).mean().backward()
-        norms = torch.cat([rows.flatten(1) for rows in loop(model, square, (x,)).values()], 1).norm(dim=1)
-        torch.testing.assert_close(clip.norms, norms)
+        torch.testing.assert_close(clip.norms, flat(loop(model, square, (x,))).norm(dim=1))
 
 
 class Merged(nn.Module):
@@ -245,8 +243,7 @@ def test_parameters_that_are_trained_later(backend: str | None, frozen_before: s
             if n > 1:
                 with ps.clipping(ours, max_norm=1.0) as clip:
                     squares(call(x)).mean().backward()
-                norms = torch.cat([rows.flatten(1) for rows in expected.values()], 1).norm(dim=1)
-                torch.testing.assert_close(clip.norms, norms)
+                torch.testing.assert_close(clip.norms, flat(expected).norm(dim=1))
 
 
 class Mean(nn.Module):

@@ -78,7 +78,7 @@ class ConvertedModule(nn.Module):
         raise NotImplementedError
 
     def _ps_look_at_trained(self) -> None:
-        """Forget what was proved where a parameter is trained that was not then."""
+        """Put aside what was proved where a parameter is trained that was not then."""
         raise NotImplementedError
 
 

@@ -322,10 +322,9 @@ class Converted(_Mixin):
         state = self._ps_state()
         if not state.unproved or state.unproved <= (frozen := self._ps_inventory().frozen()):
             return
-        every = [s for m in self.modules() if (s := getattr(m, "_ps", None)) is not None]
         while len(state.aside) >= ASIDE:
             del state.aside[next(iter(state.aside))]
-        state.aside[state.unproved] = state.proved, state.ragged_proved, [(s, s.learned()) for s in every]
+        state.aside[state.unproved] = state.proved, state.ragged_proved, self._ps_learned()
         state.proved, state.ragged_proved, state.unproved = set(), set(), frozenset()
         for unproved, (proved, ragged, learned) in state.aside.items():
             if unproved <= frozen:
@@ -333,6 +332,11 @@ class Converted(_Mixin):
                 for one, known in learned:
                     one.forget(known)
                 break
+
+    def _ps_learned(self) -> list[tuple[State, Any]]:
+        """What each module below knows so far, which its state can `forget` all else for."""
+        states = (getattr(m, "_ps", None) for m in self.modules())
+        return [(state, state.learned()) for state in states if state is not None]
 
     def _ps_look_for_batch(
         self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]

@@ -356,7 +356,7 @@ class ModelCall:
     @contextmanager
     def _kept_if_proved(self) -> Iterator[None]:
         """After an error in the block, what was learned there is forgotten."""
-        before = [(state, state.learned()) for _, state in self._states()]
+        before = self.model._ps_learned()
         proved, shared, picked = set(self.state.proved), self.state.shared, self.settings.has_gathered_rows
         try:
             yield

@@ -101,7 +101,7 @@ class Inventory:
     def frozen(self) -> frozenset[str]:
         """The paths of parameters that are not trained."""
         held = [(slot.path, slot.held[slot.name]) for slot in self.slots]
-        return frozenset([path for path, p in held if p is None or not p.requires_grad])
+        return frozenset([path for path, p in held if p is not None and not p.requires_grad])
 
     def given_slots(self) -> list[Slot]:
         """Where per-sample weights were given in the place of parameters."""
