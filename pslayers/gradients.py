@@ -549,51 +549,38 @@ def _one_pass(
     size: int,
     create_graph: bool,
 ) -> dict[str, Tensor]:
-    params = list(trainable_parameters(model).items())
+    params = trainable_parameters(model)
     if not params:
         return {}
     settings: Settings = model._ps_state().settings
     with torch.enable_grad(), recording(model, True):
-        loss = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss_fn must return a tensor; got {type(loss).__name__}.")
-        if loss.shape == (size,) and loss.ndim == 1:
-            loss = loss.mean() if settings.loss_reduction == "mean" and size else loss.sum()
-        elif loss.numel() != 1:
-            raise ValueError(
-                f"loss_fn returned a tensor of shape {tuple(loss.shape)}: expected one loss, or the losses of"
-                f" {size} samples, as many as the first of the inputs has rows, or `with ps.batch_size(n):`"
-                " says."
-            )
+        loss = _loss(loss_fn, model(*args, **kwargs), targets, size, settings)  # type: ignore[operator]
     if not size:
-        return {name: p.new_zeros(0, *p.shape) for name, p in params}
+        return {name: p.new_zeros(0, *p.shape) for name, p in params.items()}
     leaves: dict[str, Tensor] = {}
-    for name, p in params:
-        leaf = getattr(p.__dict__.get("_ps_recorder"), "leaf", None)
-        if leaf is not None:
-            leaves[name] = leaf
-    for _, p in params:  # a grad_sample that is there stays there: its memory is not ours to write to
-        if (
-            getattr(p, "grad_sample", None) is not None
-            and (recorder := p.__dict__.get("_ps_recorder")) is not None
-        ):
-            recorder.dense.memory = None
+    for name, p in params.items():
+        if (recorder := p.__dict__.get("_ps_recorder")) is not None:
+            if recorder.leaf is not None:
+                leaves[name] = recorder.leaf
+            if (
+                getattr(p, "grad_sample", None) is not None
+            ):  # it stays there: its memory is not ours to write to
+                recorder.dense.memory = None
     # the parameters go along: only so does their hook see a gradient that came past the layers
-    wanted = [*leaves.values(), *(p for _, p in params)]
+    wanted = [*leaves.values(), *params.values()]
     with changed(settings_of(model), "collecting_grads", True):
         grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
-    totals = grads[len(leaves) :]
-    reached = {name for name, grad in zip(leaves, grads, strict=False) if grad is not None}
-    missed = [name for (name, _), g in zip(params, totals, strict=True) if g is None and name not in reached]
+    found = dict(zip(leaves, grads, strict=False))
+    sums = dict(zip(params, grads[len(leaves) :], strict=True))
+    missed = [name for name, total in sums.items() if total is None and found.get(name) is None]
     if missed and in_reentrant_checkpoint(loss):
         raise ValueError(
             f"`{missed[0]}` was not reached, and the loss goes through a reentrant checkpoint, in which"
             " torch.autograd.grad reaches nothing: take use_reentrant=False, or loss.backward()."
         )
-    for _, p in params:
+    for p in params.values():
         if (recorder := p.__dict__.get("_ps_recorder")) is not None:
             recorder.checked = True  # as a pass does that brings plain gradients: uses are counted anew
-    found = dict(zip(leaves, grads, strict=False))
     for name, grad in found.items():
         if grad is not None and len(grad) != size:
             raise ValueError(
@@ -601,19 +588,34 @@ def _one_pass(
                 " how many there are, `with ps.batch_size(n):`, or give first what has a row for each sample."
             )
     if size == 1:  # the sum is the one row
-        found = {
-            name: g if g is None else g.unsqueeze(0)
-            for (name, _), g in zip(params, grads[len(leaves) :], strict=True)
-        }
-    for (name, p), total in zip(params, grads[len(leaves) :], strict=True):
+        found = {name: None if total is None else total.unsqueeze(0) for name, total in sums.items()}
+    for name, total in sums.items():
         if total is not None and found.get(name) is None:
             raise without_rows(name)
         if total is not None and settings.rows_alone and bool(total.any()):
-            raise p.__dict__["_ps_recorder"].of_past_layer()
+            raise params[name].__dict__["_ps_recorder"].of_past_layer()
     return {
         name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(size, *p.shape)
-        for name, p in params
+        for name, p in params.items()
     }
+
+
+def _loss(
+    loss_fn: Callable[..., Tensor], output: Any, targets: tuple[Any, ...], size: int, settings: Settings
+) -> Tensor:
+    """The loss of the batch, also where `loss_fn` gives those of the samples."""
+    loss = loss_fn(output, *targets)
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss_fn must return a tensor; got {type(loss).__name__}.")
+    if loss.shape == (size,):
+        return loss.mean() if settings.loss_reduction == "mean" and size else loss.sum()
+    if loss.numel() != 1 or (loss.ndim and not size):  # one sample whose bag is empty, say
+        raise ValueError(
+            f"loss_fn returned a tensor of shape {tuple(loss.shape)}: expected one loss, or the losses of"
+            f" {size} samples, as many as the first of the inputs has rows, or `with ps.batch_size(n):`"
+            " says."
+        )
+    return loss
 
 
 def without_rows(name: str) -> ValueError:

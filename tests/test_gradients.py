@@ -780,6 +780,26 @@ def test_the_number_of_samples_is_said_where_the_first_input_does_not_hold_them(
     torch.testing.assert_close(found, whole)
 
 
+def test_one_sample_whose_first_input_is_empty() -> None:
+    class OfBags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = nn.EmbeddingBag(5, 3)
+
+        def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+            return self.bags(ids, offsets).tanh()
+
+    def losses(y: Tensor) -> Tensor:
+        return y.square().sum(1)
+
+    model, none = OfBags().double(), torch.zeros(0, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"shape \(1,\): .* losses of 0 samples, .* ps\.batch_size"):
+        ps.per_sample_grads(model, losses, (none, torch.tensor([0])))
+    with ps.batch_size(1):
+        found = ps.per_sample_grads(model, losses, (none, torch.tensor([0])))
+    assert torch.equal(found["bags.weight"], torch.zeros(1, 5, 3).double())
+
+
 def test_parts_that_were_converted_apart() -> None:
     model = nn.Sequential(
         nn.Linear(4, 5), nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Linear(5, 3)

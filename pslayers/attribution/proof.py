@@ -8,6 +8,7 @@ each sample's outputs depend on that sample's rows alone, in what every layer re
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
 from ..core.context import Batch, note_progress, picked_by, transforming
+from ..core.expansion import leads_to_rows
 from ..core.factors import at_once
 from ..core.trees import tensors_in, tensors_of
 from ..core.tuning import tuning
@@ -428,7 +430,7 @@ def in_reentrant_checkpoint(output: Any) -> bool:
 
 def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
     """Whether one of these parameters is reached, in the graph of an output, by anything but the library's
-    own ops.
+    own ops with rows of it, which come after it.
     """
     watched = {id(p) for p in params if p.requires_grad}
     todo = [t.grad_fn for t in tensors_of(output) if t.grad_fn is not None]
@@ -436,10 +438,11 @@ def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
     while todo:
         node = todo.pop()
         ours = getattr(type(node), "_forward_cls", type(None)).__module__.startswith(_PACKAGE)
-        for following, _ in node.next_functions:
+        functions = [following for following, _ in node.next_functions]
+        for following, after in zip_longest(functions, functions[1:]):
             if following is None:
                 continue
-            if not ours and id(getattr(following, "variable", None)) in watched:
+            if id(getattr(following, "variable", None)) in watched and not (ours and leads_to_rows(after)):
                 return True
             if following not in seen:
                 seen.add(following)

@@ -220,82 +220,147 @@ def track(
 
     Parameters have some noise meanwhile: what a zero-initialised layer gives would depend on nothing.
     """
-    inputs = dict[int, int]()  # the dims of the inputs that hold the batch
-    layouts: dict[Key, Layout] = {}
-    mixed = set[Key]()
-    groups = _groups(batch.size)
-    usual = {("dim", 0), BATCH_MAJOR} if batch.settings.batch_first else {("dim", 1)}  # of outputs
     with torch_api.reparametrized(model, _noisy(model)):
-        run = without_dropout(run)
-        with (coarsest := Coarsest((args, kwargs), model.parameters())):
-            tracker = run_tracked(run, model, args, kwargs)[0]
-        tracker.eps, plain, blind = coarsest.eps, tracker.seen, False
-
-        def rerun(dims: dict[int, int], samples: Sequence[int]) -> dict[Key, Tensor | None] | None:
-            return _rerun(run, model, _changed(args, kwargs, dims, samples, batch), plain, tracker.eps)
-
+        tracking = _Tracking(without_dropout(run), model, args, kwargs, batch)
         for place, dims in _batched(args, kwargs, batch).items():
             # the first input that reaches a call decides: a mask may be as large as the batch by chance
             for dim in dims:
-                found: dict[Key, set[Layout]] = {}  # those that explain what has changed
-                others = set[Key]()  # of picked rows, some of other samples' have changed
-                for samples in groups:
-                    changed = rerun({place: dim}, samples)
-                    blind = blind or changed is None
-                    for key, where in (changed or {}).items():
-                        if where is None or not where.numel():
-                            continue
-                        x = plain[key]
-                        if (owners := picked_by(x)) is not None and owners.sample_ids is not None:
-                            mine = torch.isin(owners.sample_ids, torch.tensor(samples, device=x.device))
-                            others |= {key} if where[~mine].any() else set()
-                            continue
-                        fits = found.get(key, candidates(x, batch.size))
-                        found[key] = {lay for lay in fits if _explains(lay, where, samples, batch.size)}
-                # another input that changes but other samples' outputs has its samples elsewhere, or is what
-                # all share
-                returned = [
-                    (layouts.get(k), fits)
-                    for k, fits in found.items()
-                    if k[0] == id(model) and k[2][0] == "out"
-                ]
-                theirs = [fits for known, fits in returned if known in fits or (known is None and fits)]
-                if not theirs and _stands_back(layouts, found, usual, id(model)):
-                    inputs, layouts, mixed = {}, {}, set()
-                elif not theirs and any(known not in (None, MIXED) for known, _ in returned):
-                    if dim == dims[-1]:
-                        tracker.note_shared(tensors_in((args, kwargs)), place, inputs, batch.size)
+                if tracking.explain_by(place, dim, last=dim == dims[-1]):
+                    break
+        tracking.look_for_interactions()
+        tracking.look_at_the_rest()
+        tracking.turn_unmoved()
+    return tracking.layouts, tracking.tracker
+
+
+class _Tracking:
+    """The model run as it was called, and what runs with some samples changed have told since."""
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        model: ConvertedModule,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch: Batch,
+    ) -> None:
+        self.run, self.model, self.args, self.kwargs, self.batch = run, model, args, kwargs, batch
+        self.groups = _groups(batch.size)
+        self.inputs = dict[int, int]()  # the dims of the inputs that hold the batch
+        self.layouts: dict[Key, Layout] = {}
+        self.mixed = set[Key]()  # picked rows that are not the samples' that their owners say
+        self.blind = False  # some changed inputs could not be run
+        with (coarsest := Coarsest((args, kwargs), model.parameters())):
+            self.tracker = run_tracked(run, model, args, kwargs)[0]
+        self.tracker.eps, self.plain = coarsest.eps, self.tracker.seen
+
+    def rerun(self, dims: dict[int, int], samples: Sequence[int]) -> dict[Key, Tensor | None] | None:
+        """Where what is seen differs with some samples changed, in these dims of the inputs."""
+        return self._rerun(_changed(self.args, self.kwargs, dims, samples, self.batch), self.plain)
+
+    def _rerun(
+        self, changed: tuple[tuple[Any, ...], dict[str, Any]] | None, expected: dict[Key, Tensor]
+    ) -> dict[Key, Tensor | None] | None:
+        """Where what is seen differs from what is `expected`, in a run with changed inputs; None where they
+        cannot be.
+
+        Changed integers may be no ids, no lengths, no mask of as many ones: what the model says to that is no
+        error of the user's.
+        """
+        comparison = _Comparison(expected, self.tracker.eps)
+        try:
+            if changed is not None:
+                run_tracked(self.run, self.model, *changed, comparison)
+            return None if changed is None else comparison.differs
+        except Exception:
+            return None
+
+    def explain_by(self, place: int, dim: int, last: bool) -> bool:
+        """Whether an input holds the batch in this dim, of which `last` is the last one that may; then what
+        it reaches is laid out as its changes tell.
+        """
+        size, model = self.batch.size, id(self.model)
+        found, others = self._change_each(place, dim)
+        # another input that changes but other samples' outputs has its samples elsewhere, or all share it
+        returned = [
+            (self.layouts.get(k), fits) for k, fits in found.items() if k[0] == model and k[2][0] == "out"
+        ]
+        if not any(known in fits or (known is None and fits) for known, fits in returned):
+            usual = {("dim", 0), BATCH_MAJOR} if self.batch.settings.batch_first else {("dim", 1)}
+            if _stands_back(self.layouts, found, usual, model):
+                self.inputs, self.layouts, self.mixed = {}, {}, set()
+            elif any(known not in (None, MIXED) for known, _ in returned):
+                if last:
+                    tensors = tensors_in((self.args, self.kwargs))
+                    self.tracker.note_shared(tensors, place, self.inputs, size)
+                return False
+        self.inputs[place] = dim
+        self.mixed |= others
+        self.layouts = {**_decided(found, self.plain), **self.layouts}
+        return True
+
+    def _change_each(self, place: int, dim: int) -> tuple[dict[Key, set[Layout]], set[Key]]:
+        """The layouts that explain all that changes with samples of one input, and the picked rows of which
+        some of other samples' do.
+        """
+        found, others = dict[Key, set[Layout]](), set[Key]()
+        for samples in self.groups:
+            changed = self.rerun({place: dim}, samples)
+            self.blind = self.blind or changed is None
+            for key, where in (changed or {}).items():
+                if where is None or not where.numel():
                     continue
-                inputs[place] = dim
-                mixed |= others
-                layouts = {**_decided(found, plain), **layouts}
-                break
-        for samples in groups if len(inputs) > 1 else ():
-            _note_interactions(layouts, rerun(inputs, samples) or {}, samples, batch.size)
-        changed = rerun(inputs, range(batch.size))
+                x = self.plain[key]
+                if (owners := picked_by(x)) is not None and owners.sample_ids is not None:
+                    mine = torch.isin(owners.sample_ids, torch.tensor(samples, device=x.device))
+                    others |= {key} if where[~mine].any() else set()
+                    continue
+                fits = found.get(key, candidates(x, self.batch.size))
+                found[key] = {lay for lay in fits if _explains(lay, where, samples, self.batch.size)}
+        return found, others
+
+    def look_for_interactions(self) -> None:
+        """Outputs in which one sample's part of one input meets another's of another input (all pairs) are in
+        no one's rows.
+        """
+        for samples in self.groups if len(self.inputs) > 1 else ():
+            for key, where in (self.rerun(self.inputs, samples) or {}).items():
+                tracked = key[2][0] == "out" and self.layouts.get(key, MIXED) != MIXED
+                if where is None or not (tracked and where.numel()):
+                    continue
+                if not _explains(self.layouts[key], where, samples, self.batch.size):
+                    self.layouts[key] = MIXED
+
+    def look_at_the_rest(self) -> None:
+        """What no input reaches, what masks have picked, and how many of which depends on the data."""
+        changed = self.rerun(self.inputs, range(self.batch.size))
         refused = set() if local.gathered_rows is None else local.gathered_rows.refused
-        for key, x in plain.items():
+        for key, x in self.plain.items():
             where = None if changed is None else changed.get(key)
             if (owners := picked_by(x)) is not None and owners.sample_ids is not None:
-                layouts[key] = MIXED if key in mixed else PICKED
+                self.layouts[key] = MIXED if key in self.mixed else PICKED
             elif changed is not None and where is None:
-                layouts[key] = MIXED  # how many rows there are depends on the data
+                self.layouts[key] = MIXED  # how many rows there are depends on the data
             elif key[0] in refused and key[2][0] == "in":
-                layouts[key] = MIXED
-            elif key not in layouts and where is not None and not where.numel() and not blind:
-                layouts[key] = _of_constant(x, batch.size, tracker.eps)
-        # what a quantizer returns may be the same for samples that are changed a little: where samples change
-        # places, it does, too
-        unmoved = {key: candidates(x, batch.size) for key, x in plain.items() if layouts.get(key) == TABLE}
+                self.layouts[key] = MIXED
+            elif key not in self.layouts and where is not None and not (where.numel() or self.blind):
+                self.layouts[key] = _of_constant(x, self.batch.size, self.tracker.eps)
+
+    def turn_unmoved(self) -> None:
+        """What a quantizer returns may be the same for samples that are changed a little: where samples
+        change places, it does, too.
+        """
+        size, layouts = self.batch.size, self.layouts
+        unmoved = {key: candidates(x, size) for key, x in self.plain.items() if layouts.get(key) == TABLE}
         for layout in sorted({lay for fits in unmoved.values() for lay in fits}, key=_PREFERENCE.index):
             moved = {
-                key: _in_turn(plain[key], layout, batch.size)
+                key: _in_turn(self.plain[key], layout, size)
                 for key, fits in unmoved.items()
                 if layout in fits and layouts[key] == TABLE
             }
-            differs = _rerun(run, model, _turned(args, kwargs, inputs, batch), moved, tracker.eps) or {}
+            turned = _turned(self.args, self.kwargs, self.inputs, self.batch)
+            differs = self._rerun(turned, moved) or {}
             layouts |= {k: layout for k, where in differs.items() if where is not None and not where.numel()}
-    return layouts, tracker
 
 
 def _stands_back(
@@ -323,42 +388,6 @@ def _decided(found: dict[Key, set[Layout]], plain: dict[Key, Tensor]) -> dict[Ke
         return -sure[plain[key].shape, layout], _PREFERENCE.index(layout)
 
     return {key: min(fits, key=functools.partial(rank, key), default=MIXED) for key, fits in found.items()}
-
-
-def _note_interactions(
-    layouts: dict[Key, Layout], changed: dict[Key, Tensor | None], samples: Sequence[int], size: int
-) -> None:
-    """Outputs in which one sample's part of one input meets another's of another input (all pairs) are in no
-    one's rows.
-    """
-    for key, where in changed.items():
-        tracked = key[2][0] == "out" and where is not None and layouts.get(key, MIXED) != MIXED
-        if not tracked or where is None or not where.numel():
-            continue
-        if not _explains(layouts[key], where, samples, size):
-            layouts[key] = MIXED
-
-
-def _rerun(
-    run: Callable[..., Any],
-    model: nn.Module,
-    changed: tuple[tuple[Any, ...], dict[str, Any]] | None,
-    expected: dict[Key, Tensor],
-    eps: float,
-) -> dict[Key, Tensor | None] | None:
-    """Where what is seen differs from what is `expected`, in a run with changed inputs; None where they
-    cannot be.
-
-    Changed integers may be no ids, no lengths, no mask of as many ones: what the model says to that is no
-    error of the user's.
-    """
-    comparison = _Comparison(expected, eps)
-    try:
-        if changed is not None:
-            run_tracked(run, model, *changed, comparison)
-        return None if changed is None else comparison.differs
-    except Exception:
-        return None
 
 
 def _of_constant(x: Tensor, size: int, eps: float) -> Layout:

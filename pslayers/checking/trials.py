@@ -159,52 +159,10 @@ class Trials:
     def look_at_parts(self, notes: list[str]) -> None:
         """Find how inputs hold the samples, so that one can be called alone, and in which dims outputs do."""
         if local.ragged is not None:
-            found = [local.ragged.owners(t) for t in self.outputs]
-            self.dims = [None if of is None else of[1] for of in found]
-            self.owners = [None if of is None else of[0] for of in found]
-            notes.append(
-                "under ps.sample_ids the rows of one sample are not taken out of the batch: whether samples"
-                " interact where autograd does not see it was not checked"
-            )
-            if not self.call.given:
-                self._check_outputs()
+            self._look_at_given_ids(notes)
             return
         first = self.twin._ps_state().settings.batch_first
-        seen: list[list[int | None]] = []
-        why: Exception | None = None
-        # takes samples in ways of its own
-        layer = type(self.twin).__module__.startswith("pslayers.") and self.twin._ps_layer
-        for loose, ranges in (
-            ()
-            if not self.size or (layer and not self.scalar)
-            else ((False, False), (False, True), (True, False))
-        ):
-            samples = Samples(self.value[0], self.value[1], self.size, first, loose, ranges)
-            if samples.dims in seen:
-                continue
-            seen.append(samples.dims)
-            if not samples.held():
-                why = why or ValueError(
-                    f"no tensor among the inputs has a row for each of the {self.size} samples"
-                )
-                continue
-            if self.value[1] is not None and samples.targets_shared():
-                raise ValueError(f"`targets` hold no tensor with a row for each of the {self.size} samples.")
-            for copies in (1, 2):  # some models and losses take no batch of one
-                try:
-                    with self.alike(self.plain):
-                        part, loss = self.call(self.plain, samples.take([0] * copies), with_loss=self.scalar)
-                    if self.scalar and (loss is None or loss.ndim):
-                        raise ValueError(
-                            f"{self.call.name} returns one loss for {self.size} samples, and another shape"
-                            " for one"
-                        )
-                except Exception as error:  # of the user's model: whatever it raises
-                    why = why or error
-                    continue
-                self.readings.append((samples, copies))
-                self.dims = self.dims or samples_dims(self.outputs, self.size, floating(part), copies)
-                break
+        why = self._read_inputs(first) if self.size else None
         if why is not None and not self.readings:
             if self.scalar and self.refused is None:
                 raise ValueError(
@@ -223,6 +181,56 @@ class Trials:
             self._check_outputs()
         elif not self.scalar and self.call.loss_fn is not None and self.readings:
             self._call_loss_of_one(notes)
+
+    def _look_at_given_ids(self, notes: list[str]) -> None:
+        found = [local.ragged.owners(t) for t in self.outputs]
+        self.dims = [None if of is None else of[1] for of in found]
+        self.owners = [None if of is None else of[0] for of in found]
+        notes.append(
+            "under ps.sample_ids the rows of one sample are not taken out of the batch: whether samples"
+            " interact where autograd does not see it was not checked"
+        )
+        if not self.call.given:
+            self._check_outputs()
+
+    def _read_inputs(self, first: bool) -> Exception | None:
+        """Try the ways in which inputs may hold the samples; what was said of the first that failed."""
+        if type(self.twin).__module__.startswith("pslayers.") and self.twin._ps_layer and not self.scalar:
+            return None  # a layer takes samples in ways of its own
+        seen: list[list[int | None]] = []
+        why: Exception | None = None
+        for loose, ranges in ((False, False), (False, True), (True, False)):
+            samples = Samples(self.value[0], self.value[1], self.size, first, loose, ranges)
+            if samples.dims in seen:
+                continue
+            seen.append(samples.dims)
+            if not samples.held():
+                why = why or ValueError(
+                    f"no tensor among the inputs has a row for each of the {self.size} samples"
+                )
+                continue
+            if self.value[1] is not None and samples.targets_shared():
+                raise ValueError(f"`targets` hold no tensor with a row for each of the {self.size} samples.")
+            for copies in (1, 2):  # some models and losses take no batch of one
+                try:
+                    part = self._first_sample(samples, copies)
+                except Exception as error:  # of the user's model: whatever it raises
+                    why = why or error
+                    continue
+                self.readings.append((samples, copies))
+                self.dims = self.dims or samples_dims(self.outputs, self.size, floating(part), copies)
+                break
+        return why
+
+    def _first_sample(self, samples: Samples, copies: int) -> Any:
+        """The outputs of so many copies of the first sample alone."""
+        with self.alike(self.plain):
+            part, loss = self.call(self.plain, samples.take([0] * copies), with_loss=self.scalar)
+        if self.scalar and (loss is None or loss.ndim):
+            raise ValueError(
+                f"{self.call.name} returns one loss for {self.size} samples, and another shape for one"
+            )
+        return part
 
     def projects(self) -> bool:
         """Whether there are outputs to take projections of."""

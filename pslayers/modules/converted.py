@@ -225,17 +225,8 @@ class Converted(_Mixin):
     def _ps_in_turn(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recorded: bool
     ) -> Any:
-        state, settings = self._ps_state(), self._ps_state().settings
-        if settings.sink is not None:
-            settings.sink.at_call()
-        ddp = torch_api.active_ddp()
-        settings.in_ddp = ddp is not None and ddp.require_backward_grad_sync
-        if settings.in_ddp and recorded and not settings.grad:
-            raise RuntimeError(
-                "DistributedDataParallel waits for plain gradients to average, which"
-                " ps.recording(model, grad=False) leaves out: call it inside of its no_sync(), or call the"
-                " model that it wraps."
-            )
+        settings = self._ps_state().settings
+        self._ps_tell_of_call(settings, recorded)
         # an ordinary tensor, by far the most, is no jagged one
         jagged = local.ragged is None and (len(args) != 1 or kwargs or type(args[0]) is not Tensor)
         if recorded and not local.again and (jagged or local.ragged is not None):
@@ -246,9 +237,9 @@ class Converted(_Mixin):
         trackable = not self._ps_layer and not recomputed
         sizes = [] if self._ps_layer else self._ps_sizes(args, kwargs)
         inventory = self._ps_inventory() if recorded else None
-        if inventory is not None and inventory.strangers and trackable and not settings.partial:
-            inventory = self._ps_adopt()
-        if recorded:
+        if inventory is not None:
+            if inventory.strangers and trackable and not settings.partial:
+                inventory = self._ps_adopt()
             self._ps_look_at_trained()
         if recomputed:  # by something else than torch's checkpoints, which would have said of which call
             size: int | None = self._ps_recomputed_size(settings)
@@ -260,22 +251,42 @@ class Converted(_Mixin):
             if not self._ps_layer and recorded and not transforming():
                 raise self._ps_no_batch(args, kwargs)
             return run(self, *args, **kwargs)
-        trackable, apart = trackable and size > 1, sharding.apart(self)
+        apart = sharding.apart(self)
         small = size == 1 or (size == 0 and not self._ps_layer)
         if small and not (apart or transforming()):
             return run_alone(self, inventory or self._ps_inventory(), args, kwargs, size, recorded)
-        kind = self._ps_kind(sizes, size) if trackable else None
+        kind = self._ps_kind(sizes, size) if trackable and size > 1 else None
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:
             raise self._ps_apart()
-        if recorded and size != state.preallocated_size:
+        if recorded and size != self._ps_state().preallocated_size:
             self._ps_make_room(size)
         if kind is not None:
             call = ModelCall(self, run, args, kwargs, size, kind)
             return call.first() if unproved else call.again()
+        return self._ps_as_told(run, args, kwargs, size, noted=recorded and not recomputed)
+
+    def _ps_tell_of_call(self, settings: Settings, recorded: bool) -> None:
+        """Tell those that wait for gradients of a call: the block that takes rows, and DDP's reducer."""
+        if settings.sink is not None:
+            settings.sink.at_call()
+        ddp = torch_api.active_ddp()
+        settings.in_ddp = ddp is not None and ddp.require_backward_grad_sync
+        if settings.in_ddp and recorded and not settings.grad:
+            raise RuntimeError(
+                "DistributedDataParallel waits for plain gradients to average, which"
+                " ps.recording(model, grad=False) leaves out: call it inside of its no_sync(), or call the"
+                " model that it wraps."
+            )
+
+    def _ps_as_told(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, noted: bool
+    ) -> Any:
+        """A call of so many samples of which nothing is left to find out."""
+        settings = self._ps_state().settings
         local.batch = batch = Batch(size, settings)
         batch.root = self
-        if recorded and not recomputed:
+        if noted:
             settings.note_forward(batch)
         try:
             if not settings.has_gathered_rows:
@@ -326,6 +337,7 @@ class Converted(_Mixin):
             del state.aside[next(iter(state.aside))]
         state.aside[state.unproved] = state.proved, state.ragged_proved, self._ps_learned()
         state.proved, state.ragged_proved, state.unproved = set(), set(), frozenset()
+        state.preallocated_size = -1  # nobody has watched what reaches those that were not trained
         for unproved, (proved, ragged, learned) in state.aside.items():
             if unproved <= frozen:
                 state.proved, state.ragged_proved, state.unproved = proved, ragged, unproved

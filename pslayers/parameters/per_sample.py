@@ -421,38 +421,52 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NoRuleError(f"`{name}` would write to a tensor that all samples share")
     if writes:
         return _written(args[0], _for_each(getattr(Tensor, op_kinds.apart(name)), args, kwargs))
-    size, names = len(own[0].each), names_of(own)
-    rows = _Rows(size, name)
+    rows = _Rows(len(own[0].each), name)
     batch = [(t, held) for t in others if (held := rows.take(t)) is not None]
     of_batch = {id(t) for t, _ in batch}
     # what all samples share gets the sum of what each has to say
     shared = [t for t in others if t.requires_grad and id(t) not in of_batch]
     one = function_of([*own, *shared, *(t for t, _ in batch)], func, args, kwargs)
-    if batch and local.stand_ins is not None:
-        local.stand_ins.meet(func, names, *(t.ndim for t in (*own, *shared)), *(t.ndim for t, _ in batch))
+    if (stand_ins := local.stand_ins if batch else None) is not None:
+        stand_ins.meet(func, names_of(own), *(t.ndim for t in (*own, *shared)), *(t.ndim for t, _ in batch))
     try:
         with torch_api.without_torch_function(), torch_api.quiet_vmap():
-            each, together = [t.each for t in own], [rows for _, rows in batch]
-            if batch and rows.batch is None and name in op_kinds.OF_SEVERAL:
-                each = [_own_rows(t, batch[0][0], size) for t in own]
-                same = same and all(one is t.each for one, t in zip(each, own, strict=True))
-            each += [t.expand(size, *t.shape) for t in shared]
-            if same and not torch_api.functions_transformed():
-                found = for_each(one, each, together)
-            else:
-                found = torch.func.vmap(one, randomness="same")(
-                    *(t.contiguous() for t in each), *(t.unflatten(0, (size, -1)) for t in together)
-                )
-                found = map_tensors(lambda t: t.flatten(0, 1), found) if batch else found
-            if batch and local.stand_ins is not None and local.stand_ins.choices is None:
-                _check(one, each, together, found, size)
+            found = _run_for_each(one, rows, own, shared, batch)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise NoRuleError(f"`{name}` cannot be run for each sample ({error})".splitlines()[0]) from error
     if not batch:
-        return map_tensors(lambda each: PerSample.of(each, same, names), found)
-    if local.stand_ins is not None:
-        local.stand_ins.slow |= names
+        return map_tensors(lambda each: PerSample.of(each, same, names_of(own)), found)
+    if stand_ins is not None:
+        stand_ins.slow |= names_of(own)
     return map_tensors(rows.back, found)
+
+
+def _run_for_each(
+    one: Callable[..., Any],
+    rows: "_Rows",
+    own: Sequence[PerSample],
+    shared: Sequence[Tensor],
+    batch: Sequence[tuple[Tensor, Tensor]],
+) -> Any:
+    """What `one`, a function of all of these, gives with the values of each sample: stacked, or where there
+    are rows of the `batch`, all rows.
+    """
+    size, together = rows.size, [held for _, held in batch]
+    each, same = [t.each for t in own], all(t.same for t in own)
+    if batch and rows.batch is None and rows.name in op_kinds.OF_SEVERAL:
+        each = [_own_rows(t, batch[0][0], size) for t in own]
+        same = same and all(one is t.each for one, t in zip(each, own, strict=True))
+    each += [t.expand(size, *t.shape) for t in shared]
+    if same and not torch_api.functions_transformed():
+        found = for_each(one, each, together)
+    else:
+        found = torch.func.vmap(one, randomness="same")(
+            *(t.contiguous() for t in each), *(t.unflatten(0, (size, -1)) for t in together)
+        )
+        found = map_tensors(lambda t: t.flatten(0, 1), found) if batch else found
+    if batch and local.stand_ins is not None and local.stand_ins.choices is None:
+        _check(one, each, together, found, size)
+    return found
 
 
 def _own_rows(t: PerSample, rows: Tensor, size: int) -> Tensor:
