@@ -88,6 +88,18 @@ class Randomness:
             self.numpy.set_state(self.state)
 
 
+def random_state() -> list[Tensor]:
+    """The state of torch's random generators."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def set_random_state(state: list[Tensor]) -> None:
+    """Put torch's random generators back to a state."""
+    torch.set_rng_state(state[0])
+    if len(state) > 1:
+        torch.cuda.set_rng_state_all(state[1:])
+
+
 class Snapshot:
     """Parameters, buffers, hooks and attributes of a model's modules, with what is in their dicts, lists and
     sets; and what it is called with.

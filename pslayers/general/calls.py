@@ -68,7 +68,8 @@ def run(
     if module.training:
         output = _laid_out(output, plan, taken)
     if plain is not None:
-        _check_plain(module, output, *plain, plan.layouts.outputs)
+        theirs, drawn = plain
+        _check_plain(module, output, theirs, drawn and not plan.draws, plan.layouts.outputs)
     if local.gathered_rows is not None and not plan.follows:
         for t, layout in zip(tensors_in(output), plan.layouts.outputs, strict=True):
             if layout in (BATCH_MAJOR, ("dim", 0)):

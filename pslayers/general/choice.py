@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import torch_api
 from ..attribution.proof import quiet_hooks, quiet_pass, separating_groups
-from ..attribution.snapshot import Snapshot, trial
+from ..attribution.snapshot import Snapshot, random_state, trial
 from ..attribution.tracking import (
     BATCH_MAJOR,
     MIXED,
@@ -88,7 +88,9 @@ def choose(
     names = frozenset(trainable_parameters(module, own=False))
     proof = proof if includes_children else _Proof(module, forward, call, layouts, names, size, True, differ)
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
-        if proved := proof.of(Plan(way, layouts, names, True, fresh=fresh, counts=proof.counts)):
+        if proved := proof.of(
+            Plan(way, layouts, names, True, fresh=fresh, counts=proof.counts, draws=proof.draws)
+        ):
             if way == "loop":
                 warnings.warn(
                     f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.",
@@ -163,8 +165,10 @@ class _Proof:
             before = Snapshot(module)
             args, kwargs = cloned(call)
             given = {id(t) for t in tensors_in((args, kwargs))}
+            random = random_state()
             with coarsest:
                 output = forward(module, *args, **kwargs)
+            self.draws = not all(map(torch.equal, random, random_state()))
             self.plain = self._outputs(output, (args, kwargs), given)
             self.orders = tuple(map(filled_order, tensors_of(output)))
             self.counts = before.differs()

@@ -37,7 +37,7 @@ class Plan:
     parameters that reach but outputs in which samples interact, or none. `others`: those that are left to a
     layer below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps,
     which vmap and the loop do not. `orders`: in which order the dims of what the plain module returns lie in
-    memory.
+    memory. `draws`: it draws random numbers, of which samples are given theirs.
     """
 
     way: str
@@ -53,6 +53,7 @@ class Plan:
     fast: frozenset[str] = frozenset()
     counts: bool = False
     orders: tuple[tuple[int, ...] | None, ...] = ()
+    draws: bool = False
 
     def after(self, other: "Plan | None") -> "Plan":
         """The same, with what was proved of an earlier path of the forward, if that is run in this way."""

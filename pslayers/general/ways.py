@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import torch_api
 from ..attribution.gathered import following, without_gathered_rows
-from ..attribution.snapshot import unchanged
+from ..attribution.snapshot import Randomness, random_state, set_random_state, trial, unchanged
 from ..attribution.tracking import (
     BATCH_MAJOR,
     MIXED,
@@ -23,11 +23,13 @@ from ..attribution.tracking import (
 )
 from ..core.context import Batch, by_original_layers, in_place_of, local, places_of, transforming
 from ..core.converted_module import ConvertedModule
-from ..core.trees import assign, map_tensors, tensors_in, tensors_of, written_to
+from ..core.expansion import of_one
+from ..core.trees import assign, cloned, map_tensors, tensors_in, tensors_of, written_to
 from ..parameters.kept import kept
 from ..parameters.op_dispatch import Redirect
 from ..parameters.per_sample import NoRuleError, PerSample, Standing
 from ..parameters.standing import standing_in
+from .draws import Drawing, Drawn
 from .plan import Call, Forward, Plan
 
 
@@ -90,20 +92,27 @@ def run_by(
         return (*tensors_of(output), *written)
 
     both = (*plan.layouts.outputs, *plan.layouts.written)
+    draws, after = _draws(module, forward, call, weights) if plan.draws else ([], None)
     if plan.way == "vmap":
         # which transforms do not go into
-        with torch_api.quiet_vmap(), torch_api.reentrant_checkpoints("straight"):
+        as_drawn = Drawn(draws, size, None) if plan.draws else nullcontext()
+        with torch_api.quiet_vmap(), torch_api.reentrant_checkpoints("straight"), as_drawn:
             outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
     else:
         own = [
             dict(zip(weights, each, strict=True))
             for each in zip(*(w.unbind() for w in weights.values()), strict=True)
         ]
-        each = [
-            one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True)))
-            for i in range(size)
-        ]
+        each, others = [], Randomness()
+        for i in range(size):
+            others.restore()  # a coin that is tossed for the batch falls alike for each
+            with Drawn(draws, size, i) if plan.draws else nullcontext():
+                each.append(
+                    one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True)))
+                )
         outputs = tuple(zip(*each, strict=True))  # type: ignore[arg-type]
+    if after is not None:
+        set_random_state(after)
     if standing is not None:
         standing.slow |= {
             name for name, w in weights.items() if plan.way == "loop" or w.data_ptr() not in redirect.weights
@@ -122,6 +131,18 @@ def run_by(
     assign(call, taken, real)
     whole = iter(together)
     return map_tensors(lambda _: next(whole), output)
+
+
+def _draws(
+    module: ConvertedModule, forward: Forward, call: Call, weights: dict[str, Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The random numbers that a call draws for the batch, and the state of the generators after it."""
+    args, kwargs = cloned(call)
+    first = {name: of_one(w.detach()) for name, w in weights.items()}
+    with trial(module), by_original_layers(), without_gathered_rows():
+        with in_place_of(places_of(module, first, tied=True)), Drawing() as drawing:
+            forward(module, *args, **kwargs)
+        return drawing.draws, random_state()
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

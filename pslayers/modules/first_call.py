@@ -31,7 +31,15 @@ from ..attribution.proof import (
     quiet_hooks,
     rows_agree,
 )
-from ..attribution.snapshot import Randomness, Snapshot, gradients_unchanged, trial, unchanged
+from ..attribution.snapshot import (
+    Randomness,
+    Snapshot,
+    gradients_unchanged,
+    random_state,
+    set_random_state,
+    trial,
+    unchanged,
+)
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local
@@ -512,18 +520,6 @@ def made_of(output: Any) -> Any:
     if isinstance(output, (tuple, list)):
         return [made_of(value) for value in output]
     return {k: made_of(v) for k, v in output.items()} if isinstance(output, dict) else output
-
-
-def random_state() -> list[Tensor]:
-    """The state of torch's random generators."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
-
-
-def set_random_state(state: list[Tensor]) -> None:
-    """Put torch's random generators back to a state."""
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.cuda.set_rng_state_all(state[1:])
 
 
 def _keep(t: Tensor) -> Tensor:

@@ -6,11 +6,10 @@ from typing import Any
 from .. import general
 from ..attribution.proof import past_expansions, quiet_hooks
 from ..attribution.ragged import RaggedCall
-from ..attribution.snapshot import Randomness, Snapshot, trial
+from ..attribution.snapshot import Randomness, Snapshot, random_state, set_random_state, trial
 from ..core import sharding
 from ..core.context import Batch, local, transforming
 from .batch_of_one import run_alone
-from .first_call import random_state, set_random_state
 
 
 def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
