@@ -3,13 +3,10 @@ clearing.
 """
 
 import copy
-import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from numbers import Real
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import RLock
 from typing import Any
 
@@ -17,25 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_api
-from .attribution.proof import disagreement, in_reentrant_checkpoint
-from .attribution.snapshot import trial
-from .attribution.tracking import without_dropout
+from .attribution.proof import in_reentrant_checkpoint
+from .chunks import Chunks, bar
 from .convert import (
     ConversionError,
-    arguments,
     convert_model,
     restore_model,
     settings_of,
 )
-from .core.context import Settings, clear, local, recorded_or_not
-from .core.context import changed as changed_here
-from .core.sharding import is_shard
+from .core.context import Settings, clear, recorded_or_not
 from .core.sinks import Sink, Streaming
-from .core.trees import map_tensors, tensors_in, tensors_of, trainable_parameters
+from .core.trees import trainable_parameters
 from .modules.converted import Converted, State
 
 ACCUMULATION = ("replace", "append", "add")
-MANY = 5  # tensors, of which any may be what samples share
 # what DistributedDataParallel and torch.compile put before names of parameters
 WRAPPERS = r"^((module|_orig_mod)\.)+"
 _CONVERTING = RLock()  # of threads that convert a model for one call alone
@@ -263,9 +255,9 @@ def per_sample_grads(
         inputs: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
         targets: what else the loss takes.
         chunk_size: samples a pass, which bounds the memory of activations; None takes all at once. Tensors
-            whose batch dim has the size of the batch are split, and lists with an item for each sample;
-            others go to each chunk whole, and so do those of which each sample needs the whole (a mask of as
-            many steps, weights of as many classes), as a trial on three samples tells.
+            that hold the batch are split, with one row a sample or some, and lists with an item for each
+            sample; those of which each sample needs the whole go to each chunk so (a mask of as many steps,
+            weights of as many classes): a trial on three samples tells.
         memory_budget: bytes that a pass may take beside the result: what its graph saves, and its rows. The
             chunk size is chosen for it, at least one sample, by what the first two samples take.
         create_graph: keep the graph, so that the result can be differentiated again.
@@ -289,7 +281,7 @@ def per_sample_grads(
 
 
 def _in_chunks(
-    model: Converted, loss_fn: Callable[..., Tensor], chunks: "Chunks", create_graph: bool, progress: bool
+    model: Converted, loss_fn: Callable[..., Tensor], chunks: Chunks, create_graph: bool, progress: bool
 ) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     size, every = chunks.size, settings_of(model)  # type: ignore[arg-type]
@@ -381,164 +373,6 @@ class Learned:
 _LEARNED: "weakref.WeakKeyDictionary[nn.Module, Learned]" = weakref.WeakKeyDictionary()
 
 
-class Chunks:
-    """What a model is called with, some samples at a time.
-
-    Args:
-        model: a converted one.
-        inputs: a tensor, a tuple of positional or a dict of keyword arguments.
-        targets: what else is split.
-        chunk_size: samples a chunk, or None.
-        memory_budget: bytes that one may take, by what `made` makes of the model's output, or None.
-        made: ``made(output, *targets)``, whose graph counts.
-
-    Raises:
-        ValueError: the model's parameters are sharded; `chunk_size` or `memory_budget` is not positive, both
-            are given, or one of them under `ps.sample_ids`; the batch size is unknown.
-    """
-
-    def __init__(
-        self,
-        model: Converted,
-        inputs: Any,
-        targets: tuple[Any, ...] = (),
-        chunk_size: int | None = None,
-        memory_budget: int | None = None,
-        made: Callable[..., Tensor] = lambda output: output,
-    ) -> None:
-        for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
-            if value is not None and not (isinstance(value, Real) and value >= 1 and value % 1 == 0):
-                raise ValueError(f"`{name}` must be a whole number, at least 1, or None; got {value!r}.")
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError(
-                "There are no gradients inside of torch.inference_mode(): leave it for this call (under"
-                " torch.no_grad() it works)."
-            )
-        if chunk_size is not None and memory_budget is not None:
-            raise ValueError(
-                "`chunk_size` and `memory_budget` both say how many samples go into a pass: give one of them."
-            )
-        if any(is_shard(p) for p in trainable_parameters(model).values()):
-            raise ValueError(
-                "parameters are sharded (fully_shard): call loss.backward(), of several outputs for each, and"
-                " read `grad_sample` after it."
-            )
-        args, kwargs = arguments(inputs)
-        ragged = local.ragged
-        if ragged is not None and (chunk_size is not None or memory_budget is not None):
-            raise ValueError(
-                "Under ps.sample_ids a batch is not split: leave chunk_size and memory_budget away."
-            )
-        size = local.explicit if ragged is None else ragged.size
-        if size is None:
-            size = model._ps_batch_size(args, kwargs)
-        if size is None:
-            raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
-        self.model, self.made = model, made
-        self.values, self.size = (args, kwargs, targets), size
-        self.dim = 0 if model._ps_state().settings.batch_first else 1
-        self.shared: set[int] = set()  # ids of tensors that are as long as the batch by chance
-        step = int(chunk_size or max(size, 1))
-        if size > 1 and (step < size or memory_budget is not None):
-            if not all(isinstance(t, Tensor) for t in tensors_in(self.values)):
-                raise ValueError(
-                    "packed sequences cannot be split: leave `chunk_size` at None, or pack each chunk."
-                )
-            self._find_shared()
-            if memory_budget is not None:
-                step = max(int(memory_budget) // _bytes_of_a_sample(model, made, self.part(0, 2)), 1)
-        self.spans = [(start, min(start + step, size)) for start in range(0, max(size, 1), step)]
-
-    def part(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-        """The arguments, keyword arguments and targets of some samples."""
-        if stop - start == self.size:
-            return self.values
-        return self._split(range(start, stop), self.shared)
-
-    def told(self, count: int) -> AbstractContextManager[None]:
-        """Around a call of so many of them, where `batch_size` tells how many there are."""
-        return changed_here(explicit=count) if local.explicit == self.size else nullcontext()
-
-    def _split(self, samples: Sequence[int], shared: AbstractSet[int]) -> Any:
-        """Of tensors that hold the batch, and lists with an item for each sample, these samples' parts; of a
-        range, views.
-        """
-
-        def part(t: Tensor) -> Tensor:
-            if id(t) in shared or (dim := self._dim(t)) is None:
-                return t
-            if isinstance(samples, range):
-                return t.narrow(dim, samples.start, len(samples))
-            return t.index_select(dim, torch.tensor(samples, device=t.device))
-
-        def parts(value: Any, target: bool) -> Any:
-            # of inputs, as many as the samples, each may hold all of these
-            if (isinstance(value, list) and len(value) == self.size) and (
-                target or not all(self._dim(t) is not None for t in tensors_of(value))
-            ):
-                return [value[i] for i in samples]
-            if type(value) in (list, tuple):
-                return type(value)([parts(v, target) for v in value])
-            if type(value) is dict:
-                return {name: parts(v, target) for name, v in value.items()}
-            return map_tensors(part, value)
-
-        return tuple(parts(value, n == 2) for n, value in enumerate(self.values))
-
-    def _dim(self, t: Tensor) -> int | None:
-        """The dim of a tensor that may hold the batch."""
-        dims = (1, 0) if self.dim else (0,)
-        return next((dim for dim in dims if t.ndim > dim and t.shape[dim] == self.size), None)
-
-    def _find_shared(self) -> None:
-        """Note tensors of which all samples need the whole, though they are as long as the batch: a mask of T
-        steps, T == B, or weights of C classes, C == B. With a part of one, a sample alone comes out otherwise
-        than among others, in another order, or cannot be computed. Integers, one a sample, are labels.
-        """
-        labels = {id(t) for t in tensors_of(self.values[2]) if t.ndim == 1 and not t.is_floating_point()}
-        long = dict.fromkeys(id(t) for t in tensors_of(self.values) if self._dim(t) is not None)
-        others = [t for t in list(long)[1:] if t not in labels]
-        counts = range(len(others) + 1) if len(others) <= MANY else sorted({0, 1, 2, len(others)})
-        choices = [set(shared) for n in counts for shared in itertools.combinations(others, n)]
-        for agree in (True, False) if others else ():  # losses that are no means of the samples' never do
-            for shared in choices:
-                with suppress(Exception):
-                    if self._tried(shared) or not agree:
-                        self.shared = shared
-                        return
-
-    def _tried(self, shared: AbstractSet[int]) -> bool:
-        """Whether some samples come out alone as they do together, in another order, in runs that leave no
-        trace; an error where they cannot be computed so.
-        """
-        count = min(self.size, 3)
-        order = [count - 1, *range(count - 1)]
-
-        def run(samples: list[int]) -> list[Tensor]:
-            args, kwargs, targets = self._split(samples, shared)
-            with trial(self.model), torch.no_grad(), recording(self.model, False):  # type: ignore[arg-type]
-                return tensors_of(self.made(self.model(*args, **kwargs), *targets))  # type: ignore[operator]
-
-        mean = self.model._ps_state().settings.loss_reduction == "mean"
-        compute = without_dropout(run)
-        together, alone = compute(order), [compute([i]) for i in order]
-        compared = False
-        for t, *each in zip(together, *alone, strict=True):
-            if t.numel() == 1:
-                total = torch.stack([one.reshape(()) for one in each]).sum()
-                expected, found = (total / count if mean else total), t.reshape(())
-            else:
-                dims = [d for d in (self.dim, 0) if t.ndim > d and t.shape[d] == count]
-                dims = [d for d in dims if all(one.shape[d] == 1 for one in each)]
-                if not dims:
-                    continue
-                expected, found = torch.cat(each, dims[0]), t
-            if disagreement(found, expected):
-                return False
-            compared = True
-        return compared
-
-
 def _one_pass(
     model: Converted,
     loss_fn: Callable[..., Tensor],
@@ -624,37 +458,3 @@ def without_rows(name: str) -> ValueError:
         f"`{name}` has a gradient, but none per sample: its module is not converted (see ps.report(model)),"
         " or a torch.autograd.Function was given it, as by odeint_adjoint: take odeint."
     )
-
-
-def _bytes_of_a_sample(model: Converted, loss_fn: Callable[..., Tensor], two: Any) -> int:
-    """What a pass takes for each sample: tensors saved for the backward pass, and rows; measured on two."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, int] = {}
-
-    def see(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    args, kwargs, targets = two
-    with (
-        trial(model),  # type: ignore[arg-type]
-        torch.autograd.graph.saved_tensors_hooks(see, lambda t: t),
-        torch.enable_grad(),
-    ):
-        graph = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
-    rows = sum(p.numel() * p.element_size() for p in trainable_parameters(model).values())
-    del graph
-    return max(sum(saved.values()) // 2 + rows, 1)
-
-
-def bar(steps: Sequence[Any], progress: bool) -> Any:
-    """The steps, with a bar on request."""
-    if not progress:
-        return steps
-    try:
-        from tqdm.auto import tqdm
-    except ImportError as error:
-        raise ImportError("progress=True needs tqdm: pip install tqdm.") from error
-    return tqdm(steps, desc="per-sample gradients", unit="chunk")

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from .attribution.snapshot import gradients_unchanged
+from .chunks import Chunks, bar
 from .convert import settings_of
 from .core.factors import Factor, added
 from .core.sinks import Streaming
 from .core.trees import map_tensors, tensors_of, trainable_parameters
 from .factored import FactoredGrads, computing, factored
-from .gradients import Chunks, bar, changed, converted, going_to, recording, without_rows
+from .gradients import changed, converted, going_to, recording, without_rows
 from .modules.converted import Converted
 
 KERNELS = ("full", "trace", "diagonal")

@@ -780,6 +780,58 @@ def test_the_number_of_samples_is_said_where_the_first_input_does_not_hold_them(
     torch.testing.assert_close(found, whole)
 
 
+class Ranker(nn.Module):
+    """Scores some candidates for each query (B, 4), the candidates (k * B, 3) of all queries in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.candidate, self.state = nn.Linear(4, 5), nn.Linear(3, 5), nn.GRU(5, 5, 2)
+
+    def forward(self, q: Tensor, c: Tensor, state: Tensor, table: Tensor) -> Tensor:
+        q = self.state(self.query(q)[None], state)[0][0]
+        each = self.candidate(c).view(len(q), -1, 5)
+        return torch.einsum("bd,bkd->bk", q, each + table.mean(0))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3])
+@pytest.mark.parametrize("n", [4, 6])
+def test_chunks_of_inputs_with_several_rows_a_sample(n: int, chunk_size: int) -> None:
+    """And of states (layers, B, H); a table has as many rows by chance."""
+    torch.manual_seed(0)
+    model = Ranker().double()
+    q, c, table, state = (
+        torch.randn(*s, dtype=torch.float64) for s in ((n, 4), (2 * n, 3), (12, 5), (2, n, 5))
+    )
+    expected = oracle.true_rows(
+        lambda i: model(q[i : i + 1], c[2 * i : 2 * i + 2], state[:, i : i + 1], table).square().sum(),
+        model,
+        n,
+    )
+
+    def losses(scores: Tensor) -> Tensor:
+        return scores.square().sum(1)
+
+    found = ps.per_sample_grads(model, losses, (q, c, state, table), chunk_size=chunk_size)
+    torch.testing.assert_close(found, expected)
+    each = ps.per_sample_jacobians(model, (q, c, state, table), chunk_size=chunk_size)
+    whole = ps.per_sample_jacobians(model, (q, c, state, table))
+    torch.testing.assert_close(each, whole)
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": 3}, {"chunk_size": 1}, {"memory_budget": 400}])
+def test_chunks_of_batches_whose_size_is_told(options: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(0, 2, (8,))
+    expected = oracle.true_rows(
+        lambda i: F.cross_entropy(model(x[2 * i : 2 * i + 2]), y[2 * i : 2 * i + 2]), model, 4
+    )
+    with ps.batch_size(4):
+        torch.testing.assert_close(ps.per_sample_grads(model, F.cross_entropy, x, y, **options), expected)
+    with ps.batch_size(3), pytest.raises(ValueError, match="no tensor with rows for each of the 3 samples"):
+        ps.per_sample_grads(model, F.cross_entropy, x, y, chunk_size=1)
+
+
 def test_one_sample_whose_first_input_is_empty() -> None:
     class OfBags(nn.Module):
         def __init__(self) -> None:

@@ -26,6 +26,7 @@ ROOMS = [
 DOORS = [
     ["reports"],
     ["convert", "replace"],
+    ["chunks"],
     ["gradients"],
     ["factored"],
     ["jacobians"],

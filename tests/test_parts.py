@@ -248,6 +248,57 @@ def test_parameters_that_are_trained_later(backend: str | None, frozen_before: s
                 torch.testing.assert_close(clip.norms, flat(expected).norm(dim=1))
 
 
+class Headed(nn.Module):
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())  # type: ignore[no-any-return]
+
+
+def test_batches_of_one_of_models_that_share_a_part() -> None:
+    """After each, the rows of the next batch are there."""
+    torch.manual_seed(0)
+    body = nn.Linear(4, 3)
+    models = [Headed(body, nn.Linear(3, n)).double() for n in (2, 1)]
+    plain = copy.deepcopy(models)
+    for model in models:
+        ps.convert_model(model)
+    for n in (4, 1, 6, 1, 1, 3, 1, 2):
+        for model, ours in zip(plain, models, strict=True):
+            x = torch.randn(n, 4, dtype=torch.float64)
+            ours.zero_grad()
+            squares(ours(x)).mean().backward()
+            assert_rows(ours, loop(model, square, (x,)))
+
+
+class OfContext(nn.Module):
+    """Attention over a prompt that is learned, which no sample reaches (Zhou et al., 2022)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt, self.image = nn.Parameter(torch.randn(3, 2, 4)), nn.Linear(6, 4)
+        self.text = nn.MultiheadAttention(4, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        text, _ = self.text(self.prompt, self.prompt, self.prompt)
+        return self.image(x) @ text[:, -1].t()
+
+
+def test_a_layer_of_a_parameter_alone_that_is_trained_later() -> None:
+    torch.manual_seed(0)
+    model = OfContext().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for trained, n in ((False, 4), (True, 3), (True, 1), (False, 5), (True, 5)):
+        for net in (model, ours):
+            net.text.requires_grad_(trained)
+        x = torch.randn(n, 6, dtype=torch.float64)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_rows(ours, loop(model, square, (x,)))
+
+
 class Mean(nn.Module):
     """Samples interact behind a first layer."""
 

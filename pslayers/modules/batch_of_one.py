@@ -99,21 +99,17 @@ class Trained:
         """Aliases of the parameters for a call, by `op`, in their places.
 
         Parameters with hooks of the user's have a node each: a pass that does not reach one does not call its
-        hooks.
+        hooks; and so have those of parts that were converted apart: an op's recorders agree on the settings.
         """
-        recorders, params, task = self.recorders, self.params, torch_api.outer_pass()
-        hooked = [i for i, p in enumerate(params) if has_hooks(p)]
-        if not hooked:
-            aliases = op.apply(recorders, task, recorders[0].leaf, *params)
-        else:
-            aliases = [None] * len(params)
-            together = [i for i in range(len(params)) if i not in hooked]
-            for group in (*([i] for i in hooked), *([together] if together else [])):
-                chosen = [recorders[i] for i in group]
-                for i, alias in zip(
-                    group, op.apply(chosen, task, chosen[0].leaf, *(params[i] for i in group)), strict=True
-                ):
-                    aliases[i] = alias
+        task, groups = torch_api.outer_pass(), dict[int, list[int]]()
+        for i, (recorder, param) in enumerate(zip(self.recorders, self.params, strict=True)):
+            groups.setdefault(id(param if has_hooks(param) else recorder.settings), []).append(i)
+        aliases: list[Any] = [None] * len(self.params)
+        for group in groups.values():
+            chosen = [self.recorders[i] for i in group]
+            made = op.apply(chosen, task, chosen[0].leaf, *(self.params[i] for i in group))
+            for i, alias in zip(group, made, strict=True):
+                aliases[i] = alias
         return [(held, name, aliases[at]) for held, name, _, at in self.places]
 
     def holds(self) -> bool:

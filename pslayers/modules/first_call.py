@@ -254,8 +254,9 @@ class ModelCall:
                 return output if before is None or self._verified(batch, output) else UNDECIDED
         except Exception:
             # what follows a layer that could not tell is run anyhow; a weight that was given for each sample
-            # may be used past its layer, where that is not known yet
-            if not batch.undecided and not (proving and model._ps_given()):
+            # may be used past its layer, where that is not known yet; what was learned may be of other
+            # trained parameters
+            if not batch.undecided and not (proving and (model._ps_given() or self.state.aside)):
                 raise
             return UNDECIDED
         finally:
