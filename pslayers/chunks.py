@@ -18,6 +18,7 @@ from .convert import arguments, settings_of
 from .core.context import changed, local, recorded_or_not
 from .core.sharding import is_shard
 from .core.trees import map_tensors, tensors_in, tensors_of, trainable_parameters
+from .modules.container import PSContainer
 from .modules.converted import Converted
 
 MANY = 5  # ways besides the usual one in which tensors may hold the batch, of which any may go together
@@ -73,7 +74,7 @@ class Chunks:
             )
         size = local.explicit if ragged is None else ragged.size
         if size is None:
-            size = model._ps_batch_size(args, kwargs)
+            size = model._ps_size(PSContainer._ps_run, args, kwargs, model._ps_sizes(args, kwargs), look=True)
         if size is None:
             raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
         self.model, self.made = model, made

@@ -611,6 +611,13 @@ def _once_only(why: str) -> RuntimeError:
 
 
 def _check_whole(model: nn.Module, every: list[Settings]) -> None:
+    """An error where some parameters would not be weighed, or not by what the loss multiplies samples by."""
+    if len({settings.loss_reduction for settings in every}) > 1:
+        raise ValueError(
+            "Parts of the model were converted with a loss_reduction of their own, so it cannot be told by"
+            " what its loss multiplies each sample's: convert them with the one that the loss has,"
+            " ps.convert_model(part, loss_reduction=...)."
+        )
     # a converted model converts what was put into it since
     whole = isinstance(model, Converted) and not any(settings.partial for settings in every)
     if not whole and (left := Inventory(model, "", 0).unrecorded()):

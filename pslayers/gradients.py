@@ -415,12 +415,6 @@ def _one_pass(
     for p in params.values():
         if (recorder := p.__dict__.get("_ps_recorder")) is not None:
             recorder.checked = True  # as a pass does that brings plain gradients: uses are counted anew
-    for name, grad in found.items():
-        if grad is not None and len(grad) != size:
-            raise ValueError(
-                f"`{name}` was called for {len(grad)} samples, where the first input holds {size}: say"
-                " how many there are, `with ps.batch_size(n):`, or give first what has a row for each sample."
-            )
     if size == 1:  # the sum is the one row
         found = {name: None if total is None else total.unsqueeze(0) for name, total in sums.items()}
     for name, total in sums.items():

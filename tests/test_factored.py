@@ -972,6 +972,22 @@ def test_uses_of_one_kind_are_one_factor() -> None:
     assert {name: len(grad.factor.parts) for name, grad in grads.items()} == dict.fromkeys(grads, 1)
 
 
+def test_parts_with_a_reduction_of_their_own() -> None:
+    model = ps.convert_model(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double())
+    ps.convert_model(model[2], loss_reduction="sum")
+    x = torch.randn(5, 4, dtype=torch.float64)
+    for block in (ps.clipping(model, 1.0), ps.reweighting(model, lambda grads: grads.norms())):
+        with pytest.raises(ValueError, match="with a loss_reduction of their own"), block:
+            pass
+    ps.convert_model(model[2])
+    expected = flat(loop(model, square, (x,)))
+    with ps.clipping(model, 0.1) as clip:
+        squares(model(x)).mean().backward()
+    torch.testing.assert_close(clip.norms, expected.norm(dim=1))
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(found, (expected * (0.1 / clip.norms).clamp(max=1)[:, None]).mean(0))
+
+
 def test_threads_with_a_model_each() -> None:
     def clip(seed: int) -> None:
         torch.manual_seed(seed)

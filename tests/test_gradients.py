@@ -758,17 +758,19 @@ class AtTimes(nn.Module):
         return self.l(x.unsqueeze(1) * self.ids(times).cos())
 
 
-def test_the_number_of_samples_is_said_where_the_first_input_does_not_hold_them() -> None:
+def test_the_number_of_samples_where_the_first_input_does_not_hold_them() -> None:
     model, times, x = AtTimes().double(), torch.tensor([0, 2, 4, 1]), torch.randn(3, 3).double()
     expected = oracle.true_rows(lambda i: model(times, x[i : i + 1]).square().sum(), model, 3)
 
     def losses(y: Tensor) -> Tensor:
         return y.square().sum((1, 2))
 
-    with pytest.raises(ValueError, match=r"called for 3 samples, where the first input holds 4"):
-        ps.per_sample_grads(copy.deepcopy(model), lambda y: losses(y).mean(), (times, x))
-    with pytest.raises(ValueError, match=r"losses of 4 samples, as many as .* ps\.batch_size"):
-        ps.per_sample_grads(model, losses, (times, x))
+    for loss in (losses, lambda y: losses(y).mean()):  # found out by the outputs, in the first call
+        torch.testing.assert_close(ps.per_sample_grads(copy.deepcopy(model), loss, (times, x)), expected)
+    one = ps.per_sample_grads(copy.deepcopy(model), losses, (times, x[:1]))
+    torch.testing.assert_close(one, {name: rows[:1] for name, rows in expected.items()})
+    with pytest.raises(ValueError, match=r"losses of 3 samples, as many as .* ps\.batch_size"):
+        ps.per_sample_grads(model, lambda y: losses(y)[:2], (times, x))
     with ps.batch_size(3):  # and nothing is left of these
         for loss in (losses, lambda y: losses(y).mean()):
             torch.testing.assert_close(ps.per_sample_grads(model, loss, (times, x)), expected)
@@ -845,11 +847,12 @@ def test_one_sample_whose_first_input_is_empty() -> None:
         return y.square().sum(1)
 
     model, none = OfBags().double(), torch.zeros(0, dtype=torch.long)
+    for told in (nullcontext(), ps.batch_size(1)):
+        with told:
+            found = ps.per_sample_grads(model, losses, (none, torch.tensor([0])))
+        assert torch.equal(found["bags.weight"], torch.zeros(1, 5, 3).double())
     with pytest.raises(ValueError, match=r"shape \(1,\): .* losses of 0 samples, .* ps\.batch_size"):
-        ps.per_sample_grads(model, losses, (none, torch.tensor([0])))
-    with ps.batch_size(1):
-        found = ps.per_sample_grads(model, losses, (none, torch.tensor([0])))
-    assert torch.equal(found["bags.weight"], torch.zeros(1, 5, 3).double())
+        ps.per_sample_grads(nn.Linear(2, 2), lambda y: y.new_ones(1), torch.zeros(0, 2))
 
 
 def test_parts_that_were_converted_apart() -> None:

@@ -72,6 +72,21 @@ def choose(
         proof = _Proof(module, forward, call, layouts, names, size, includes_children, differ)
     except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller
         raise NoWayError(f"it cannot be called by itself again ({type(error).__name__}: {error})") from error
+    try:
+        return _fastest(proof, layouts, names, picks)
+    except NoWayError as error:
+        problem = error
+    for more in _other_layouts(call, proof.plain, layouts, size):
+        try:
+            return choose(module, forward, call, more, size, includes_children, picks, differ)
+        except NoWayError as error:
+            problem = error
+    raise problem
+
+
+def _fastest(proof: "_Proof", layouts: Layouts, names: frozenset[str], picks: bool) -> Plan:
+    """The fastest way that is proved right for these layouts."""
+    includes_children, module = proof.includes_children, proof.module
     others = frozenset[str]() if includes_children else proof.of_layers()
     for idle in (frozenset[str](), *proof.idle()):
         for follows in (True,) if includes_children or picks else (False, True):
@@ -86,39 +101,35 @@ def choose(
         # each run would be of the whole batch, and their mean the same, whoever's the rows were
         raise NoWayError("nothing that it is given holds a row for each sample: give it tensors that do")
     names = frozenset(trainable_parameters(module, own=False))
-    proof = proof if includes_children else _Proof(module, forward, call, layouts, names, size, True, differ)
+    if not includes_children:
+        proof = _Proof(module, proof.forward, proof.call, layouts, names, proof.size, True, proof.differ)
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
-        if proved := proof.of(
-            Plan(way, layouts, names, True, fresh=fresh, counts=proof.counts, draws=proof.draws)
-        ):
+        plan = Plan(way, layouts, names, True, fresh=fresh, counts=proof.counts, draws=proof.draws)
+        if proved := proof.of(plan):
             if way == "loop":
                 warnings.warn(
                     f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.",
                     stacklevel=2,
                 )
             return proved
-    problem = NoWayError(proof.problem)
-    for more in _other_layouts(call, proof.plain, layouts, size):
-        try:
-            return choose(module, forward, call, more, size, includes_children, picks, differ)
-        except NoWayError as error:
-            problem = error
-    raise problem
+    raise NoWayError(proof.problem)
 
 
 def _other_layouts(call: Call, returned: Sequence[Tensor], layouts: Layouts, size: int) -> Iterator[Layouts]:
     """Those with the batch in what seemed to be shared, and has room for it: in masks, which are not changed
-    to see where they lead, as in another input or in another way; and in outputs whose values stay the same,
-    as the log-probability of what was drawn, whatever their gradients are.
+    to see where they lead, and in numbers of which others may be no lengths or no ids, as in another input or
+    in another way; and in outputs whose values stay the same, as the log-probability of what was drawn,
+    whatever their gradients are.
     """
     pairs = list(zip(tensors_in(call), layouts.inputs, strict=True))
 
     def with_room(t: Any, known: Layout, layout: Layout) -> Layout:
-        return layout if known == TABLE and layout in candidates(t, size) else known
+        open_ = known == TABLE or (known == MIXED and layout[0] == "dim")  # of which nothing was told
+        return layout if open_ and layout in candidates(t, size) else known
 
     for layout in dict.fromkeys((*layouts.inputs, ("dim", 0), ("dim", 1), BATCH_MAJOR, TIME_MAJOR)):
-        is_mask = (isinstance(t, Tensor) and t.dtype == torch.bool for t, _ in pairs)
-        inputs = [with_room(*p, layout) if mask else p[1] for p, mask in zip(pairs, is_mask, strict=True)]
+        exact = (isinstance(t, Tensor) and not (t.is_floating_point() or t.is_complex()) for t, _ in pairs)
+        inputs = [with_room(*p, layout) if whole else p[1] for p, whole in zip(pairs, exact, strict=True)]
         if (found := layouts._replace(inputs=tuple(inputs))) != layouts:
             yield found
     pairs = list(zip(returned, layouts.outputs, strict=False))
