@@ -117,19 +117,17 @@ def _fastest(proof: "_Proof", layouts: Layouts, names: frozenset[str], picks: bo
 
 def _other_layouts(call: Call, returned: Sequence[Tensor], layouts: Layouts, size: int) -> Iterator[Layouts]:
     """Those with the batch in what seemed to be shared, and has room for it: in masks, which are not changed
-    to see where they lead, and in numbers of which others may be no lengths or no ids, as in another input or
-    in another way; and in outputs whose values stay the same, as the log-probability of what was drawn,
-    whatever their gradients are.
+    to see where they lead, as in another input or in another way; and in outputs whose values stay the same,
+    as the log-probability of what was drawn, whatever their gradients are.
     """
     pairs = list(zip(tensors_in(call), layouts.inputs, strict=True))
 
     def with_room(t: Any, known: Layout, layout: Layout) -> Layout:
-        open_ = known == TABLE or (known == MIXED and layout[0] == "dim")  # of which nothing was told
-        return layout if open_ and layout in candidates(t, size) else known
+        return layout if known == TABLE and layout in candidates(t, size) else known
 
     for layout in dict.fromkeys((*layouts.inputs, ("dim", 0), ("dim", 1), BATCH_MAJOR, TIME_MAJOR)):
-        exact = (isinstance(t, Tensor) and not (t.is_floating_point() or t.is_complex()) for t, _ in pairs)
-        inputs = [with_room(*p, layout) if whole else p[1] for p, whole in zip(pairs, exact, strict=True)]
+        is_mask = (isinstance(t, Tensor) and t.dtype == torch.bool for t, _ in pairs)
+        inputs = [with_room(*p, layout) if mask else p[1] for p, mask in zip(pairs, is_mask, strict=True)]
         if (found := layouts._replace(inputs=tuple(inputs))) != layouts:
             yield found
     pairs = list(zip(returned, layouts.outputs, strict=False))

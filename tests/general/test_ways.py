@@ -726,26 +726,3 @@ def test_what_reached_nothing_is_free_outside_of_recording() -> None:
         ours(x, True).sum().backward()
         ours.part.bias.square().sum().backward()
     torch.testing.assert_close(ours.part.bias.grad, 3 + 2 * ours.part.bias.detach())
-
-
-class Emissions(nn.Module):
-    """Scores of states at the last of some steps; of the first batch only the first step counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = nn.Parameter(torch.randn(4, 6))
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        steps = torch.stack([self.scores[:, x[:, t]].T for t in range(x.shape[1])], 1)
-        return steps.logsumexp(2).gather(1, lengths[:, None] - 1).squeeze(1)
-
-
-def test_lengths_of_which_others_are_none() -> None:
-    torch.manual_seed(0)
-    model = Emissions().double()
-    ours = ps.convert_model(copy.deepcopy(model))
-    for lengths in (torch.tensor([1, 1, 1]), torch.tensor([1, 2, 1, 2, 2])):
-        x = torch.randint(0, 6, (len(lengths), 2))
-        ours.zero_grad()
-        ours(x, lengths).mean().backward()
-        assert_rows(ours, loop(model, lambda y, i: y.sum(), (x, lengths)))
