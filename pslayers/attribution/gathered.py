@@ -277,12 +277,13 @@ class GatheredRows(TorchFunctionMode):
         return owners is not None and owners.sample_ids is not None and not owners.picked
 
     def _note_packed(self, module: ConvertedModule, packed: bool) -> bool:
-        """Note whether a call that is tracked gets a batch in the place of picked rows; of others, whether
-        what was learned is true of them: what is of such a batch, is not of rows as they are.
+        """Note whether a call that is tracked, or proved by what was tracked of a part of the samples, gets a
+        batch in the place of picked rows; of others, whether what was learned is true of them: what is of
+        such a batch, is not of rows as they are.
         """
-        state, of = module._ps_state(), cast("Batch", local.tracker or local.batch)
+        state, batch, of = module._ps_state(), local.batch, cast("Batch", local.tracker or local.batch)
         key = module.training, local.form, of.calls.get(id(module), -1) + 1
-        if local.tracker is None:
+        if local.tracker is None and (not packed or batch is None or batch.trackable or not batch.proving):
             return packed == (key in state.packed)
         (state.packed.add if packed else state.packed.discard)(key)
         return True

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
+from pslayers.modules.first_call import ModelCall
 
 from ..combinations import every
-from ..oracle import loop
+from ..oracle import assert_rows, loop, square, squares
 
 Forward = Callable[["Picking", Tensor, Tensor], Tensor]
 
@@ -713,3 +714,29 @@ def test_an_order_that_was_that_of_the_batch_in_the_first_call(taken: str, put: 
         ours(x).square().sum(1).mean().backward()
         for key, rows in loop(model, lambda out, _: out.square().sum(), (x,)).items():
             torch.testing.assert_close(ours.get_parameter(key).grad_sample, rows)
+
+
+class InParts(nn.Module):
+    """A layer that the batch goes through some samples at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.body(part) for part in x.split(4)])
+
+
+def test_parts_of_a_batch_are_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though what is tried on three samples first is one part."""
+    torch.manual_seed(0)
+    learn, calls = ModelCall.learn, []
+    monkeypatch.setattr(ModelCall, "learn", lambda call, *args: (calls.append(1), learn(call, *args))[1])
+    model = InParts().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in (12, 12, 10, 12):
+        x = torch.randn(n, 4, 3, dtype=torch.float64)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_rows(ours, loop(model, square, (x,)))
+    assert len(calls) == 1
