@@ -353,3 +353,45 @@ def test_parameters_that_are_trained_later_in_ragged_batches() -> None:
         with ps.sample_ids(ids, 3):
             ours(x).square().sum().div(3).backward()
         assert_rows(ours, true_rows(lambda i: model(x[ids == i]).square().sum(), model, 3))
+
+
+class Student(nn.Module):
+    """A view is seen whole, or masked by a token of the model's own (Zhou et al., 2022, iBOT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.body, self.head = nn.Parameter(torch.randn(5)), nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, masked: bool) -> Tensor:
+        h = self.body(x)
+        return self.head((h * 0.5 + self.token if masked else h).tanh())
+
+
+@pytest.mark.parametrize("before", [(), (False,), (True,)])
+@pytest.mark.parametrize("views", [(False, True), (True, False), (False, True, False)])
+def test_a_first_call_beside_one_whose_graph_waits(views: tuple[bool, ...], before: tuple[bool, ...]) -> None:
+    """The rows of both come together, though one was found out and proved after the other had run."""
+    torch.manual_seed(0)
+    model = Student().double()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    streamed, clipped = (ps.convert_model(copy.deepcopy(model)) for _ in range(2))
+    for masked in before:
+        for ours in (streamed, clipped):
+            squares(ours(x, masked)).mean().backward()
+            ours.zero_grad()
+    got: dict[str, Tensor] = {}
+    for n in (5, 1, 4):
+        expected = true_rows(
+            lambda i: torch.stack([square(model(x[i : i + 1], masked), i) for masked in views]).sum(),
+            model,
+            n,
+        )
+        with ps.streaming(streamed, lambda name, rows: got.__setitem__(name, rows.clone())):
+            torch.stack([squares(streamed(x[:n], masked)).mean() for masked in views]).sum().backward()
+        torch.testing.assert_close(got, expected)
+        with ps.clipping(clipped, 0.5, passes=2) as clip:
+            clip.backward(torch.stack([squares(clipped(x[:n], masked)).mean() for masked in views]).sum())
+        torch.testing.assert_close(clip.norms, flat(expected).norm(dim=1))
+    with ps.streaming(streamed, lambda name, rows: got.__setitem__(name, rows)):
+        torch.stack([streamed(x[:0], masked).sum() for masked in views]).sum().backward()
+    assert {len(rows) for rows in got.values()} == {0}

@@ -184,8 +184,9 @@ class Settings:
             raise RuntimeError(
                 f"{some} received a gradient, and no row of it, in a backward pass {where}: a part of the"
                 " forward was not recorded (under ps.recording(model, False), or past the model's own modules"
-                " as they are called, model(x)), or the loss uses the parameter itself. Compute that part of"
-                " the loss in a backward pass of its own, without recording: ps.recording(model, False). A"
+                " as they are called, model(x)), or the loss uses the parameter itself. Have the forward do"
+                " it, or compute that part of the loss in a backward pass of its own, without recording:"
+                " ps.recording(model, False). A"
                 " torch.autograd.Function that is given parameters, as by odeint_adjoint, has no rows: call"
                 " the module itself, as odeint does."
             )

@@ -80,6 +80,12 @@ class Recorder:
             self.sink.fit(self, leaf)
         return leaf
 
+    def take_leaf(self, leaf: Tensor | None, form: Any) -> None:
+        """Go back to an earlier leaf."""
+        if leaf is not None and self.leaf is not leaf:
+            self.release()
+            self.leaf, self.form = leaf, form
+
     def ready(self, param: Tensor, size: int) -> bool:
         """Whether `rows_leaf` would find its leaf (but for a change of shape or strides in the same
         memory).

@@ -151,7 +151,10 @@ class Outer(Factor):
         }
         if t * s > 1 and c * c2 > 1:
             costs[_by_samples] = pairs * (i + c * o) + b * b2 * SMALL * c * c2 * s * o
-        return min(costs, key=costs.__getitem__)(one, two)
+        form = min(costs, key=costs.__getitem__)
+        if form is not _by_rows and (_cancels(one) or (two is not one and _cancels(two))):
+            form = _by_rows
+        return form(one, two)
 
     def by_output(self) -> tuple[Tensor, Tensor]:
         """Both sides of several outputs that share their inputs: (B, C, t, O) and (B, t, I)."""
@@ -226,6 +229,19 @@ def same(tensors: Sequence[Tensor]) -> bool:
 # positions, which is multiplied and added up by itself; and as one multiplication of many small products
 ADDING, SMALL = 90, 7
 Sides = tuple[Tensor, Tensor]  # gy (B, C, t, O) and x (B, t, I)
+
+
+def _cancels(sides: Sides) -> bool:
+    """Whether products of positions cancel in the norm of a row: then they do in its products with others."""
+    gy, x = sides
+    if (t := gy.shape[2]) == 1:
+        return False
+    c, step = gy.shape[1], at_once(2 * gy.shape[1] * t**2, gy)
+    for g, h in zip(gy.split(step), x.split(step), strict=True):
+        of_x = (h @ h.transpose(1, 2)).unsqueeze(1).expand(-1, c, -1, -1)
+        if len(norms_of_products((g @ g.transpose(2, 3)).flatten(0, 1), of_x.flatten(0, 1))[1]):
+            return True
+    return False
 
 
 def _by_positions(one: Sides, two: Sides) -> Tensor:

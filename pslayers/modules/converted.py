@@ -441,12 +441,18 @@ class Converted(_Mixin):
         return [r for held, name, *_ in slots if (r := getattr(held[name], "_ps_recorder", None)) is not None]
 
     def _ps_count_from_here(self) -> Callable[[], None]:
-        """What makes runs from here on no uses of the parameters: they were on trial."""
-        counts = {recorder: recorder.counts for recorder in self._ps_recorders()}
+        """What makes runs from here on no uses of the parameters: they were on trial. Calls whose graphs are
+        there share their leaves with the one that follows.
+        """
+        recorders, waiting = self._ps_recorders(), bool(self._ps_state().settings.sizes())
+        counts = {recorder: recorder.counts for recorder in recorders}
+        leaves = {recorder: (recorder.leaf, recorder.form) for recorder in recorders if waiting}
 
         def forget() -> None:
             for recorder in self._ps_recorders():
                 recorder.recount(*([counts[recorder]] if recorder in counts else []))
+                if recorder in leaves:
+                    recorder.take_leaf(*leaves[recorder])
 
         return forget
 

@@ -100,8 +100,10 @@ class ModelCall:
         keeps, writes, before = self.state.keeps, self.state.writes, None
         if keeps or writes:
             before = Snapshot(self.model, (self.args, self.kwargs) if writes else ())
-        output = self._attempt(None)
-        return output if output is not UNDECIDED else self._undone(before).learn()
+        if (output := self._attempt(None)) is not UNDECIDED:
+            return output
+        self.forget = self.model._ps_count_from_here()
+        return self._undone(before).learn()
 
     def first(self) -> Any:
         """The output of a call that is recorded, and of a kind that was not proved yet."""
@@ -388,6 +390,8 @@ class ModelCall:
                 with trial(self.model) if call is not self else nullcontext():
                     call._learn()
             self._rewind()
+            if self.forget is not None:
+                self.forget()
             if self.settings.recording and torch.is_grad_enabled():
                 self.model._ps_make_room(self.size)
             with gathering(self.size, self.model, self.args, self.kwargs):
