@@ -972,6 +972,35 @@ def test_uses_of_one_kind_are_one_factor() -> None:
     assert {name: len(grad.factor.parts) for name, grad in grads.items()} == dict.fromkeys(grads, 1)
 
 
+class Pooled(nn.Module):
+    """Attention pooling: the gradients of positions add up to nothing, and nearly all products of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.out = nn.Linear(64, 64), nn.Linear(64, 3)
+        nn.init.normal_(self.score.weight, std=0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((self.score(x).softmax(1) * x).sum(1))  # type: ignore[no-any-return]
+
+
+def test_gram_of_products_that_cancel() -> None:
+    torch.manual_seed(0)
+    model = ps.convert_model(Pooled())
+    x = 100 + 0.3 * torch.randn(5, 1, 64) + 0.3 * torch.randn(5, 4, 64)
+    grads = []
+    for batch in (x, x.flip(0)):
+        with ps.factored(model) as found:
+            squares(model(batch) / 100).mean().backward()
+        grads.append(found["score.weight"])
+    rows = [g.dense().flatten(1).double() for g in grads]
+    sizes = [r.norm(dim=1) for r in rows]
+    for two in range(2):
+        gram = grads[0].gram() if not two else grads[0].gram(grads[1])
+        error = (gram - rows[0] @ rows[two].t()).abs() / (sizes[0][:, None] * sizes[two])
+        assert error.max() < 1e-4, two
+
+
 def test_parts_with_a_reduction_of_their_own() -> None:
     model = ps.convert_model(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double())
     ps.convert_model(model[2], loss_reduction="sum")
