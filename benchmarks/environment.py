@@ -26,6 +26,7 @@ def environment() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _from_file("/proc/cpuinfo", r"model name\s*:\s*(.+)") or platform.processor(),
+        "processor_family": _from_file("/proc/cpuinfo", r"cpu family\s*:\s*(\d+)"),
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

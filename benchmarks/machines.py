@@ -31,7 +31,9 @@ def name_of(environment: dict[str, Any]) -> str:
     if "cpu" not in environment.get("devices", ["cpu"]):
         return str(environment["gpu"])
     threads, vectors = environment["threads"], environment.get("vector_instructions")
-    processor = environment["processor"] + (f" ({vectors})" if vectors else "")
+    family = f"family {number}" if (number := environment.get("processor_family")) else None
+    makes = ", ".join(filter(None, (vectors, family)))
+    processor = environment["processor"] + (f" ({makes})" if makes else "")
     return f"{processor}, {threads} thread{'s' * (threads != 1)}"
 
 

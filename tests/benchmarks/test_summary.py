@@ -114,6 +114,8 @@ def test_folders_of_machines(tmp_path: Path) -> None:
     assert machines.slug(environment) == "amd-epyc-7b13-64-core-1-thread"
     environment["vector_instructions"] = "AVX2"
     assert machines.slug(environment) == "amd-epyc-7b13-64-core-avx2-1-thread"
+    environment["processor_family"] = "26"
+    assert machines.slug(environment) == "amd-epyc-7b13-64-core-avx2-family-26-1-thread"
     write(tmp_path / "a", "study", document("a", 2, [cell("one", 2.5)]))
     more = cell("one", 4.0)
     more["engines"] = {"opacus-ew": more["engines"]["loop"]}
