@@ -396,9 +396,8 @@ def _one_pass(
         if (recorder := p.__dict__.get("_ps_recorder")) is not None:
             if recorder.leaf is not None:
                 leaves[name] = recorder.leaf
-            if (
-                getattr(p, "grad_sample", None) is not None
-            ):  # it stays there: its memory is not ours to write to
+            # a grad_sample that is there stays there: its memory is not ours to write to
+            if getattr(p, "grad_sample", None) is not None:
                 recorder.dense.memory = None
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *params.values()]
