@@ -93,6 +93,10 @@ class Trained:
                 self.recorders.append(recorder_of(param, inventory.prefix + path, own, module()))
                 self.recorders[-1].rows_leaf(1)
             self.places.append((held, name, param, known[id(param)]))
+        parts: dict[int, list[int]] = {}  # of parts that were converted apart
+        for i, recorder in enumerate(self.recorders):
+            parts.setdefault(id(recorder.settings), []).append(i)
+        self.parts = list(parts.values())
         others = other_places(model.modules(), known, self.places)
         self.places += [(held, name, self.params[at], at) for held, name, at in others]
 
@@ -102,15 +106,19 @@ class Trained:
         Parameters with hooks of the user's have a node each: a pass that does not reach one does not call its
         hooks; and so have those of parts that were converted apart: an op's recorders agree on the settings.
         """
-        task, groups = torch_api.outer_pass(), dict[int, list[int]]()
-        for i, (recorder, param) in enumerate(zip(self.recorders, self.params, strict=True)):
-            groups.setdefault(id(param if has_hooks(param) else recorder.settings), []).append(i)
-        aliases: list[Any] = [None] * len(self.params)
-        for group in groups.values():
-            chosen = [self.recorders[i] for i in group]
-            made = op.apply(chosen, task, chosen[0].leaf, *(self.params[i] for i in group))
-            for i, alias in zip(group, made, strict=True):
-                aliases[i] = alias
+        recorders, params, task, groups = self.recorders, self.params, torch_api.outer_pass(), self.parts
+        if hooked := [i for i, p in enumerate(params) if has_hooks(p)]:
+            others = ([i for i in part if i not in hooked] for part in groups)
+            groups = [*([i] for i in hooked), *filter(None, others)]
+        if len(groups) == 1:  # by far the most
+            aliases = op.apply(recorders, task, recorders[0].leaf, *params)
+        else:
+            aliases = [None] * len(params)
+            for group in groups:
+                chosen = [recorders[i] for i in group]
+                made = op.apply(chosen, task, chosen[0].leaf, *(params[i] for i in group))
+                for i, alias in zip(group, made, strict=True):
+                    aliases[i] = alias
         return [(held, name, aliases[at]) for held, name, _, at in self.places]
 
     def holds(self) -> bool:
