@@ -74,7 +74,9 @@ class Chunks:
             )
         size = local.explicit if ragged is None else ragged.size
         if size is None:
-            size = model._ps_size(PSContainer._ps_run, args, kwargs, model._ps_sizes(args, kwargs), look=True)
+            sizes = model._ps_sizes(args, kwargs)
+            with model._ps_state().settings.turns.writing():  # it may run the model, to find out
+                size = model._ps_size(PSContainer._ps_run, args, kwargs, sizes, look=True)
         if size is None:
             raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
         self.model, self.made = model, made
@@ -166,7 +168,7 @@ class Chunks:
         unusual = [(i, dim) for i, found in ways.items() if i not in labels for dim in found[1:]]
         counts = range(len(unusual) + 1) if len(unusual) <= MANY else range(3)
         choices = [usual | dict(some) for n in counts for some in itertools.combinations(unusual, n)]
-        choices.append(dict.fromkeys(ways.keys() - {first, *labels}) | {first: usual[first]})
+        choices.append(usual | dict.fromkeys(ways.keys() - {first, *labels}))
         for agree in (True, False) if unusual else ():  # losses that are no means of the samples' never do
             for dims in choices:
                 with suppress(Exception):

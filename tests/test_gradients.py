@@ -820,6 +820,27 @@ def test_chunks_of_inputs_with_several_rows_a_sample(n: int, chunk_size: int) ->
     torch.testing.assert_close(each, whole)
 
 
+def test_chunks_of_many_tables_and_labels() -> None:
+    """More tables, all as long as the batch by chance, than are tried in all ways; labels are split."""
+    torch.manual_seed(0)
+
+    class OfTables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor, *tables: Tensor) -> Tensor:
+            return self.fc(x) + sum(table.mean(0) for table in tables)
+
+    model, x, y = OfTables().double(), torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 2, 1, 3])
+    tables = [torch.randn(4, 4, dtype=torch.float64) for _ in range(6)]
+    expected = oracle.true_rows(
+        lambda i: F.cross_entropy(model(x[i : i + 1], *tables), y[i : i + 1]), model, 4
+    )
+    found = ps.per_sample_grads(model, F.cross_entropy, (x, *tables), y, chunk_size=2)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("options", [{"chunk_size": 3}, {"chunk_size": 1}, {"memory_budget": 400}])
 def test_chunks_of_batches_whose_size_is_told(options: dict[str, int]) -> None:
     torch.manual_seed(0)

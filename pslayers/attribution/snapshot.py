@@ -93,6 +93,11 @@ def random_state() -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
+def drawn_since(state: list[Tensor]) -> bool:
+    """Whether anything was drawn of torch's random generators since they were there."""
+    return not all(map(torch.equal, state, random_state()))
+
+
 def set_random_state(state: list[Tensor]) -> None:
     """Put torch's random generators back to a state."""
     torch.set_rng_state(state[0])

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import torch_api
 from ..attribution.proof import quiet_hooks, quiet_pass, separating_groups
-from ..attribution.snapshot import Snapshot, random_state, trial
+from ..attribution.snapshot import Snapshot, drawn_since, random_state, trial
 from ..attribution.tracking import (
     BATCH_MAJOR,
     MIXED,
@@ -177,7 +177,7 @@ class _Proof:
             random = random_state()
             with coarsest:
                 output = forward(module, *args, **kwargs)
-            self.draws = not all(map(torch.equal, random, random_state()))
+            self.draws = drawn_since(random)
             self.plain = self._outputs(output, (args, kwargs), given)
             self.orders = tuple(map(filled_order, tensors_of(output)))
             self.counts = before.differs()

@@ -34,6 +34,7 @@ from ..attribution.proof import (
 from ..attribution.snapshot import (
     Randomness,
     Snapshot,
+    drawn_since,
     gradients_unchanged,
     random_state,
     set_random_state,
@@ -307,7 +308,7 @@ class ModelCall:
             return agree is None
         if agree:
             self._note_proved(bool(model._ps_given()))
-            if self.random is not None and all(map(torch.equal, self.random, random_state())):
+            if self.random is not None and not drawn_since(self.random):
                 state.drawless.add(self.kind)
         return True
 
