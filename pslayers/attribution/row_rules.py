@@ -134,34 +134,57 @@ def _written(
     of, new = picks.owners(y), picks.owners(value)
     if new is None:
         return of
-    told = of if of is not None and of.sample_ids is not None else None
     if (isinstance(index, slice) and index == slice(None)) or index is Ellipsis:
+        told = _told(of)
         if told is None and new.sample_ids is not None and len(y) == len(new.sample_ids):
             told = new
         return told if told is not None and (new.same(told) or not new.picked) else (of or new).lost()
     if isinstance(index, list) and index:
         index = torch.as_tensor(index, device=y.device)
-    if not isinstance(index, Tensor) or not index.ndim:
-        return UNKNOWN if new.picked or (of is not None and of.picked) else WEAK
-    rows = index.nonzero()[:, 0] if _is_mask(index) else index
-    if told is None and _is_mask(index) and (of is None or not of.picked):
-        told = picks.owners(index)
-    fits = rows.ndim == 1 and len(y) % picks.size == 0 < len(y)
-    if told is None and of is None and new.sample_ids is not None and fits:
-        ids = torch.arange(picks.size, device=rows.device).repeat_interleave(len(y) // picks.size)
-        batch = RowProvenance(ids, len(y), picked=False)
-        # made anew, and every row put where its sample's are
-        told = batch if batch.at(rows).same(new) else None
-    by_data = not _is_mask(index) and picks.owners(index) is not None
-    same = told is not None and told.sample_ids is not None and rows.ndim == 1 and told.at(rows).same(new)
-    if same and (new.picked or not by_data):  # put back
-        return told
-    whole = rows.ndim == 1 and len(rows) == len(y) and new.sample_ids is not None
-    if whole and (same or of is None or not adds) and (order := _inverse(rows)) is not None:
-        return picks.pick(new.at(order))
-    if same:
-        return told
+    if isinstance(index, Tensor) and index.ndim:
+        return _written_to_rows(picks, y, index, new, adds)
+    return UNKNOWN if new.picked or (of is not None and of.picked) else WEAK
+
+
+def _told(of: RowProvenance | None) -> RowProvenance | None:
+    return of if of is not None and of.sample_ids is not None else None
+
+
+def _written_to_rows(
+    picks: "GatheredRows", y: Tensor, index: Tensor, new: RowProvenance, adds: bool
+) -> RowProvenance | None:
+    """Whose the rows of `y` are with rows of `new` written, or added, to those that an index or a mask
+    names.
+    """
+    of, by = picks.owners(y), picks.owners(index)
+    mask = _is_mask(index)
+    by_data = not mask and by is not None
+    rows = index.nonzero()[:, 0] if mask else index
+    if rows.ndim == 1:
+        same = (told := _told_by_rows(picks, y, rows, new, by if mask else None)) is not None
+        if same and (new.picked or not by_data):  # put back
+            return told
+        whole = len(rows) == len(y) and new.sample_ids is not None
+        if whole and (same or of is None or not adds) and (order := _inverse(rows)) is not None:
+            return picks.pick(new.at(order))
+        if same:
+            return told
     return UNKNOWN if by_data or (of is not None and of.picked) or (new.picked and new.by_data) else WEAK
+
+
+def _told_by_rows(
+    picks: "GatheredRows", y: Tensor, rows: Tensor, new: RowProvenance, mask: RowProvenance | None
+) -> RowProvenance | None:
+    """Whose the rows of `y` are, if each of `new` is put where its sample's are; else None."""
+    of = picks.owners(y)
+    told = _told(of)
+    if told is None and (of is None or not of.picked):
+        told = _told(mask)
+    anew = of is None and mask is None and new.sample_ids is not None
+    if told is None and anew and len(y) % picks.size == 0 < len(y):
+        ids = torch.arange(picks.size, device=rows.device).repeat_interleave(len(y) // picks.size)
+        told = RowProvenance(ids, len(y), picked=False)
+    return told if told is not None and told.at(rows).same(new) else None
 
 
 def _inverse(rows: Tensor) -> Tensor | None:

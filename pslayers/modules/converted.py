@@ -368,26 +368,8 @@ class Converted(_Mixin):
         shapes += [
             (int(t.batch_sizes[0]),) for t in outputs if isinstance(t, PackedSequence) and len(t.batch_sizes)
         ]
-        # a first input of more dims may come out with its batch in the second one
-        leading = 1 if dims[0] == 1 else 2
-        counts = {n: sum(n in shape[:leading] for shape in shapes) for _, n in sizes}
-        most, large = max(counts.values()), [n for ndim, n in sizes if ndim > 1 or ndim == -1]
-        first = sizes[0][1]
-        dim = 0 if state.settings.batch_first else 1
-        in_front = {n for _, n in sizes if all(shape[min(dim, len(shape) - 1)] == n for shape in shapes)}
-        if leading == 2 and counts[first] and in_front and first not in in_front:
-            place = -1  # all pairs of two inputs' rows, or the batch in the other dim
-        elif (counts[first] and leading == 2) or (
-            counts[first] == most and (most or (leading == 2 and first > 1) or not large)
-        ):
-            place = 0
-        elif most:
-            place = next(i for i, (_, n) in enumerate(sizes) if counts[n] == most)
-        elif len(set(large)) == 1:
-            place = next(i for i, (ndim, _) in enumerate(sizes) if ndim != 1)
-        else:
-            place = -1
-        if place < 0:
+        place = _told_by_outputs(sizes, shapes, batch_first=state.settings.batch_first)
+        if place is None:
             raise ValueError(
                 f"`{state.path}` ({type(self).__name__}) was called with tensors of"
                 f" {sorted({n for _, n in sizes})} rows, and its outputs do not tell which of these is the"
@@ -530,3 +512,27 @@ class Converted(_Mixin):
                     param.grad = None
                 if "grad_sample" in param.__dict__:
                     clear(param)
+
+
+def _told_by_outputs(
+    sizes: list[tuple[int, int]], shapes: list[tuple[int, ...]], batch_first: bool
+) -> int | None:
+    """Which of inputs, of these dims and rows, holds the batch of outputs that begin with these shapes; None
+    where they do not tell.
+    """
+    dims, rows = [ndim for ndim, _ in sizes], [n for _, n in sizes]
+    # a first input of more dims may come out with its batch in the second one
+    leading = 1 if dims[0] == 1 else 2
+    counts = [sum(n in shape[:leading] for shape in shapes) for n in rows]
+    at = 0 if batch_first else 1
+    in_front = [n for n in rows if all(shape[min(at, len(shape) - 1)] == n for shape in shapes)]
+    if leading == 2 and counts[0]:
+        # else all pairs of two inputs' rows, or the batch in the other dim
+        return 0 if rows[0] in in_front or not in_front else None
+    most, large = max(counts), [place for place, ndim in enumerate(dims) if ndim != 1]
+    if most:
+        return counts.index(most)
+    # no output tells: an input of vectors is more likely to hold the batch than one of numbers
+    if not large or (leading == 2 and rows[0] > 1):
+        return 0
+    return large[0] if len({rows[place] for place in large}) == 1 else None
