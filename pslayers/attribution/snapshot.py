@@ -195,6 +195,21 @@ class Snapshot:
         Raises:
             ValueError: an input was changed in place, and the graph that it belongs to with it.
         """
+        self._restore_parameters()
+        self._restore_attributes()
+        for now, then in self.hooks if hooks else ():
+            if now != then:
+                now.clear()
+                now.update(then)
+        for state, put_back in self.generators:
+            put_back(state)
+        with torch.no_grad():
+            for tensor, value in self.tensors:
+                if not torch.equal(tensor, value):  # and only then: writing spoils what a graph has saved
+                    tensor.copy_(value)
+            self._restore_inputs()
+
+    def _restore_parameters(self) -> None:
         with torch_api.without_torch_function():
             for held, names in self.names:  # what was set as an attribute has become a parameter
                 for name in held.keys() - names:
@@ -206,37 +221,32 @@ class Snapshot:
                     p.data = data
                 if (value := self.values.get(id(p))) is not None:
                     data.copy_(value)
+
+    def _restore_attributes(self) -> None:
+        """Those of modules, and what is in their dicts, lists and sets."""
         for held, values in self.attributes:
             for name in held.keys() - values.keys() - _KEPT:
                 del held[name]
             held.update({name: value for name, value in values.items() if held.get(name, held) is not value})
-        for now, then in self.hooks if hooks else ():
-            if now != then:
-                now.clear()
-                now.update(then)
         for held, values in self.containers.values():
             if isinstance(held, list):
                 held[:] = values
             elif isinstance(held, set) or not _identical(held, values):
                 held.clear()
                 held.update(values)
-        for state, put_back in self.generators:
-            put_back(state)
-        with torch.no_grad():
-            for tensor, value in self.tensors:
-                if not torch.equal(tensor, value):  # and only then: writing spoils what a graph has saved
-                    tensor.copy_(value)
-            for place, (t, value, version, node) in enumerate(self.inputs):
-                if t._version == version:
-                    continue
-                if t.grad_fn is not node:
-                    raise ValueError(
-                        f"`{self.name}` changes an input in place that requires grad, and has to be run again"
-                        " to find out which rows are whose: give it a clone, as in model(x.clone()), or an"
-                        " example batch before, convert_model(model, example=x)."
-                    )
-                t.copy_(value)
-                self.inputs[place] = t, value, t._version, node
+
+    def _restore_inputs(self) -> None:
+        for place, (t, value, version, node) in enumerate(self.inputs):
+            if t._version == version:
+                continue
+            if t.grad_fn is not node:
+                raise ValueError(
+                    f"`{self.name}` changes an input in place that requires grad, and has to be run again"
+                    " to find out which rows are whose: give it a clone, as in model(x.clone()), or an"
+                    " example batch before, convert_model(model, example=x)."
+                )
+            t.copy_(value)
+            self.inputs[place] = t, value, t._version, node
 
 
 class _Writes(TorchFunctionMode):

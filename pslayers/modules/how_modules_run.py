@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import general
-from ..attribution.tracking import PICKED, TABLE, Tracker, parameters_used
+from ..attribution.tracking import PICKED, TABLE, Layout, Tracker, parameters_used
 from ..core.context import Batch, form_of, in_place_of, places_of
 from ..core.trees import tensors_in
 from ..general.plan import Plan
@@ -50,47 +50,58 @@ def choose_how_modules_run(
         if layer._ps_layer and layer._ps_unattributable(x, call):
             _whole_caller(modules, tracker, (key, call), layer)
             why = why or layer._ps_not_attributable(x, batch.size)
-    made: list[Any] = list(tracker.made)
+    _keep_shared_whole(modules, tracker, model._ps_state().shared)
     plans: dict[Any, Plan] = {}  # of modules that compute the same, as the blocks of a stack do
-    if shared := model._ps_state().shared:
-        for (key, call, (slot, _), ndim), _ in tracker.seen.items():
-            module, caller = modules[key], tracker.callers.get((key, call))
-            state = module._ps_state()
-            taken_up = slot == "in" if module._ps_layer else slot == "out" and state.per_sample_forward
-            if (
-                taken_up
-                and caller
-                and (shared if slot == "in" else {TABLE})
-                & {*state.layouts_of(module.training, call, slot, ndim)}
-            ):
-                _whole_caller(modules, tracker, (key, call), module)
-    for module, call, taken, named, returned, written in made:  # a caller comes after what it has called
-        state = module._ps_state()
-        if not state.per_sample_forward:
+    for made in tracker.made:  # a caller comes after what it has called
+        module, call = cast("Converted", made[0]), made[1]
+        if not module._ps_state().per_sample_forward:
             continue
-        slots = {"in": (taken, named), "out": returned, "written": written}
-        layouts = general.Layouts(
-            *(general.places(module, call, slot, value) for slot, value in slots.items())
-        )
-        given = bool(module._ps_given(own=not state.includes_children))
-        how = (call, module.training, given, batch.form, form_of(taken, named))
         try:
-            forward = module._ps_forward()
-            picks = id(module) in tracker.pickers or PICKED in layouts.outputs
-            state.settings.has_gathered_rows = state.settings.has_gathered_rows or picks
-            options = layouts, batch.size, state.includes_children, picks
-            alike = *options, given, forward, _likeness((module, taken, named), {})
-            plan = plans.get(alike) or general.choose(module, forward, (taken, named), *options)
-            state.plans[how] = plan.after(state.plans.get(how))
-            for place, (t, layout) in enumerate(zip(tensors_in(returned), plan.layouts.outputs, strict=True)):
-                if isinstance(t, Tensor) and layout != layouts.outputs[place]:  # as its gradients have told
-                    state.layouts[module._ps_layout_key(call, ("out", place), t.ndim)] = layout
-            if plan.way == "direct":
-                plans[alike] = plan
+            _plan(made, tracker, batch, plans)
         except general.NoWayError as error:
             if why is not None and module is model:
                 raise why from error
             _whole_caller(modules, tracker, (id(module), call), module, str(error))
+
+
+def _keep_shared_whole(modules: dict[int, "Converted"], tracker: Tracker, shared: set[Layout]) -> None:
+    """Have what takes up an input that all samples share in one of these ways run by its caller."""
+    for (key, call, (slot, _), ndim), _ in tracker.seen.items() if shared else ():
+        module, caller = modules[key], tracker.callers.get((key, call))
+        state = module._ps_state()
+        taken_up = slot == "in" if module._ps_layer else slot == "out" and state.per_sample_forward
+        if (
+            taken_up
+            and caller
+            and (shared if slot == "in" else {TABLE}) & {*state.layouts_of(module.training, call, slot, ndim)}
+        ):
+            _whole_caller(modules, tracker, (key, call), module)
+
+
+def _plan(made: Any, tracker: Tracker, batch: Batch, plans: dict[Any, Plan]) -> None:
+    """Choose how a module runs a call as it was tracked.
+
+    Raises:
+        NoWayError: it cannot be run by itself.
+    """
+    module, call, taken, named, returned, written = made
+    state = module._ps_state()
+    slots = {"in": (taken, named), "out": returned, "written": written}
+    layouts = general.Layouts(*(general.places(module, call, slot, value) for slot, value in slots.items()))
+    given = bool(module._ps_given(own=not state.includes_children))
+    how = (call, module.training, given, batch.form, form_of(taken, named))
+    forward = module._ps_forward()
+    picks = id(module) in tracker.pickers or PICKED in layouts.outputs
+    state.settings.has_gathered_rows = state.settings.has_gathered_rows or picks
+    options = layouts, batch.size, state.includes_children, picks
+    alike = *options, given, forward, _likeness((module, taken, named), {})
+    plan = plans.get(alike) or general.choose(module, forward, (taken, named), *options)
+    state.plans[how] = plan.after(state.plans.get(how))
+    for place, (t, layout) in enumerate(zip(tensors_in(returned), plan.layouts.outputs, strict=True)):
+        if isinstance(t, Tensor) and layout != layouts.outputs[place]:  # as its gradients have told
+            state.layouts[module._ps_layout_key(call, ("out", place), t.ndim)] = layout
+    if plan.way == "direct":
+        plans[alike] = plan
 
 
 def _likeness(value: Any, seen: dict[int, int]) -> Any:

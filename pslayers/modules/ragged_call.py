@@ -10,6 +10,7 @@ from ..attribution.snapshot import Randomness, Snapshot, random_state, set_rando
 from ..core import sharding
 from ..core.context import Batch, local, transforming
 from .batch_of_one import run_alone
+from .inventory import Inventory
 
 
 def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -27,19 +28,26 @@ def try_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwarg
 def _call(
     model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, RaggedCall | None]:
-    """The output of a recorded call, and what looks at its backward passes (None: there are no samples).
+    """The output of a recorded call, and what looks at its backward passes (None: there are no samples)."""
+    size = local.ragged.size
+    inventory = _inventory(model)
+    if not size and not sharding.apart(model):
+        return run_alone(model, inventory, args, kwargs, 0, True), None
+    model._ps_make_room(size)
+    if model._ps_layer or model.training in model._ps_state().ragged_proved:
+        return _output(model, run, args, kwargs)
+    return _first_call(model, inventory, run, args, kwargs)
 
-    Where a parameter is used past its layer, or returned, or meets what all samples share, as a first run
-    shows, the whole model is run with parameters of each row's own from then on.
-    """
-    state, size = model._ps_state(), local.ragged.size
+
+def _inventory(model: Any) -> Inventory:
+    """What lies below a model that can be called under ps.sample_ids; ValueError of others."""
+    state = model._ps_state()
     if transforming():
         raise ValueError(
             f"`{state.path}` ({type(model).__name__}) is called inside a transform of torch.func, which"
             " ps.sample_ids does not go into: call it outside, and take rows from .grad_sample."
         )
-    apart = sharding.apart(model)
-    if apart and not local.ragged.trusts(state.ragged_seen[model.training]):
+    if sharding.apart(model) and not local.ragged.trusts(state.ragged_seen[model.training]):
         raise ValueError(
             f"`{state.path}` ({type(model).__name__}) has parts that are sharded by themselves, whose"
             " parameters are not there when a batch is verified. Verify an example before it is sharded, in"
@@ -56,11 +64,18 @@ def _call(
             f"`{state.path}` ({type(model).__name__}) was given weights of each sample's own, which"
             " ps.sample_ids does not know: call it on one sample's rows at a time."
         )
-    if not size and not apart:
-        return run_alone(model, inventory, args, kwargs, 0, True), None
-    model._ps_make_room(size)
-    if model._ps_layer or model.training in state.ragged_proved:
-        return _output(model, run, args, kwargs)
+    return inventory
+
+
+def _first_call(
+    model: Any, inventory: Inventory, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, RaggedCall]:
+    """A call of a kind that was not proved.
+
+    Where a parameter is used past its layer, or returned, or meets what all samples share, as a run shows,
+    the whole model is run with parameters of each row's own from then on.
+    """
+    state = model._ps_state()
     random, others, before = random_state(), Randomness(), Snapshot(model, (args, kwargs))
     params = list(model.parameters())
     asked: set[str] = set()  # what was found out of
