@@ -256,7 +256,12 @@ class _Tracking:
 
     def rerun(self, dims: dict[int, int], samples: Sequence[int]) -> dict[Key, Tensor | None] | None:
         """Where what is seen differs with some samples changed, in these dims of the inputs."""
-        return self._rerun(_changed(self.args, self.kwargs, dims, samples, self.batch), self.plain)
+        ids = any(not t.is_floating_point() for t in tensors_of((self.args, self.kwargs)))
+        for other_ids in _OTHER_IDS[: len(_OTHER_IDS) if ids else 1]:
+            changed = _changed(self.args, self.kwargs, dims, samples, self.batch, other_ids)
+            if (differs := self._rerun(changed, self.plain)) is not None:
+                return differs
+        return None
 
     def _rerun(
         self, changed: tuple[tuple[Any, ...], dict[str, Any]] | None, expected: dict[Key, Tensor]
@@ -567,11 +572,25 @@ def batch_dim(t: Tensor, settings: Settings) -> int:
     return 0 if settings.batch_first or t.ndim < 2 else 1
 
 
+# what becomes of ids where all samples have the same, in the order in which it is tried: as many of each, which
+# a mask may have to have; others, each of which may be looked up in a table of its own; of such with one entry
+_OTHER_IDS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda own: own.roll(1, -1),
+    lambda own: torch.where(own > 0, own - 1, own + 1),
+    lambda own: torch.where(own > 0, own - 1, own),
+)
+
+
 def _changed(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[int, int], samples: Sequence[int], batch: Batch
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dims: dict[int, int],
+    samples: Sequence[int],
+    batch: Batch,
+    other_ids: Callable[[Tensor], Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The inputs with those of some samples changed, to values that are as valid: ids become another
-    sample's.
+    sample's, or others where all samples have the same.
     """
     count, packed = itertools.count(), _packed(args, kwargs)
 
@@ -592,9 +611,8 @@ def _changed(
                 some = noise(own)
                 value = own * (1 + some) + some / 4
             else:
-                nearby = torch.where(own > 0, own - 1, own + 1)  # all samples have the same ids
-                turned = own.roll(1, -1)  # as many of each, which a mask may have to have
-                value = next((other for other in (*others, turned) if not torch.equal(other, own)), nearby)
+                new_ids = (*others, other_ids(own), *(make(own) for make in _OTHER_IDS))
+                value = next((other for other in new_ids if not torch.equal(other, own)), own)
             new.narrow(dim, sample * k, k).copy_(value)
         return new
 

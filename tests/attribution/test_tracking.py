@@ -546,3 +546,41 @@ def test_a_second_input_with_the_batch_in_dim_1(steps: bool, sizes: tuple[int, .
         ours(x, states).square().sum(1).mean().backward()
         each = [model(x[i : i + 1], states[:, i : i + 1]).square().sum() for i in range(n)]
         assert_rows(ours, true_rows(each.__getitem__, model, n))
+
+
+class Token(nn.Module):
+    """A parameter for each sample, of which it is told how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, size: int) -> Tensor:
+        return self.weight.expand(size, 1, -1)
+
+
+class Categories(nn.Module):
+    """Columns of categories, each looked up in a table of its own, beside numbers and a token."""
+
+    def __init__(self, *entries: int) -> None:
+        super().__init__()
+        self.token, self.numbers, self.out = Token(), nn.Linear(1, 4), nn.Linear(4, 2)
+        self.tables = nn.ModuleList(nn.Embedding(n, 4) for n in entries)
+
+    def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
+        looked_up = torch.stack([table(categories[:, i]) for i, table in enumerate(self.tables)], 1)
+        token = self.token(len(numbers))
+        return self.out(torch.tanh(torch.cat([token, self.numbers(numbers[..., None]), looked_up], 1).mean(1)))
+
+
+@pytest.mark.parametrize("entries, row", [((3, 5), [2, 4]), ((5, 3), [4, 0]), ((1, 3), [0, 2])])
+def test_a_first_batch_in_which_all_samples_have_the_same_categories(
+    entries: tuple[int, ...], row: list[int]
+) -> None:
+    """Nobody else's can be looked up in their place, and those of the next column may have no entry."""
+    model = Categories(*entries).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for size in (3, 8):
+        numbers = torch.randn(size, 4, dtype=torch.float64)
+        ours.zero_grad()
+        assert_rows_right(model, numbers, torch.tensor([row] * size), converted=ours)
