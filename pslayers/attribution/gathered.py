@@ -360,7 +360,7 @@ class GatheredRows(TorchFunctionMode):
         first = next(iter(tensors_in(output)), None)
 
         def back(t: Tensor) -> Tensor:
-            dim = 1 if states and t is not first else 0
+            dim = 1 if (states and t is not first) or self.second.get(t) is not None else 0
             if t.ndim <= dim or t.shape[dim] != batch.rows:
                 return t
             with torch_api.without_torch_function():

@@ -269,6 +269,10 @@ def _cat(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwar
     found = [picks.owners(t) for t in args[0]]
     if _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
         _rowwise(picks, result, name, args, kwargs)
+    elif len(found) == 1:
+        picks.note(result, picks.notes_of(args[0][0]))
+    elif (second := _second(picks, args[0])) is not None:
+        picks.tag_second(result, second)
     elif any(o is None or o.sample_ids is None for o in found):
         default_rule(picks, result, name, args, kwargs)
     else:
@@ -277,17 +281,26 @@ def _cat(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwar
         picks.tag(result, RowProvenance(ids, sum(o.limit for o in found), by_data=by_data))  # type: ignore[union-attr, misc]
 
 
+def _second(picks: "GatheredRows", tensors: Iterable[Any]) -> RowProvenance | None:
+    """Whose the rows in dim 1 are, of tensors that are followed, if they are the same samples'."""
+    followed = [t for t in tensors if picks.owners(t) is not None]
+    found: list[RowProvenance] = [o for t in followed if (o := picks.second.get(t)) is not None]
+    alike = len(followed) == len(found) > 0 and all(o.same(found[0]) for o in found)
+    return found[0] if alike and len({(t.ndim, t.shape[1]) for t in followed}) == 1 else None
+
+
 def _stack(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     found = [picks.owners(t) for t in args[0]]
+    known = [o for o in found if o is not None]
     if name == "stack" and _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
-        known = [o for o in found if o is not None]
         ordered = known[0].sample_ids is None and picks.numbers_by_data and len(found) == picks.size
         picks.tag(result, known[0] if all(o.same(known[0]) for o in known) and not ordered else UNKNOWN)
         return
     ones = [None if o is None else o.of_one() for o in found]
-    if any(one is None for one in ones) or (
-        name == "pad_sequence" and not _given(args, kwargs, 1, "batch_first", False)
-    ):
+    several = any(one is None for one in ones)
+    if several and name == "stack" and len(known) == len(found) and all(o.same(known[0]) for o in known):
+        picks.tag_second(result, known[0])
+    elif several or (name == "pad_sequence" and not _given(args, kwargs, 1, "batch_first", False)):
         default_rule(picks, result, name, args, kwargs)
     else:
         owners = RowProvenance(torch.cat(ones), len(ones))  # type: ignore[arg-type]
@@ -305,6 +318,9 @@ def _stack(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
 def _unbind(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     if _given(args, kwargs, 1, "dim", 0) % args[0].ndim:
         _of_first(picks, result, name, args, kwargs)
+    elif (second := picks.second.get(args[0])) is not None:
+        for t in result:
+            picks.tag(t, second)
     elif (of := picks.owners(args[0])) is not None:
         for row, t in enumerate(result):
             picks.tag(t, picks.pick(of.of_row(row, len(t), picks.numbers_by_data)) if t.ndim else None)
@@ -324,6 +340,10 @@ def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: 
     goes to integers.
     """
     found, lost = _followed(picks, args, kwargs)
+    second = _second(picks, [t for _, t in found]) if lost is UNKNOWN else None
+    if second is not None and (result.ndim, result.shape[1]) == (found[0][1].ndim, found[0][1].shape[1]):
+        picks.tag_second(result, second)
+        return
     if any(o.sample_ids is not None and s.is_floating_point() for o, s in found):
         found = [(o, s) for o, s in found if o.sample_ids is not None or s.is_floating_point()]
     for t in tensors_in(result) if found else ():
@@ -365,6 +385,9 @@ def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     n, made = max(args[0].ndim, 1), tensors_of(result)
     if all(d % n for d in dims):
         _of_first(picks, result, name, args, kwargs)
+    elif name in op_kinds.REDUCED and (second := picks.second.get(args[0])) is not None and len(dims) == 1:
+        for t in made:
+            (picks.tag_second if t.ndim == args[0].ndim else picks.tag)(t, second)
     elif name == "select":
         _index(picks, result, name, (args[0], _given(args, kwargs, 2, "index")), {})
     elif (of := picks.owners(args[0])) is not None and of.sample_ids is not None and name in op_kinds.PARTS:

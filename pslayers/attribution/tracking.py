@@ -572,8 +572,8 @@ def batch_dim(t: Tensor, settings: Settings) -> int:
     return 0 if settings.batch_first or t.ndim < 2 else 1
 
 
-# what becomes of ids where all samples have the same, in the order in which it is tried: as many of each, which
-# a mask may have to have; others, each of which may be looked up in a table of its own; of such with one entry
+# what becomes of ids where all samples have the same, in the order in which it is tried: as many of each,
+# which a mask may have to have; others, as each may have a table of its own; but for those of one entry
 _OTHER_IDS: tuple[Callable[[Tensor], Tensor], ...] = (
     lambda own: own.roll(1, -1),
     lambda own: torch.where(own > 0, own - 1, own + 1),

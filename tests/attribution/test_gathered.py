@@ -34,6 +34,23 @@ class Scaled(nn.Module):
         return (x / x.square().mean(-1, keepdim=True).sqrt()).abs().sqrt() * self.scale
 
 
+class HiddenStates(nn.Module):
+    """One that returns what it has computed on its way, too: rows in dim 1 of a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.shift = (
+            nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]),
+            nn.Parameter(torch.rand(4)),
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        states = [x + self.shift]
+        for layer in self.layers:
+            states.append(torch.tanh(layer(states[-1])))
+        return states[-1], torch.stack(states)
+
+
 class Picking(nn.Module):
     """Layers, some of which get rows (k, 4) that a mask (B, T) picks out of (B, T, 4)."""
 
@@ -50,6 +67,7 @@ class Picking(nn.Module):
             nn.Embedding(5, 4),
             nn.Parameter(torch.rand(4)),
         )
+        self.hidden = HiddenStates()
         self.picks = forward
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -154,6 +172,17 @@ def _gathered(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
     return m.after(rows.gather(0, turned.unsqueeze(1).expand(-1, 4)) * first.unsqueeze(1))
 
 
+def _hidden_states(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    last, states = m.hidden(h[mask])
+    return m.after(torch.cat([states, last[None]]).mean(0) + states.unbind()[1] + states[2])
+
+
+def _mixed(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    """Of several layers, as much of each as a weight says."""
+    states = torch.stack([h[mask], m.norm(h[mask]), m.scaled(h[mask])])
+    return m.after((states * HALF[0, :3].to(h).view(3, 1, 1)).sum(0))
+
+
 HALF = torch.full((4, 4), 0.5)
 PICKS: dict[str, Forward] = {
     "layer": lambda m, h, mask: m.after(h[mask]),
@@ -187,6 +216,9 @@ PICKS: dict[str, Forward] = {
     "einsum-without-arrow": lambda m, h, mask: m.after(torch.einsum("ai,io", h[mask], HALF.to(h))),
     "einsum-of-two": lambda m, h, mask: m.after(torch.einsum("ni,nj->nij", h[mask], h[mask]).sum(1)),
     "gathered": _gathered,
+    "hidden-states": _hidden_states,
+    "mixed": _mixed,
+    "joined-alone": lambda m, h, mask: m.after(m.hidden(torch.cat([h.flatten(0, 1)]))[1].sum(0)),
 }
 FIRST = {"all": (4, 1.0), "some": (4, 0.6), "few": (5, 0.2), "one-step": (1, 1.0), "none": (3, 0.0)}
 

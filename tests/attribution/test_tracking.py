@@ -570,10 +570,12 @@ class Categories(nn.Module):
     def forward(self, numbers: Tensor, categories: Tensor) -> Tensor:
         looked_up = torch.stack([table(categories[:, i]) for i, table in enumerate(self.tables)], 1)
         token = self.token(len(numbers))
-        return self.out(torch.tanh(torch.cat([token, self.numbers(numbers[..., None]), looked_up], 1).mean(1)))
+        return self.out(
+            torch.tanh(torch.cat([token, self.numbers(numbers[..., None]), looked_up], 1).mean(1))
+        )
 
 
-@pytest.mark.parametrize("entries, row", [((3, 5), [2, 4]), ((5, 3), [4, 0]), ((1, 3), [0, 2])])
+@pytest.mark.parametrize(("entries", "row"), [((3, 5), [2, 4]), ((5, 3), [4, 0]), ((1, 3), [0, 2])])
 def test_a_first_batch_in_which_all_samples_have_the_same_categories(
     entries: tuple[int, ...], row: list[int]
 ) -> None:
