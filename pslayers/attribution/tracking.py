@@ -256,9 +256,8 @@ class _Tracking:
 
     def rerun(self, dims: dict[int, int], samples: Sequence[int]) -> dict[Key, Tensor | None] | None:
         """Where what is seen differs with some samples changed, in these dims of the inputs."""
-        ids = any(not t.is_floating_point() for t in tensors_of((self.args, self.kwargs)))
-        for other_ids in _OTHER_IDS[: len(_OTHER_IDS) if ids else 1]:
-            changed = _changed(self.args, self.kwargs, dims, samples, self.batch, other_ids)
+        for valid in range(3):
+            changed = _changed(self.args, self.kwargs, dims, samples, self.batch, valid)
             if (differs := self._rerun(changed, self.plain)) is not None:
                 return differs
         return None
@@ -572,52 +571,53 @@ def batch_dim(t: Tensor, settings: Settings) -> int:
     return 0 if settings.batch_first or t.ndim < 2 else 1
 
 
-# what becomes of ids where all samples have the same, in the order in which it is tried: as many of each,
-# which a mask may have to have; others, as each may have a table of its own; but for those of one entry
-_OTHER_IDS: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda own: own.roll(1, -1),
-    lambda own: torch.where(own > 0, own - 1, own + 1),
-    lambda own: torch.where(own > 0, own - 1, own),
-)
-
-
 def _changed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dims: dict[int, int],
     samples: Sequence[int],
     batch: Batch,
-    other_ids: Callable[[Tensor], Tensor],
+    valid: int,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The inputs with those of some samples changed, to values that are as valid: ids become another
-    sample's, or others where all samples have the same.
+    sample's, or others where all samples have the same; whole numbers, too, where others were not `valid`.
     """
     count, packed = itertools.count(), _packed(args, kwargs)
 
     def change(t: Tensor) -> Tensor:
         if (dim := dims.get(next(count))) is None:
             return t
+        numbers = t.is_floating_point() or t.is_complex()
         if (owners := packed.get(id(t))) is not None:
             mine = torch.isin(owners, torch.tensor(samples, device=t.device)).view(-1, *[1] * (t.ndim - 1))
-            return torch.where(
-                mine, t * (1 + noise(t)) + noise(t) / 4 if t.is_floating_point() else t.roll(1, 0), t
-            )
+            return torch.where(mine, _moved(t) if numbers else t.roll(1, 0), t)
         k, new = t.shape[dim] // batch.size, t.clone()
         for sample in samples:
             own = t.narrow(dim, sample * k, k)
-            others = (t.narrow(dim, (sample + i) % batch.size * k, k) for i in range(1, batch.size))
-            if t.is_floating_point() or t.is_complex():
-                # one factor and shift for all of a sample would be gone once it is standardised
-                some = noise(own)
-                value = own * (1 + some) + some / 4
+            if numbers and (not valid or t.is_complex()):
+                value = _moved(own)
             else:
-                new_ids = (*others, other_ids(own), *(make(own) for make in _OTHER_IDS))
-                value = next((other for other in new_ids if not torch.equal(other, own)), own)
+                others = (t.narrow(dim, (sample + i) % batch.size * k, k) for i in range(1, batch.size))
+                value = _other_ids(own, others, valid)
+                value = torch.where(own == own.round(), value, _moved(own)) if numbers else value
             new.narrow(dim, sample * k, k).copy_(value)
         return new
 
     changed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(change, (args, kwargs))
     return changed if dims else None
+
+
+def _moved(t: Tensor) -> Tensor:
+    """Other numbers: one factor and shift for all of a sample would be gone once it is standardised."""
+    return t * (1 + (some := noise(t))) + some / 4
+
+
+def _other_ids(own: Tensor, others: Iterable[Tensor], valid: int) -> Tensor:
+    """The ids of another sample; where all have the same, as many of each, which a mask may have to have, or
+    such as tables of their own have, or (the most `valid`) such as tables of one entry have.
+    """
+    alike = own.roll(1, -1), torch.where(own > 0, own - 1, own + 1), torch.where(own > 0, own - 1, own)
+    return next((other for other in (*others, *alike[valid:]) if not torch.equal(other, own)), own)
 
 
 def _turned(

@@ -586,3 +586,37 @@ def test_a_first_batch_in_which_all_samples_have_the_same_categories(
         numbers = torch.randn(size, 4, dtype=torch.float64)
         ours.zero_grad()
         assert_rows_right(model, numbers, torch.tensor([row] * size), converted=ours)
+
+
+class Crossed(nn.Module):
+    """A weight of its own, without a replacement."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class IdsAmongNumbers(nn.Module):
+    """Ids and numbers in one tensor, as libraries for click-through rates have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item, self.crossed = nn.Embedding(50, 4), nn.Embedding(40, 4), Crossed()
+
+    def forward(self, x: Tensor) -> Tensor:
+        user, item = self.user(x[:, 0].long()), self.item(x[:, 1].long())
+        return self.crossed(torch.cat([user, item, x[:, 2:]], 1))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ids_among_numbers(size: int) -> None:
+    """What is near to an id may be none: another sample's is one."""
+    model = IdsAmongNumbers().double()
+    for seed in range(4):
+        torch.manual_seed(seed)
+        ids = torch.stack([torch.randint(25, 50, (size,)), torch.randint(20, 40, (size,))], 1)
+        x = torch.cat([ids.double(), torch.randn(size, 2, dtype=torch.float64)], 1)
+        assert_rows_right(model, x, converted=ps.convert_model(copy.deepcopy(model)))
