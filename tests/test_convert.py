@@ -1,7 +1,10 @@
 """Conversion: all or nothing, errors by name, the report, restoring."""
 
+import abc
 import copy
 import pickle
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -380,3 +383,46 @@ def test_a_layer_with_another_of_its_methods_as_its_forward() -> None:
             return 2 * nn.functional.linear(x, self.weight, self.bias)
 
     assert_rows_right(nn.Sequential(Doubles(), nn.Linear(4, 3)), torch.randn(3, 4, dtype=torch.float64))
+
+
+T = TypeVar("T")
+
+
+class Abstract(abc.ABC, nn.Module):
+    """Its memory is laid out as that of abc.ABC, which has slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.rand(2))
+
+    @abc.abstractmethod
+    def encode(self, x: Tensor) -> Tensor: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(self.layer(x)) * self.scale
+
+
+class Concrete(Abstract):
+    def encode(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+class GenericModel(Generic[T], nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.shift = Concrete(), nn.Parameter(torch.rand(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) + self.shift
+
+
+@pytest.mark.parametrize("make", [Concrete, GenericModel])
+def test_a_class_with_a_base_that_has_slots(make: Callable[[], nn.Module]) -> None:
+    model, x = make().double(), torch.randn(4, 3, dtype=torch.float64)
+    ours = ps.convert_model(copy.deepcopy(model))
+    assert isinstance(ours, make) and type(ours).__name__ == make.__name__
+    assert_rows_right(model, x, converted=ours)
+    assert_rows_right(model, x, converted=pickle.loads(pickle.dumps(ours)))
+    assert_rows_right(model, x, converted=copy.deepcopy(ours))
+    assert type(ps.restore_model(ours)) is make
+    torch.testing.assert_close(ours(x), model(x))

@@ -120,6 +120,25 @@ def _rebuild(original: type[nn.Module], make: Any, args: tuple[Any, ...]) -> Any
     return make(container_class(original), *args)
 
 
+def _laid_out_as_module(original: type) -> bool:
+    """Whether objects lie in memory as those of nn.Module: not so if a base that comes before it has slots,
+    as in ``class Net(abc.ABC, nn.Module)``. Of the bases of a class, the first one's layout is taken.
+    """
+    return original is nn.Module or (original.__base__ is not None and _laid_out_as_module(original.__base__))
+
+
+def _ours_first(meta: Any) -> Any:
+    """A metaclass by which methods are looked up in PSContainer first, though it is the last base."""
+
+    class OursFirst(meta):  # type: ignore[misc]
+        def mro(self) -> list[type]:
+            own, *found = super().mro()
+            ours = PSContainer.__mro__[:-1]
+            return [own, *ours, *(base for base in found if base not in ours)]
+
+    return OursFirst
+
+
 _CONTAINERS: dict[type[nn.Module], type[PSContainer]] = {}
 
 
@@ -146,7 +165,10 @@ def container_class(original: Any) -> type[PSContainer]:
         "__module__": original.__module__,
         "__doc__": original.__doc__,
     }
-    cls: type[PSContainer] = type(original)(original.__name__, (PSContainer, original), names)
+    meta, bases = type(original), (PSContainer, original)
+    if not _laid_out_as_module(original):
+        meta, bases = _ours_first(meta), bases[::-1]
+    cls: type[PSContainer] = meta(original.__name__, bases, names)
     cls.__qualname__ = original.__qualname__
     for base in original.__mro__:  # transformers wraps the forward of the class that it is called by
         if "gradient_checkpointing" in vars(base) and "__init_subclass__" in vars(base):
