@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_api
-from .attribution.proof import in_reentrant_checkpoint
+from .attribution.proof import in_foreign_functions
+from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
 from .convert import (
     ConversionError,
@@ -399,18 +400,21 @@ def _one_pass(
             # a grad_sample that is there stays there: its memory is not ours to write to
             if getattr(p, "grad_sample", None) is not None:
                 recorder.dense.memory = None
+    if (foreign := in_foreign_functions(loss)) and not create_graph:
+        return _by_backward(model, params, loss, size)
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *params.values()]
-    with changed(settings_of(model), "collecting_grads", True):
+    with (
+        changed(settings_of(model), "collecting_grads", True),
+        gradients_unchanged(model) if foreign else nullcontext(),
+        _without_passes_inside(wanted) if foreign else nullcontext(),
+    ):
         grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
     found = dict(zip(leaves, grads, strict=False))
     sums = dict(zip(params, grads[len(leaves) :], strict=True))
     missed = [name for name, total in sums.items() if total is None and found.get(name) is None]
-    if missed and in_reentrant_checkpoint(loss):
-        raise ValueError(
-            f"`{missed[0]}` was not reached, and the loss goes through a reentrant checkpoint, in which"
-            " torch.autograd.grad reaches nothing: take use_reentrant=False, or loss.backward()."
-        )
+    if foreign and missed:
+        raise _passes_inside(f"`{missed[0]}` was not reached")
     for p in params.values():
         if (recorder := p.__dict__.get("_ps_recorder")) is not None:
             recorder.checked = True  # as a pass does that brings plain gradients: uses are counted anew
@@ -423,6 +427,39 @@ def _one_pass(
             raise params[name].__dict__["_ps_recorder"].of_past_layer()
     return {
         name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(size, *p.shape)
+        for name, p in params.items()
+    }
+
+
+@contextmanager
+def _without_passes_inside(wanted: Sequence[Tensor]) -> Iterator[None]:
+    """ValueError where passes inside of the block's pass bring gradients to what it is asked for."""
+    try:
+        yield
+    finally:
+        if any(t.grad is not None for t in wanted):
+            raise _passes_inside("create_graph=True")
+
+
+def _passes_inside(what: str) -> ValueError:
+    return ValueError(
+        f"{what}: the loss goes through a torch.autograd.Function whose backward may run a pass of its own (a"
+        " reentrant checkpoint, a reversible layer), which cannot be differentiated again. Take"
+        " use_reentrant=False, or layers that are not reversible; freeze what the loss does not use."
+    )
+
+
+def _by_backward(
+    model: Converted, params: dict[str, nn.Parameter], loss: Tensor, size: int
+) -> dict[str, Tensor]:
+    """The rows that a backward pass leaves, and passes inside of it."""
+    with gradients_unchanged(model):
+        for p in params.values():
+            p.grad_sample = None  # type: ignore[attr-defined]
+        loss.backward()  # type: ignore[no-untyped-call]
+        found = {name: getattr(p, "grad_sample", None) for name, p in params.items()}
+    return {
+        name: p.new_zeros(()).expand(size, *p.shape) if (rows := found[name]) is None else rows
         for name, p in params.items()
     }
 

@@ -252,8 +252,64 @@ def test_a_reentrant_checkpoint_that_only_the_input_leads_to() -> None:
     model = Adapted(False).double()
     found = ps.per_sample_grads(model, squares, ids)
     torch.testing.assert_close(found, loop(model, square, (ids,)))
-    with pytest.raises(ValueError, match=r"`layer\.weight` was not reached, .* use_reentrant=False"):
-        ps.per_sample_grads(Adapted(True).double(), squares, ids)
+    again = Adapted(True).double()
+    again.load_state_dict(model.state_dict())
+    for _ in range(2):
+        torch.testing.assert_close(ps.per_sample_grads(again, squares, ids), found)
+    with pytest.raises(ValueError, match=r"`layer\.weight` was not reached: .* use_reentrant=False"):
+        ps.per_sample_grads(again, squares, ids, create_graph=True)
+    assert all(p.grad is None for p in again.parameters())
+
+
+class Coupling(torch.autograd.Function):
+    """Runs a block without its graph, and again in its backward pass, in a pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.block = block
+        with torch.no_grad():
+            return x + block(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            torch.autograd.backward(ctx.block(x), grad)
+        return grad + x.grad, None
+
+
+class Reversible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Coupling.apply(self.block(Coupling.apply(self.first(x), self.block)), self.block))
+
+
+@pytest.mark.parametrize("size", [3, 1, 0])
+def test_passes_inside_of_a_function_of_the_models_own(size: int) -> None:
+    """`torch.autograd.grad` reaches nothing in these; some uses of `block` are in one, and some are not."""
+    model, x = Reversible().double(), torch.randn(size, 3, dtype=torch.float64)
+    rows: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for i in range(size):
+        model.zero_grad()
+        model(x[i : i + 1]).square().sum().backward()
+        for name, p in model.named_parameters():
+            rows[name].append(p.grad)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for chunk_size in (None, None, 2):
+        found = ps.per_sample_grads(model, lambda out: out.square().sum(1), x, chunk_size=chunk_size)
+        assert all(p.grad.eq(1).all() and not hasattr(p, "grad_sample") for p in model.parameters())
+        for name, each in rows.items():
+            expected = torch.stack(each) if size else torch.zeros(0, *model.get_parameter(name).shape)
+            torch.testing.assert_close(found[name], expected.double())
+    if size:
+        with pytest.raises(ValueError, match="may run a pass of its own"):
+            ps.per_sample_grads(model, squares, x, create_graph=True)
+        assert all(p.grad.eq(1).all() for p in model.parameters())
 
 
 def test_create_graph() -> None:

@@ -23,13 +23,20 @@ from ..core import op_kinds
 from ..core.context import Batch, changed, local, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, tensors_in, tensors_of
-from ..parameters.per_sample import PerSample
+from ..parameters.per_sample import of_parameter
+from .indices import MASKS
 from .provenance import UNKNOWN, WEAK, PaddedRows, RowProvenance
 from .row_rules import RULES, default_rule, mark_unknown
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Layout, owners_of_packed
 
 _READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
 _TOLD = {*op_kinds.VALUES, *op_kinds.TO_ARRAYS}  # by which a tensor tells its values
+# by which data may say which rows, or how many, are whose; of the latter, if the index is a tensor
+_PLACED = {
+    *op_kinds.with_in_place([*op_kinds.PUT, "index_put", "masked_scatter"]),
+    *(*op_kinds.NONZERO, "masked_select", "index_select", "repeat_interleave", "segment_reduce"),
+}
+_PLACED_AT = {"__getitem__", "__setitem__"}
 
 
 class _Notes:
@@ -49,9 +56,10 @@ class _Notes:
 class GatheredRows(TorchFunctionMode):
     """Knows whose the rows are of what has been made from a batch's inputs since it was entered."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, noting: bool = False) -> None:
         super().__init__()
         self.size = size
+        self.told: list[Any] | None = [] if noting else None  # what data have said of which rows are whose
         self.tags = _Notes()
         self.second = _Notes()  # whose the rows in dim 1 are
         self.batches = _Notes()  # what modules were given for picked rows
@@ -59,12 +67,19 @@ class GatheredRows(TorchFunctionMode):
         self.level = torch_api.level()  # of transforms of torch.func around
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
         self.values_read = 0  # by the forward, as numbers of Python's
+        self.places = False  # something was picked or placed by the values of tensors
+        self.placed = False  # so were rows, into the samples', of which it is not followed whose they are
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         result = func(*args, **kwargs)
         if name in _TOLD and args:
             self.values_read += args[0].numel()
+            self._note_told(args[0], result)
+        elif name in _PLACED or (name in _PLACED_AT and any(t.ndim for t in tensors_of(args[1:2]))):
+            self.places = True
+            for t in tensors_of((args[1:], kwargs)):
+                self._note_told(t)
         if (
             type(result) in _READ  # what a tensor says
             or local.gathered_rows is not self
@@ -95,6 +110,19 @@ class GatheredRows(TorchFunctionMode):
                 if op_kinds.writes(name):
                     self._wrote(args[0], before, (args[1:], kwargs))
         return result
+
+    def _note_told(self, t: Tensor, value: Any = None) -> None:
+        """Note what integers say, as numbers of Python's or as an index: of masks of the samples' rows, how
+        many there are of each.
+        """
+        numbers = t.is_floating_point() or t.is_complex()
+        if self.told is None or numbers or torch_api.level() != self.level:
+            return
+        if value is None:
+            with torch_api.without_torch_function():
+                of_rows = t.dtype in MASKS and t.ndim > 1
+                value = (t.flatten(1).sum(1) if of_rows else t.detach()).cpu().numpy()
+        self.told.append(value.tobytes() if hasattr(value, "tobytes") else str(value))
 
     def _wrote(self, part: Any, before: RowProvenance | None, values: Any) -> None:
         """Note of what a tensor is a part of that rows were written there that may be others than `before`:
@@ -377,11 +405,6 @@ class GatheredRows(TorchFunctionMode):
         return int(local.tracker is not None or (local.batch is not None and local.batch.proving))
 
 
-def of_parameter(t: Tensor) -> bool:
-    """Whether a tensor is a parameter or a part of one, whatever its length."""
-    return isinstance(t._base if t._is_view() else t, (nn.Parameter, PerSample))
-
-
 def without_gathered_rows() -> AbstractContextManager[None]:
     """Around what is run for one sample, which holds nobody else's rows, or as the original layers do."""
     return changed(gathered_rows=None)
@@ -415,13 +438,13 @@ def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]
 
 @contextmanager
 def gathering(
-    size: int, model: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+    size: int, model: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any], noting: bool = True
 ) -> Iterator[None]:
-    """A `GatheredRows` mode around an outermost call of a model."""
+    """A `GatheredRows` mode around an outermost call of a model, which notes what data say, perhaps."""
     if size < 2 or transforming():
         yield
         return
-    before, local.gathered_rows = local.gathered_rows, GatheredRows(size)
+    before, local.gathered_rows = local.gathered_rows, GatheredRows(size, noting)
     try:
         local.gathered_rows.enter(model, args, kwargs)
         with local.gathered_rows:

@@ -423,9 +423,13 @@ def _edges(output: Any) -> set[tuple[Any, int]]:
     return seen
 
 
-def in_reentrant_checkpoint(output: Any) -> bool:
-    """Whether a reentrant checkpoint is part of the graph of an output."""
-    return any(node.name() == "CheckpointFunctionBackward" for node, _ in _edges(output))
+def in_foreign_functions(output: Any) -> bool:
+    """Whether functions that somebody has written (`torch.autograd.Function`) are part of the graph of an
+    output: reentrant checkpoints and reversible layers run backward passes of their own in theirs.
+    """
+    nodes = {node for node, _ in _edges(output)}
+    classes = (getattr(type(node), "_forward_cls", None) for node in nodes)
+    return any(cls is not None and not cls.__module__.startswith(_PACKAGE) for cls in classes)
 
 
 def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:

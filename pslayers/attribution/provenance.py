@@ -53,10 +53,10 @@ class RowProvenance:
         """Those of some of the rows (a slice, or their numbers), of which there are at most `times` as
         many.
         """
-        if isinstance(rows, slice) and rows == slice(None):
-            return self
         if self.sample_ids is None:
-            return UNKNOWN
+            return self if self is NUMBERS or (isinstance(rows, slice) and rows == slice(None)) else UNKNOWN
+        if isinstance(rows, slice) and rows.indices(count := len(self.sample_ids)) == (0, count, 1):
+            return self
         numbers, moves = None, self.moves + 1
         if isinstance(rows, Tensor) and (self.rows is not None or not self.picked):
             numbers = rows if self.rows is None else self.rows[rows]
@@ -124,7 +124,7 @@ class RowProvenance:
 
     def lost(self) -> "RowProvenance":
         """Of what comes of these rows by a function that may do anything to them."""
-        return UNKNOWN if self.picked and self.by_data else WEAK
+        return self if self is NUMBERS else UNKNOWN if self.picked and self.by_data else WEAK
 
 
 def put_back(before: Tensor, rows: Tensor, sure: bool = False) -> bool:
@@ -141,6 +141,7 @@ def put_back(before: Tensor, rows: Tensor, sure: bool = False) -> bool:
 
 
 UNKNOWN = RowProvenance(None, 0)  # of rows that were picked
+NUMBERS = RowProvenance(None, 0)  # likewise, of what comes of integers alone, to which no gradient goes
 WEAK = RowProvenance(None, 0, picked=False)  # of what comes of the batch in any way
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..core import op_kinds
 from ..core.trees import tensors_in, tensors_of
-from ..parameters.per_sample import lies_in
+from ..parameters.per_sample import lies_in, of_parameter
 from .indices import MASKS
-from .provenance import UNKNOWN, WEAK, RowProvenance
+from .provenance import NUMBERS, UNKNOWN, WEAK, RowProvenance
 
 if TYPE_CHECKING:
     from .gathered import GatheredRows
@@ -39,7 +39,13 @@ def _followed(
         for t in tensors_in((args, kwargs))
         if isinstance(t, Tensor) and (o := picks.owners(t)) is not None
     ]
-    return found, UNKNOWN if any(o.picked and o.by_data for o, _ in found) else WEAK
+    by_data = [_only_numbers(o, t) for o, t in found if o.picked and o.by_data]
+    return found, (NUMBERS if all(by_data) else UNKNOWN) if by_data else WEAK
+
+
+def _only_numbers(of: RowProvenance, t: Tensor) -> bool:
+    """Whether no gradient goes to a tensor, nor through it to rows that are followed."""
+    return of is NUMBERS or not (t.is_floating_point() or t.is_complex())
 
 
 def mark_unknown(picks: "GatheredRows", results: Any, args: Args, kwargs: Kwargs) -> None:
@@ -132,6 +138,10 @@ def _written(
 ) -> RowProvenance | None:
     """Whose the rows of `y` are with `value` written, or added, to some of them."""
     of, new = picks.owners(y), picks.owners(value)
+    if isinstance(index, list) and index:
+        index = torch.as_tensor(index, device=y.device)
+    elif picks.owners(index) is not None:
+        _note_placed(picks, value)
     if new is None:
         return of
     if (isinstance(index, slice) and index == slice(None)) or index is Ellipsis:
@@ -139,11 +149,18 @@ def _written(
         if told is None and new.sample_ids is not None and len(y) == len(new.sample_ids):
             told = new
         return told if told is not None and (new.same(told) or not new.picked) else (of or new).lost()
-    if isinstance(index, list) and index:
-        index = torch.as_tensor(index, device=y.device)
     if isinstance(index, Tensor) and index.ndim:
         return _written_to_rows(picks, y, index, new, adds)
     return UNKNOWN if new.picked or (of is not None and of.picked) else WEAK
+
+
+def _note_placed(picks: "GatheredRows", value: Any) -> None:
+    """Note that the data say to which samples rows go of which it is not followed whose they are: in another
+    batch, to others.
+    """
+    rows = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0 and len(value) > 1
+    if rows and picks.picked(value) is None and not of_parameter(value):
+        picks.placed = True
 
 
 def _told(of: RowProvenance | None) -> RowProvenance | None:
@@ -212,6 +229,8 @@ def _index_put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs
 
 def _masked_scatter(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     of, by = picks.owners(args[0]), picks.owners(_given(args, kwargs, 1, "mask"))
+    if by is not None:
+        _note_placed(picks, _given(args, kwargs, 2, "source"))
     known = by if of is None else of if of.sample_ids is not None else None
     picks.tag(result, known or WEAK)
 
@@ -336,16 +355,18 @@ def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: 
     """The same to every row. One that is put beside rows that are not followed (a constant, a table) stays
     whose it is.
 
-    So it does beside numbers of which it is not known whose they are (the places of experts): no gradient
-    goes to integers.
+    So it does beside numbers of which it is not known whose they are (the places of experts, the positions
+    of patches), and what is not followed is not for them: no gradient goes to integers.
     """
     found, lost = _followed(picks, args, kwargs)
-    second = _second(picks, [t for _, t in found]) if lost is UNKNOWN else None
+    if lost is NUMBERS and isinstance(result, Tensor) and _beside_others(picks, result, args, kwargs):
+        return
+    second = None if lost is WEAK else _second(picks, [t for _, t in found])
     if second is not None and (result.ndim, result.shape[1]) == (found[0][1].ndim, found[0][1].shape[1]):
         picks.tag_second(result, second)
         return
-    if any(o.sample_ids is not None and s.is_floating_point() for o, s in found):
-        found = [(o, s) for o, s in found if o.sample_ids is not None or s.is_floating_point()]
+    if any(o.sample_ids is not None and not _only_numbers(o, s) for o, s in found):
+        found = [(o, s) for o, s in found if o.sample_ids is not None or not _only_numbers(o, s)]
     for t in tensors_in(result) if found else ():
         known = [
             o
@@ -358,6 +379,15 @@ def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: 
             if (o.sample_ids is None and o.picked) or (o.sample_ids is not None and o not in known)
         ]
         picks.tag(t, known[0] if known and not unsure and all(o.same(known[0]) for o in known) else lost)
+
+
+def _beside_others(picks: "GatheredRows", result: Tensor, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a result has as many rows as a tensor that goes in, is not followed, and may have gradients."""
+    return any(
+        t.is_floating_point() and t.shape[:1] == result.shape[:1] and t.ndim == result.ndim > 0
+        for t in tensors_of((args, kwargs))
+        if picks.owners(t) is None and not of_parameter(t)
+    )
 
 
 def _of_first(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:

@@ -145,6 +145,8 @@ class Snapshot:
         while todo:
             value = todo.pop()
             if isinstance(value, Tensor):
+                if value.is_meta:  # of no values
+                    continue
                 with torch_api.without_subclasses():
                     self.tensors.append((value, value.detach().clone()))
             elif type(value) in _CONTAINERS and id(value) not in self.containers:

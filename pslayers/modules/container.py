@@ -78,6 +78,13 @@ class PSContainer(Converted):
         if plan is None or not general.fits(plan, (args, kwargs), batch.size):
             if batch.give_up():
                 return original(self, *args, **kwargs)
+            if torch_api.current_pass() != -1:
+                raise ValueError(
+                    f"`{state.path}` ({type(self).__name__}) is called in a backward pass, by a"
+                    " torch.autograd.Function of the model's own (a reversible layer), as it was not when this"
+                    " kind of call was proved: write a layer for it (ps.PSLayer), or have the forward run it"
+                    " with a graph."
+                )
             raise ValueError(
                 f"`{state.path}` ({type(self).__name__}) was called in a way that differs from run to run of"
                 " the same batch, so its samples cannot be told apart: write a layer for it (ps.PSLayer)."
@@ -94,6 +101,13 @@ class PSContainer(Converted):
                 f"`{state.path}` ({type(self).__name__}) does what it did not when this kind of call was"
                 f" proved ({error}): convert the model anew, or write a layer for it (ps.PSLayer)."
             ) from error
+        except (
+            IndexError,
+            RuntimeError,
+        ):  # of a part of the batch that is no sample's, perhaps; else it comes again
+            if plan.way == "direct" or not batch.give_up():
+                raise
+            return original(self, *args, **kwargs)
 
 
 def _checkpoint_of(module: Any) -> Any:

@@ -55,6 +55,8 @@ class State:
         # by these: what was proved and learned while others were, as where two parts are trained in turn
         self.aside: dict[frozenset[str], tuple[Any, Any, list[tuple[State, Any]]]] = {}
         self.drawless: set[Kind] = set()  # that draw no random numbers
+        # in which data say which rows are whose: what they have told, by its digest
+        self.by_data: dict[Kind, set[int]] = {}
         # what torch.compile was at when the last of these was proved while it traced
         self.proved_in: Any = ""
         # dims of the inputs: which of them may hold the batch, all as long as it so far; else the first

@@ -43,7 +43,7 @@ from ..attribution.snapshot import (
 )
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
 from ..core import sharding
-from ..core.context import Batch, Form, changed, local
+from ..core.context import Batch, Form, changed, local, transforming
 from ..core.trees import cloned, map_tensors, tensors_in, tensors_of
 from ..parameters.kept import Kept
 from ..parameters.standing import held_by
@@ -94,16 +94,21 @@ class ModelCall:
         self.random = None if kind in self.state.drawless else random_state()
         self.others: Randomness | None = None  # likewise, of a first call
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
+        self.told = 0  # by data, of which rows are whose: their digest
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
         """The output of a call of a kind that was proved, or is not recorded."""
         keeps, writes, before = self.state.keeps, self.state.writes, None
-        if keeps or writes:
-            before = Snapshot(self.model, (self.args, self.kwargs) if writes else ())
-        if (output := self._attempt(None)) is not UNDECIDED:
+        told = self._told_by_data_before()
+        if keeps or writes or told is not None:
+            inputs = (self.args, self.kwargs) if writes or told is not None else ()
+            before = Snapshot(self.model, inputs)
+        if (output := self._attempt(None, told)) is not UNDECIDED:
             return output
         self.forget = self.model._ps_count_from_here()
+        if told is not None and (output := self._undone(before)._attempt(before)) is not UNDECIDED:
+            return output
         return self._undone(before).learn()
 
     def first(self) -> Any:
@@ -234,25 +239,27 @@ class ModelCall:
             batch.outputs, batch.proving = GradientProbe(self.size), True
         return batch
 
-    def _attempt(self, before: Snapshot | None) -> Any:
+    def _attempt(self, before: Snapshot | None, told: set[int] | None = None) -> Any:
         """The output of a run, which is verified if it is known what was `before`; UNDECIDED where a layer
-        could not tell whose the rows of its input are, or where they are not.
+        could not tell whose the rows of its input are, or where they are not, or where data have `told` of
+        that what they have in no run that was verified.
         """
         model, proving = self.model, before is not None
         local.batch = batch = self._batch(proving, trackable=True)
         try:
-            if not (proving or self.settings.has_gathered_rows):
+            if not (proving or self.settings.has_gathered_rows or told is not None):
                 output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
                 return UNDECIDED if batch.undecided else output
             with ExitStack() as around:
-                around.enter_context(gathering(self.size, self.model, self.args, self.kwargs))
+                noting = proving or told is not None
+                around.enter_context(gathering(self.size, self.model, self.args, self.kwargs, noting))
                 if before is not None:
                     around.enter_context(quiet_hooks(model))
                     around.enter_context(before.watching())
                 output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
                 if before is not None:
                     self._note_what_changed(before)
-                if batch.undecided:
+                if batch.undecided or (told is not None and self.told not in told):
                     return UNDECIDED
                 return output if before is None or self._verified(batch, output) else UNDECIDED
         except Exception:
@@ -269,8 +276,10 @@ class ModelCall:
 
     def _returned(self, batch: Batch, output: Any) -> Any:
         """The output, of which is noted whose its rows are, if something that a loss may use beside it was
-        made of parameters alone.
+        made of parameters alone; and what data have told so far.
         """
+        if (picks := local.gathered_rows) is not None and picks.told is not None:
+            self.told = hash((*picks.told, *_lengths((self.args, self.kwargs))))
         if batch.keeps:
             value = made_of(output)
             tensors = [t for t in tensors_of(value) if not isinstance(t, Kept) and t.requires_grad]
@@ -294,20 +303,24 @@ class ModelCall:
         parameters have rows; noted, but where a NaN leaves it open: then a later call is to show it.
         """
         model, state = self.model, self.state
-        if self._past_layers(output):
+        again = self.kind in state.by_data
+        if not again and self._past_layers(output):
             return False
         try:
             with gradients_unchanged(model), unchanged(model):
-                agree = rows_agree(batch.outputs, batched_outputs(output, batch))
+                known = self._told_layouts(output) if again else []
+                # what was tracked and is not told is nobody's: there may be one output for each sample
+                told = [layout or MIXED for layout in known] if any(known) else None
+                agree = rows_agree(batch.outputs, batched_outputs(output, batch, told))
         except Unprovable:  # then the samples are changed, and what depends on them is seen
             return False
-        if batch.outputs.missed(output) or agree is False:
+        if agree is False or (not again and batch.outputs.missed(output)):
             return False
         # where rows were picked, what shapes would not tell is looked at more closely, once
-        if self.settings.has_gathered_rows:
+        if self.settings.has_gathered_rows and not again:
             return agree is None
         if agree:
-            self._note_proved(bool(model._ps_given()))
+            self._note_proved(bool(model._ps_given()), anew=False)
             if self.random is not None and not drawn_since(self.random):
                 state.drawless.add(self.kind)
         return True
@@ -444,11 +457,7 @@ class ModelCall:
                 plain = [t.detach() for t in tensors_of(plain)]
         output, batch = self._watched(self.args, self.kwargs)
         problem = None if given else disagreement(output, plain)
-        tensors, layouts = tensors_in(output), self._layouts(output)
-        told = [
-            ("dim", 0) if layout == TABLE and self._has_room(t) else layout
-            for t, layout in zip(tensors, layouts, strict=True)
-        ]
+        tensors, layouts, told = tensors_in(output), self._layouts(output), self._told_layouts(output)
         own = batched_outputs(output, batch, told)
         numbers = all(
             isinstance(t, Tensor) and not t.ndim
@@ -483,15 +492,57 @@ class ModelCall:
                 " for each sample, in order."
             )
         if agree:
-            self._note_proved(bool(given))
+            self._note_proved(bool(given), anew=True)
         return output
 
-    def _has_room(self, t: Any) -> bool:
-        """Whether an output whose values stay the same may have the samples' gradients all the same."""
-        return isinstance(t, Tensor) and not isinstance(t, Kept) and t.shape[:1] == (self.size,)
+    def _told_layouts(self, output: Any) -> list[Layout | None]:
+        """Those of an output, as tracked, where values that stay the same may have the samples' gradients all
+        the same.
+        """
 
-    def _note_proved(self, given: bool) -> None:
+        def may_have(t: Any) -> bool:
+            return isinstance(t, Tensor) and not isinstance(t, Kept) and t.shape[:1] == (self.size,)
+
+        return [
+            ("dim", 0) if layout == TABLE and may_have(t) else layout
+            for t, layout in zip(tensors_in(output), self._layouts(output), strict=True)
+        ]
+
+    def _told_by_data_before(self) -> set[int] | None:
+        """What data have told in calls of this kind that were proved; None if they do not tell which rows are
+        whose.
+        """
+        if local.again or sharding.apart(self.model) or transforming():
+            return None
+        recorded = self.settings.recording and torch.is_grad_enabled()
+        return self.state.by_data.get(self.kind) if recorded else None
+
+    def _told_by_data(self) -> bool:
+        """Whether data say which rows are whose in this call, where it is not followed: rows are put into the
+        samples' by them; or a further input has several rows a sample, which may be more of one and fewer of
+        another, and values of tensors place some.
+        """
+        picks = local.gathered_rows
+        if picks is None or picks.placed:
+            return picks is not None
+        tensors = list(enumerate(tensors_in((self.args, self.kwargs))))
+        told = picks.places or picks.numbers_by_data or _lengths((self.args, self.kwargs))
+        return bool(told) and any(
+            isinstance(t, Tensor)
+            and t.ndim > 0
+            and t.is_floating_point()
+            and (n := t.shape[batch_dim(t, self.settings)]) != self.size
+            and n % self.size == 0 < n
+            and self.model._ps_layout(0, ("in", place), t.ndim) not in (TABLE, SHARED)
+            for place, t in tensors[1:]
+        )
+
+    def _note_proved(self, given: bool, anew: bool) -> None:
+        """Note that calls of this kind are right, by what was learned `anew` or is known."""
         self.state.proved.add((*self.kind, given))
+        if self.kind in self.state.by_data or self._told_by_data():
+            told = set() if anew else self.state.by_data.get(self.kind, set())
+            self.state.by_data[self.kind] = {*told, self.told}
         self.state.unproved = self.model._ps_inventory().frozen()
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Batch]:
@@ -517,6 +568,16 @@ def _sized(value: Any, size: int) -> bool:
     if isinstance(value, (Tensor, str, bool, float, type(None), torch.dtype, torch.device)):
         return True
     return isinstance(value, int) and value != size
+
+
+def _lengths(value: Any) -> list[int]:
+    """The whole numbers in lists: how many rows each sample has, perhaps."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return []
+    own = [item for item in value if type(item) is int] if isinstance(value, list) else []
+    return [*own, *(n for item in value for n in _lengths(item))]
 
 
 def made_of(output: Any) -> Any:

@@ -360,6 +360,11 @@ def of_the_input(x: Tensor) -> bool:
     return local.stand_ins is not None and any(x is t or lies_in(x, t) for t in local.stand_ins.inputs)
 
 
+def of_parameter(t: Tensor) -> bool:
+    """Whether a tensor is a parameter or a part of one, whatever its length."""
+    return isinstance(t._base if t._is_view() else t, (torch.nn.Parameter, PerSample))
+
+
 def lies_in(x: Tensor, t: Tensor) -> bool:
     """Whether the rows of `x` lie in those of `t`, one or several in each, in order."""
     x, t = behind(x), behind(t)

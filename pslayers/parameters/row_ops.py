@@ -248,7 +248,7 @@ def _any(
         found = _Any.apply(
             fn, len(own), *expansions, *[e.weight for e in expansions], *[e.rows for e in expansions], *others
         )
-    return _laid_out(found, results.pop())
+    return _laid_out(found, results.pop()).clone()  # a view of what a Function returns cannot be written to
 
 
 _FAST: dict[Any, Callable[..., Any]] = {

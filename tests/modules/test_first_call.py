@@ -1,0 +1,149 @@
+"""A further input has rows of which data say whose they are: as many of each sample in one batch, in another
+not, though there may be as many in all.
+"""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pslayers as ps
+
+Join = Callable[["Joined", Tensor, Tensor, Tensor], Tensor]
+T, D = 6, 4
+
+
+def _scattered(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    return h.masked_scatter(mask.unsqueeze(-1), rows)
+
+
+def _written(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    h = h.clone()
+    h[mask] = rows
+    return h
+
+
+def _by_number(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    place = mask.flatten().nonzero().squeeze(1)
+    return h.flatten(0, 1).index_copy(0, place, rows).view_as(h)
+
+
+def _pooled(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    owner = torch.arange(len(h)).repeat_interleave(mask.sum(1))
+    return h + h.new_zeros(len(h), D).index_add(0, owner, rows)[:, None]
+
+
+def _split(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    parts = rows.split(mask.sum(1).tolist())
+    return h + torch.stack([part.square().sum(0) for part in parts])[:, None]
+
+
+def _by_offsets(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    ends = mask.sum(1).cumsum(0)
+    sums = torch.cat([rows.new_zeros(1, D), rows.cumsum(0)])
+    return h + (sums[ends] - sums[ends - mask.sum(1)])[:, None]
+
+
+JOINS: dict[str, Join] = {
+    "scattered": _scattered,
+    "written": _written,
+    "by-number": _by_number,
+    "pooled": _pooled,
+    "split": _split,
+    "by-offsets": _by_offsets,
+}
+
+
+class Joined(nn.Module):
+    """Texts, with images (k, D) in the places of some tokens of theirs."""
+
+    def __init__(self, join: Join) -> None:
+        super().__init__()
+        self.tokens, self.vision, self.head = nn.Embedding(9, D), nn.Linear(D, D), nn.Linear(D, 3)
+        self.scale, self.join = nn.Parameter(torch.rand(D)), join
+
+    def forward(self, ids: Tensor, images: Tensor) -> Tensor:
+        h = self.join(self, self.tokens(ids), self.vision(images).tanh(), ids == 0)
+        return self.head(torch.tanh(h * self.scale))
+
+
+def _batch(*counts: int) -> tuple[Tensor, Tensor]:
+    """Texts with so many images each."""
+    ids = torch.randint(1, 9, (len(counts), T))
+    for text, count in zip(ids, counts, strict=True):
+        text[torch.randperm(T)[:count]] = 0
+    return ids, torch.randn(sum(counts), D, dtype=torch.float64)
+
+
+def _rows(model: nn.Module, ids: Tensor, images: Tensor) -> dict[str, Tensor]:
+    rows: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
+    for text, own in zip(ids, images.split((ids == 0).sum(1).tolist()), strict=True):
+        loss = model(text[None], own).square().sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+        for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+            rows[name].append(grad)
+    return {name: torch.stack(each) for name, each in rows.items()}
+
+
+def _assert_right(model: nn.Module, ours: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    ours.zero_grad()
+    ours(*batch).square().sum().backward()
+    for name, rows in _rows(model, *batch).items():
+        torch.testing.assert_close(
+            ours.get_parameter(name).grad_sample, rows, rtol=1e-8, atol=1e-10, msg=name
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize("first", [(2, 2, 2), (1, 1, 1)])
+@pytest.mark.parametrize("name", JOINS)
+def test_as_many_rows_in_all_but_not_of_each_sample(name: str, first: tuple[int, ...]) -> None:
+    """Right, or refused; and right again after it was refused."""
+    torch.manual_seed(0)
+    model = Joined(JOINS[name]).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    _assert_right(model, ours, _batch(*first))
+    for counts in ((1, 3, 2), (2, 1, 0), first, (3, 1), (2, 0), first):
+        batch = _batch(*counts)
+        try:
+            _assert_right(model, ours, batch)
+        except ValueError:
+            assert len(set(counts)) > 1
+
+
+class Told(nn.Module):
+    """Which rows are whose is told by a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.vision = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, text: Tensor, images: Tensor, counts: list[int]) -> Tensor:
+        parts = self.vision(images).split(counts)
+        return self.text(text).tanh() * torch.stack([part.square().sum(0) for part in parts])
+
+
+def test_told_by_a_list() -> None:
+    model = Told().double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for counts in ([2, 2, 2], [1, 4, 1], [2, 2, 2]):
+        text, images = (torch.randn(n, D, dtype=torch.float64) for n in (3, 6))
+        ours.zero_grad()
+        ours(text, images, counts).square().sum().backward()
+        for i, own in enumerate(images.split(counts)):
+            loss = model(text[i : i + 1], own, [len(own)]).square().sum()
+            (row,) = torch.autograd.grad(loss, model.vision.weight)
+            torch.testing.assert_close(ours.vision.weight.grad_sample[i], row)
+
+
+def test_what_data_have_told_before_is_not_proved_again() -> None:
+    ours, runs = ps.convert_model(Joined(_scattered)), []
+    ours.join = lambda *args: runs.append(1) or _scattered(*args)
+    for _ in range(3):
+        runs.clear()
+        ids = torch.randint(1, 9, (3, T))
+        ids[:, torch.randperm(T)[:2]] = 0
+        ours(ids, torch.randn(6, D)).sum().backward()
+    assert len(runs) == 1
