@@ -496,8 +496,8 @@ class PSLayer(_Layer):
             " model's first input, say so with convert_model(..., batch_first=False) or `with"
             " ps.batch_size(n):`; if shapes are ambiguous, give an example batch, convert_model(...,"
             " example=x). If samples have rows of their own numbers (graphs, packed tokens), say whose they"
-            " are, `with ps.sample_ids(ids, n):`; else write a layer for this module (ps.PSLayer). Where samples"
-            " interact (attention over the batch), no gradient is of one sample alone."
+            " are, `with ps.sample_ids(ids, n):`; else write a layer for this module (ps.PSLayer). Where"
+            " samples interact (attention over the batch), no gradient is of one sample alone."
         )
 
     # ------------------------------------------------------------------ the weights

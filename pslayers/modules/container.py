@@ -81,9 +81,9 @@ class PSContainer(Converted):
             if torch_api.current_pass() != -1:
                 raise ValueError(
                     f"`{state.path}` ({type(self).__name__}) is called in a backward pass, by a"
-                    " torch.autograd.Function of the model's own (a reversible layer), as it was not when this"
-                    " kind of call was proved: write a layer for it (ps.PSLayer), or have the forward run it"
-                    " with a graph."
+                    " torch.autograd.Function of the model's own (a reversible layer), as it was not when"
+                    " this kind of call was proved: write a layer for it (ps.PSLayer), or have the forward"
+                    " run it with a graph."
                 )
             raise ValueError(
                 f"`{state.path}` ({type(self).__name__}) was called in a way that differs from run to run of"
