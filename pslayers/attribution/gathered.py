@@ -37,6 +37,64 @@ _PLACED = {
     *(*op_kinds.NONZERO, "masked_select", "index_select", "repeat_interleave", "segment_reduce"),
 }
 _PLACED_AT = {"__getitem__", "__setitem__"}
+_PUTS = {*op_kinds.with_in_place([*op_kinds.PUT, "index_put", "masked_scatter"]), "__setitem__"}
+
+
+# what each row becomes by itself: whatever is given; of the first argument; by its shape
+_ROWWISE = {
+    *op_kinds.with_in_place([*op_kinds.OF_ONE, *op_kinds.BY_ROW]),
+    *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED, *op_kinds.CONVERTED),
+    "scaled_dot_product_attention",
+}
+_OF_FIRST = {*op_kinds.OF_FIRST, "embedding", "pad", "unsqueeze", "permute", "transpose", "expand"}
+_RESHAPED = {*op_kinds.RESHAPED, "unsqueeze"}
+_TABLES = {"embedding", "embedding_bag"}
+_MOVING = {
+    *(
+        "split_with_sizes",
+        "unbind",
+        "gather",
+        "take_along_dim",
+        "index_select",
+        "segment_reduce",
+        "unsqueeze",
+    ),
+}
+
+
+def _moves(name: str, rows: list[Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function takes rows apart, or combines them, as something else may say."""
+    first_is_rows = bool(args) and args[0] is rows[0]
+    if name == "einsum":
+        return _sums_rows(rows, args)
+    if name in _TABLES:
+        return not first_is_rows
+    if name in op_kinds.PRODUCTS:  # with a matrix
+        second = args[1] if len(args) > 1 else args[0]
+        return any(t is second for t in rows) and args[0].ndim == second.ndim == 2 and name != "linear"
+    if first_is_rows and name == "__getitem__":
+        first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        return not (first is Ellipsis or (isinstance(first, slice) and first == slice(None)))
+    if first_is_rows and name in op_kinds.ALONG:
+        return _along_rows(name, args, kwargs)
+    dim = kwargs.get("dim", next((d for d in args[1:] if type(d) is int), 0))
+    return name in _MOVING and first_is_rows and dim in (0, -rows[0].ndim)
+
+
+def _sums_rows(rows: list[Tensor], args: Any) -> bool:
+    """Whether an equation has another letter for rows in its result, or none."""
+    operands = args[1:] if isinstance(args[1], Tensor) else args[1]
+    given, arrow, made = str(args[0]).replace(" ", "").partition("->")
+    terms = [term for term, t in zip(given.split(","), operands, strict=True) if any(t is r for r in rows)]
+    return bool(arrow) and any(term[:1] != made[:1] for term in terms)
+
+
+def _along_rows(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function goes along dim 0 of what it is given, as far as it says."""
+    at, default = op_kinds.ALONG[name]
+    dims = kwargs.get("dim", kwargs.get("dims", args[at] if len(args) > at else default))
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return not all(isinstance(d, int) and d % max(args[0].ndim, 1) for d in dims)
 
 
 class _Notes:
@@ -63,12 +121,15 @@ class GatheredRows(TorchFunctionMode):
         self.tags = _Notes()
         self.second = _Notes()  # whose the rows in dim 1 are
         self.batches = _Notes()  # what modules were given for picked rows
+        self.numbers = _Notes()  # what was made of integers alone, to which no gradient goes
         self.entering: Any = None  # the module that `call` is about to run
         self.level = torch_api.level()  # of transforms of torch.func around
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
         self.values_read = 0  # by the forward, as numbers of Python's
-        self.places = False  # something was picked or placed by the values of tensors
-        self.placed = False  # so were rows, into the samples', of which it is not followed whose they are
+        self.placed = False  # by data, rows into the samples' of which it is not followed whose they are
+        # rows of which nothing but how many there are has told whose they are: of further inputs, one a
+        # sample, and (True) what layers have made of such, or of several; whether data may have said more
+        self.assumed, self.unsure = _Notes(), False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -76,10 +137,11 @@ class GatheredRows(TorchFunctionMode):
         if name in _TOLD and args:
             self.values_read += args[0].numel()
             self._note_told(args[0], result)
-        elif name in _PLACED or (name in _PLACED_AT and any(t.ndim for t in tensors_of(args[1:2]))):
-            self.places = True
+        elif self.told is not None and (name in _PLACED or name in _PLACED_AT):
             for t in tensors_of((args[1:], kwargs)):
                 self._note_told(t)
+        if self.assumed.of and not self.unsure and type(result) not in _READ:
+            self._follow_assumed(name, result, args, kwargs)
         if (
             type(result) in _READ  # what a tensor says
             or local.gathered_rows is not self
@@ -107,9 +169,74 @@ class GatheredRows(TorchFunctionMode):
                 # arguments in a form that no rule knows
                 except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
                     mark_unknown(self, [result, args[0]], args, kwargs)
+                values = (args[:1], {}) if name in op_kinds.CONVERTED else (args, kwargs)
+                if self.numbers_alone(result, *values):
+                    self.numbers[result] = True
                 if op_kinds.writes(name):
                     self._wrote(args[0], before, (args[1:], kwargs))
         return result
+
+    def _follow_assumed(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Follow rows that are taken to be as many of each sample, as long as every row stays by itself, and
+        until shapes, or rows of the samples beside them, say that each sample has its own.
+        """
+        tensors = tensors_of((args, kwargs))
+        given = [t for t in tensors if self.assumed.get(t) is not None]
+        if not given:
+            return
+        several = [t for t in given if len(t) != self.size]
+        made = bool(several) or any(self.assumed.get(t) for t in given)
+        if made and name in _PUTS and all(t is not args[0] for t in several or given):
+            self.placed = True  # where masks and indices say, which are noted
+        elif several:
+            self._follow_several(name, result, args, kwargs, several)
+        elif made and _moves(name, given, args, kwargs):
+            self.unsure = True
+        elif not any(self.assumed.get(t) is None and self._of_samples(t) for t in tensors):
+            for t in tensors_of(result):
+                if t.shape[:1] == (self.size,):
+                    self.assumed[t] = made
+
+    def _follow_several(
+        self, name: str, result: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]
+    ) -> None:
+        alone = name in _ROWWISE or (
+            given[0] is args[0]
+            and len(given) == 1
+            and (name in _OF_FIRST or (name in op_kinds.ALONG and not _along_rows(name, args, kwargs)))
+        )
+        for t in tensors_of(result):
+            if name in _RESHAPED and t.ndim and len(t) % self.size == 0:
+                if len(t) != self.size:
+                    self.assumed[t] = True
+            elif alone and t.shape[:1] == given[0].shape[:1]:
+                self.assumed[t] = True
+            else:
+                self.unsure = True
+
+    def _of_samples(self, t: Tensor) -> bool:
+        """Whether a tensor that gradients may go to has rows of which it is known whose they are."""
+        owners = self.owners(t) if t.is_floating_point() else None
+        return owners is not None and owners.sample_ids is not None
+
+    def _note_assumed(self, tensors: list[Tensor], layout: Layout | None, output: Any, states: bool) -> None:
+        """Note what a module makes of several rows a sample, if they are taken for such because of how many
+        there are; and of a further input with a row for each.
+        """
+        x = next((t for t in tensors if t.ndim), None)
+        if x is None or self.unsure or states:
+            return
+        before = any(self.assumed.get(t) is not None for t in tensors)
+        by_count = layout in (None, BATCH_MAJOR) and len(x) != self.size and len(x) % self.size == 0
+        if not before and not (by_count and (self.owners(x) is None or not self._of_samples(x))):
+            return
+        if len(x) == self.size and any(self.assumed.get(t) is None and self._of_samples(t) for t in tensors):
+            return
+        for t in tensors_of(output):
+            if t.shape[:1] == x.shape[:1]:
+                self.assumed[t] = True
+            elif before and len(x) != self.size:
+                self.unsure = True
 
     def _note_told(self, t: Tensor, value: Any = None) -> None:
         """Note what integers say, as numbers of Python's or as an index: of masks of the samples' rows, how
@@ -133,6 +260,27 @@ class GatheredRows(TorchFunctionMode):
         numbered = any(o.rows is not None for t in tensors_in(values) if (o := self.picked(t)) is not None)
         if before is None or not now.same(before) or numbered:
             self.tag(part._base, UNKNOWN)
+
+    def only_numbers(self, t: Tensor) -> bool:
+        """Whether no gradient goes to a tensor, nor through it to rows that are followed."""
+        return not (t.is_floating_point() or t.is_complex()) or self.numbers.get(t) is not None
+
+    def numbers_alone(self, result: Any, args: Any, kwargs: dict[str, Any]) -> bool | None:
+        """Whether nothing but numbers goes into a result that gradients may go to, as far as it is followed
+        (else None), and nothing else that may have its rows.
+        """
+        if not isinstance(result, Tensor) or not result.is_floating_point():
+            return None
+        given = tensors_of((args, kwargs))
+        followed = [t for t in given if self.owners(t) is not None]
+        if not followed or not all(map(self.only_numbers, followed)):
+            return None
+        others = (
+            t for t in given if self.owners(t) is None and not of_parameter(t) and t.is_floating_point()
+        )
+        return not any(
+            t.requires_grad or (t.shape[:1] == result.shape[:1] and t.ndim == result.ndim > 0) for t in others
+        )
 
     def _any(self, values: Iterable[Any]) -> bool:
         """Whether one of them, or in one of them, may be known; never wrong where none is."""
@@ -217,6 +365,13 @@ class GatheredRows(TorchFunctionMode):
                 self.tag_packed(t)
                 continue
             known = model._ps_layout(0, ("in", place), t.ndim)
+            if (
+                batch_first
+                and place
+                and t.shape[:1] == (self.size,)
+                and known in (None, ("dim", 0), BATCH_MAJOR)
+            ):
+                self.assumed[t] = False
             # masks are not changed to see where they lead: of them it is not known
             if not t.ndim or (known in (TABLE, SHARED) and t.dtype != torch.bool):
                 continue
@@ -277,7 +432,7 @@ class GatheredRows(TorchFunctionMode):
             return forward(*args, **kwargs)
         tensors = tensors_of((args, kwargs))
         if not local.use_original_forward and (local.batch is not None or local.tracker is not None):
-            found = [o for t in tensors if (o := self.picked(t)) is not None]
+            found = self._picked_among(tensors)
             # a module that could not have them as a batch while it was tracked is run in a way that takes
             # them as they are
             as_they_are = any(PICKED in plan.layouts.inputs for plan in module._ps_state().plans.values())
@@ -289,7 +444,13 @@ class GatheredRows(TorchFunctionMode):
             if not (known or given_up):
                 raise module._ps_not_told("they were followed when this call was learned, and are not now")
         self.entering = module
+        state, of = module._ps_state(), local.tracker or local.batch
+        layout = None
+        if of is not None and tensors and tensors[0].ndim:
+            layout = module._ps_layout(of.calls.get(id(module), -1) + 1, ("in", 0), tensors[0].ndim)
         output = forward(*args, **kwargs)
+        if state.settings.batch_first:
+            self._note_assumed(tensors, layout, output, isinstance(module, nn.RNNBase))
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
             returned = tensors_in(output)
             self.tag(returned[0] if returned else None, owners)
@@ -298,6 +459,14 @@ class GatheredRows(TorchFunctionMode):
         elif isinstance(module, nn.RNNBase):
             self._of_packed(args, kwargs, output)
         return output
+
+    def _picked_among(self, tensors: list[Tensor]) -> list[RowProvenance]:
+        """Whose the rows are of those that were picked; but for numbers of which it is not known, beside what
+        gradients go to.
+        """
+        found = [(o, t) for t in tensors if (o := self.picked(t)) is not None]
+        alone = all(map(self.only_numbers, tensors))
+        return [o for o, t in found if alone or o.sample_ids is not None or not self.only_numbers(t)]
 
     def _in_order(self, tensors: list[Tensor]) -> bool:
         """Whether the first of these is known to hold the batch's rows, as one that is put together does."""
@@ -311,6 +480,8 @@ class GatheredRows(TorchFunctionMode):
         """
         state, batch, of = module._ps_state(), local.batch, cast("Batch", local.tracker or local.batch)
         key = module.training, local.form, of.calls.get(id(module), -1) + 1
+        if local.tracker is not None and local.tracker.learned:
+            return True
         if local.tracker is None and (not packed or batch is None or batch.trackable or not batch.proving):
             return packed == (key in state.packed)
         (state.packed.add if packed else state.packed.discard)(key)

@@ -54,7 +54,7 @@ class RowProvenance:
         many.
         """
         if self.sample_ids is None:
-            return self if self is NUMBERS or (isinstance(rows, slice) and rows == slice(None)) else UNKNOWN
+            return self if isinstance(rows, slice) and rows == slice(None) else UNKNOWN
         if isinstance(rows, slice) and rows.indices(count := len(self.sample_ids)) == (0, count, 1):
             return self
         numbers, moves = None, self.moves + 1
@@ -124,7 +124,7 @@ class RowProvenance:
 
     def lost(self) -> "RowProvenance":
         """Of what comes of these rows by a function that may do anything to them."""
-        return self if self is NUMBERS else UNKNOWN if self.picked and self.by_data else WEAK
+        return UNKNOWN if self.picked and self.by_data else WEAK
 
 
 def put_back(before: Tensor, rows: Tensor, sure: bool = False) -> bool:
@@ -141,7 +141,6 @@ def put_back(before: Tensor, rows: Tensor, sure: bool = False) -> bool:
 
 
 UNKNOWN = RowProvenance(None, 0)  # of rows that were picked
-NUMBERS = RowProvenance(None, 0)  # likewise, of what comes of integers alone, to which no gradient goes
 WEAK = RowProvenance(None, 0, picked=False)  # of what comes of the batch in any way
 
 

@@ -14,7 +14,7 @@ from ..core import op_kinds
 from ..core.trees import tensors_in, tensors_of
 from ..parameters.per_sample import lies_in, of_parameter
 from .indices import MASKS
-from .provenance import NUMBERS, UNKNOWN, WEAK, RowProvenance
+from .provenance import UNKNOWN, WEAK, RowProvenance
 
 if TYPE_CHECKING:
     from .gathered import GatheredRows
@@ -39,13 +39,7 @@ def _followed(
         for t in tensors_in((args, kwargs))
         if isinstance(t, Tensor) and (o := picks.owners(t)) is not None
     ]
-    by_data = [_only_numbers(o, t) for o, t in found if o.picked and o.by_data]
-    return found, (NUMBERS if all(by_data) else UNKNOWN) if by_data else WEAK
-
-
-def _only_numbers(of: RowProvenance, t: Tensor) -> bool:
-    """Whether no gradient goes to a tensor, nor through it to rows that are followed."""
-    return of is NUMBERS or not (t.is_floating_point() or t.is_complex())
+    return found, UNKNOWN if any(o.picked and o.by_data for o, _ in found) else WEAK
 
 
 def mark_unknown(picks: "GatheredRows", results: Any, args: Args, kwargs: Kwargs) -> None:
@@ -140,7 +134,7 @@ def _written(
     of, new = picks.owners(y), picks.owners(value)
     if isinstance(index, list) and index:
         index = torch.as_tensor(index, device=y.device)
-    elif picks.owners(index) is not None:
+    elif picks.owners(index) is not None and (new is None or not new.picked):
         _note_placed(picks, value)
     if new is None:
         return of
@@ -159,7 +153,7 @@ def _note_placed(picks: "GatheredRows", value: Any) -> None:
     batch, to others.
     """
     rows = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0 and len(value) > 1
-    if rows and picks.picked(value) is None and not of_parameter(value):
+    if rows and not of_parameter(value):
         picks.placed = True
 
 
@@ -359,14 +353,14 @@ def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: 
     of patches), and what is not followed is not for them: no gradient goes to integers.
     """
     found, lost = _followed(picks, args, kwargs)
-    if lost is NUMBERS and isinstance(result, Tensor) and _beside_others(picks, result, args, kwargs):
+    if lost is UNKNOWN and picks.numbers_alone(result, args, kwargs) is False:
         return
     second = None if lost is WEAK else _second(picks, [t for _, t in found])
     if second is not None and (result.ndim, result.shape[1]) == (found[0][1].ndim, found[0][1].shape[1]):
         picks.tag_second(result, second)
         return
-    if any(o.sample_ids is not None and not _only_numbers(o, s) for o, s in found):
-        found = [(o, s) for o, s in found if o.sample_ids is not None or not _only_numbers(o, s)]
+    if any(o.sample_ids is not None and not picks.only_numbers(s) for o, s in found):
+        found = [(o, s) for o, s in found if o.sample_ids is not None or not picks.only_numbers(s)]
     for t in tensors_in(result) if found else ():
         known = [
             o
@@ -379,15 +373,6 @@ def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: 
             if (o.sample_ids is None and o.picked) or (o.sample_ids is not None and o not in known)
         ]
         picks.tag(t, known[0] if known and not unsure and all(o.same(known[0]) for o in known) else lost)
-
-
-def _beside_others(picks: "GatheredRows", result: Tensor, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a result has as many rows as a tensor that goes in, is not followed, and may have gradients."""
-    return any(
-        t.is_floating_point() and t.shape[:1] == result.shape[:1] and t.ndim == result.ndim > 0
-        for t in tensors_of((args, kwargs))
-        if picks.owners(t) is None and not of_parameter(t)
-    )
 
 
 def _of_first(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:

@@ -94,6 +94,7 @@ class Tracker:
     def __init__(self) -> None:
         self.seen: dict[Key, Tensor] = {}
         self.eps = 0.0  # of the coarsest precision that the run has computed in
+        self.learned = False  # a run before this one has told how calls are given the samples
         self.calls: dict[int, int] = {}
         self.pickers: set[int] = set()  # modules whose forward picks rows by a mask
         self.level = torch_api.level()  # of transforms of torch.func around the run
@@ -250,6 +251,7 @@ class _Tracking:
         self.layouts: dict[Key, Layout] = {}
         self.mixed = set[Key]()  # picked rows that are not the samples' that their owners say
         self.blind = False  # some changed inputs could not be run
+        self.fixed = set[int]()  # which of them never could
         with (coarsest := Coarsest((args, kwargs), model.parameters())):
             self.tracker = run_tracked(run, model, args, kwargs)[0]
         self.tracker.eps, self.plain = coarsest.eps, self.tracker.seen
@@ -308,9 +310,13 @@ class _Tracking:
         some of other samples' do.
         """
         found, others = dict[Key, set[Layout]](), set[Key]()
+        self.fixed.add(place)
         for samples in self.groups:
             changed = self.rerun({place: dim}, samples)
-            self.blind = self.blind or changed is None
+            if changed is None:
+                self.blind = True
+            else:
+                self.fixed.discard(place)
             for key, where in (changed or {}).items():
                 if where is None or not where.numel():
                     continue
@@ -323,12 +329,16 @@ class _Tracking:
                 found[key] = {lay for lay in fits if _explains(lay, where, samples, self.batch.size)}
         return found, others
 
+    def _changeable(self) -> dict[int, int]:
+        """The dims of the inputs that hold the batch, of those that can be changed."""
+        return {place: dim for place, dim in self.inputs.items() if place not in self.fixed}
+
     def look_for_interactions(self) -> None:
         """Outputs in which one sample's part of one input meets another's of another input (all pairs) are in
         no one's rows.
         """
         for samples in self.groups if len(self.inputs) > 1 else ():
-            for key, where in (self.rerun(self.inputs, samples) or {}).items():
+            for key, where in (self.rerun(self._changeable(), samples) or {}).items():
                 tracked = key[2][0] == "out" and self.layouts.get(key, MIXED) != MIXED
                 if where is None or not (tracked and where.numel()):
                     continue
@@ -337,7 +347,7 @@ class _Tracking:
 
     def look_at_the_rest(self) -> None:
         """What no input reaches, what masks have picked, and how many of which depends on the data."""
-        changed = self.rerun(self.inputs, range(self.batch.size))
+        changed = self.rerun(self._changeable(), range(self.batch.size))
         refused = set() if local.gathered_rows is None else local.gathered_rows.refused
         for key, x in self.plain.items():
             where = None if changed is None else changed.get(key)
@@ -347,8 +357,10 @@ class _Tracking:
                 self.layouts[key] = MIXED  # how many rows there are depends on the data
             elif key[0] in refused and key[2][0] == "in":
                 self.layouts[key] = MIXED
-            elif key not in self.layouts and where is not None and not (where.numel() or self.blind):
-                self.layouts[key] = _of_constant(x, self.batch.size, self.tracker.eps)
+            elif key not in self.layouts and where is not None and not where.numel():
+                layout = _of_constant(x, self.batch.size, self.tracker.eps)
+                if not self.blind or layout not in (TABLE, SHARED):
+                    self.layouts[key] = layout
 
     def turn_unmoved(self) -> None:
         """What a quantizer returns may be the same for samples that are changed a little: where samples
@@ -508,6 +520,7 @@ def parameters_used(
     gradients, that tells.
     """
     tracker = Tracker()
+    tracker.learned = True
     uses = _Uses(tracker, {id(m): m for m in model.modules()})
     with torch.enable_grad(), uses:
         run_tracked(run, model, args, kwargs, tracker)

@@ -71,6 +71,7 @@ ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
 # with how many samples it is found out whose rows are whose, and of how many that pays
 FEW, WORTH_IT = 3, 8
 TELL_EVERY = 5.0  # seconds
+MANY = 1000  # things that data have told, after which they are forgotten
 _log = logging.getLogger(__name__.partition(".")[0])
 
 
@@ -104,7 +105,7 @@ class ModelCall:
         if keeps or writes or told is not None:
             inputs = (self.args, self.kwargs) if writes or told is not None else ()
             before = Snapshot(self.model, inputs)
-        if (output := self._attempt(None, told)) is not UNDECIDED:
+        if told != set() and (output := self._attempt(None, told)) is not UNDECIDED:
             return output
         self.forget = self.model._ps_count_from_here()
         if told is not None and (output := self._undone(before)._attempt(before)) is not UNDECIDED:
@@ -279,7 +280,7 @@ class ModelCall:
         made of parameters alone; and what data have told so far.
         """
         if (picks := local.gathered_rows) is not None and picks.told is not None:
-            self.told = hash((*picks.told, *_lengths((self.args, self.kwargs))))
+            self.told = hash(tuple(picks.told))
         if batch.keeps:
             value = made_of(output)
             tensors = [t for t in tensors_of(value) if not isinstance(t, Kept) and t.requires_grad]
@@ -517,33 +518,16 @@ class ModelCall:
         recorded = self.settings.recording and torch.is_grad_enabled()
         return self.state.by_data.get(self.kind) if recorded else None
 
-    def _told_by_data(self) -> bool:
-        """Whether data say which rows are whose in this call, where it is not followed: rows are put into the
-        samples' by them; or a further input has several rows a sample, which may be more of one and fewer of
-        another, and values of tensors place some.
-        """
-        picks = local.gathered_rows
-        if picks is None or picks.placed:
-            return picks is not None
-        tensors = list(enumerate(tensors_in((self.args, self.kwargs))))
-        told = picks.places or picks.numbers_by_data or _lengths((self.args, self.kwargs))
-        return bool(told) and any(
-            isinstance(t, Tensor)
-            and t.ndim > 0
-            and t.is_floating_point()
-            and (n := t.shape[batch_dim(t, self.settings)]) != self.size
-            and n % self.size == 0 < n
-            and self.model._ps_layout(0, ("in", place), t.ndim) not in (TABLE, SHARED)
-            for place, t in tensors[1:]
-        )
-
     def _note_proved(self, given: bool, anew: bool) -> None:
         """Note that calls of this kind are right, by what was learned `anew` or is known."""
         self.state.proved.add((*self.kind, given))
-        if self.kind in self.state.by_data or self._told_by_data():
-            told = set() if anew else self.state.by_data.get(self.kind, set())
-            self.state.by_data[self.kind] = {*told, self.told}
         self.state.unproved = self.model._ps_inventory().frozen()
+        picks, known = local.gathered_rows, self.state.by_data.get(self.kind)
+        if picks is not None and (known is not None or picks.placed or picks.unsure):
+            # by more than masks and indices they may be told in ways that are not noted
+            noted = picks.placed and not picks.unsure
+            told = set() if anew or known is None or len(known) == MANY else known
+            self.state.by_data[self.kind] = {*told, self.told} if noted else set()
 
     def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Batch]:
         """The output of a run that is to be proved, and its batch, which has watched what layers returned."""
@@ -568,16 +552,6 @@ def _sized(value: Any, size: int) -> bool:
     if isinstance(value, (Tensor, str, bool, float, type(None), torch.dtype, torch.device)):
         return True
     return isinstance(value, int) and value != size
-
-
-def _lengths(value: Any) -> list[int]:
-    """The whole numbers in lists: how many rows each sample has, perhaps."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, (list, tuple)):
-        return []
-    own = [item for item in value if type(item) is int] if isinstance(value, list) else []
-    return [*own, *(n for item in value for n in _lengths(item))]
 
 
 def made_of(output: Any) -> Any:

@@ -147,3 +147,53 @@ def test_what_data_have_told_before_is_not_proved_again() -> None:
         ids[:, torch.randperm(T)[:2]] = 0
         ours(ids, torch.randn(6, D)).sum().backward()
     assert len(runs) == 1
+
+
+class Positions(nn.Module):
+    """Adds what a table of positions holds at the place of each patch, between its entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(D, 3, 3))
+
+    def forward(self, patches: Tensor, grid: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        owner = torch.arange(len(grid)).repeat_interleave(grid.prod(1))
+        places = torch.stack([column / grid[owner, 1], row / grid[owner, 0]], -1).to(patches)[None, :, None]
+        found = nn.functional.grid_sample(self.table[None], 2 * places - 1, align_corners=False)
+        return patches + found[0, :, :, 0].T
+
+
+class Tower(nn.Module):
+    """Images (h, w) of each sample as patches of all: each image attends to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.positions, self.mixed = nn.Linear(2, D), Positions(), nn.Linear(D, D)
+        self.tokens, self.head = nn.Embedding(9, D), nn.Linear(D, 2)
+
+    def forward(self, ids: Tensor, patches: Tensor, grid: Tensor) -> Tensor:
+        row = torch.cat([torch.arange(h).repeat_interleave(w) for h, w in grid.tolist()])
+        column = torch.cat([torch.arange(w).repeat(h) for h, w in grid.tolist()])
+        h = self.positions(self.patch(patches), grid, row, column)
+        counts = grid.prod(1).tolist()
+        each = [(part @ part.T).softmax(-1) @ part for part in self.mixed(h.tanh()).split(counts)]
+        pooled = torch.stack([part.mean(0) for part in torch.cat(each).split(counts)])
+        return self.head(torch.tanh(self.tokens(ids).sum(1) + pooled))
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+def test_positions_of_patches_that_data_tell() -> None:
+    """No sample's size can be changed alone, so that nothing is seen of what is made of it."""
+    model = Tower().double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for n, (h, w) in ((3, (2, 3)), (4, (2, 3)), (2, (3, 4)), (3, (2, 3)), (1, (2, 2))):
+        ids, grid = torch.randint(0, 9, (n, 5)), torch.tensor([[h, w]] * n)
+        patches = torch.randn(n * h * w, 2, dtype=torch.float64)
+        ours.zero_grad()
+        ours(ids, patches, grid).square().sum().backward()
+        for i, own in enumerate(patches.split(h * w)):
+            loss = model(ids[i : i + 1], own, grid[i : i + 1]).square().sum()
+            for (name, p), row in zip(
+                ours.named_parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+            ):
+                torch.testing.assert_close(p.grad_sample[i], row, msg=lambda m, name=name: f"{name}: {m}")
