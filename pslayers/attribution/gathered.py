@@ -219,12 +219,18 @@ class GatheredRows(TorchFunctionMode):
         owners = self.owners(t) if t.is_floating_point() else None
         return owners is not None and owners.sample_ids is not None
 
-    def _note_assumed(self, tensors: list[Tensor], layout: Layout | None, output: Any, states: bool) -> None:
+    def _note_assumed(
+        self, module: ConvertedModule, tensors: list[Tensor], layout: Layout | None, output: Any
+    ) -> None:
         """Note what a module makes of several rows a sample, if they are taken for such because of how many
         there are; and of a further input with a row for each.
         """
         x = next((t for t in tensors if t.ndim), None)
-        if x is None or self.unsure or states:
+        if x is None or self.unsure:
+            return
+        if isinstance(module, nn.RNNBase):  # its states are not followed
+            rows = x.shape[0 if module.batch_first else 1] if x.ndim == 3 else self.size
+            self.unsure = rows != self.size and not self._of_samples(x)
             return
         before = any(self.assumed.get(t) is not None for t in tensors)
         by_count = layout in (None, BATCH_MAJOR) and len(x) != self.size and len(x) % self.size == 0
@@ -450,7 +456,7 @@ class GatheredRows(TorchFunctionMode):
             layout = module._ps_layout(of.calls.get(id(module), -1) + 1, ("in", 0), tensors[0].ndim)
         output = forward(*args, **kwargs)
         if state.settings.batch_first:
-            self._note_assumed(tensors, layout, output, isinstance(module, nn.RNNBase))
+            self._note_assumed(module, tensors, layout, output)
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
             returned = tensors_in(output)
             self.tag(returned[0] if returned else None, owners)

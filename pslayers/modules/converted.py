@@ -113,13 +113,15 @@ class State:
             dict(self.layouts),
             dict(self.by_shape),
             dict(self.plans),
+            set(self.packed),
             self.per_sample_forward,
             self.includes_children,
         )
 
     def forget(self, learned: tuple[Any, ...]) -> None:
         """What it has taught since it had taught this."""
-        self.layouts, self.by_shape, self.plans, self.per_sample_forward, self.includes_children = learned
+        self.layouts, self.by_shape, self.plans, self.packed, *how = learned
+        self.per_sample_forward, self.includes_children = how
 
 
 adopt: Callable[[Any], None] | None = None  # converts what is new in a model; `convert` sets it

@@ -266,8 +266,9 @@ class ModelCall:
         except Exception:
             # what follows a layer that could not tell is run anyhow; a weight that was given for each sample
             # may be used past its layer, where that is not known yet; what was learned may be of other
-            # trained parameters
-            if not batch.undecided and not (proving and (model._ps_given() or self.state.aside)):
+            # trained parameters, or of rows of which data have told otherwise
+            learned_else = model._ps_given() or self.state.aside or self.kind in self.state.by_data
+            if not batch.undecided and not (proving and learned_else):
                 raise
             return UNDECIDED
         finally:

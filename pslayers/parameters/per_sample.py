@@ -469,8 +469,12 @@ def _run_for_each(
             *(t.contiguous() for t in each), *(t.unflatten(0, (size, -1)) for t in together)
         )
         found = map_tensors(lambda t: t.flatten(0, 1), found) if batch else found
-    if batch and local.stand_ins is not None and local.stand_ins.choices is None:
-        _check(one, each, together, found, size)
+    if batch and local.stand_ins is not None:
+        proving = local.batch is not None and local.batch.proving
+        if proving or rows.name in _BY_DATA:
+            _check(one, each, together, found, range(size))
+        elif local.stand_ins.choices is None:
+            _check(one, each, together, found, range(min(size, 2)))
     return found
 
 
@@ -554,10 +558,17 @@ def _shares_memory(t: PerSample) -> bool:
     return any(o is not t for o in _of_the_memory(t)) or any(_memory(w) == _memory(t.each) for w in weights)
 
 
-def _check(one: Callable[..., Any], each: list[Tensor], held: list[Tensor], found: Any, size: int) -> None:
+# by which masks and indices say which rows go where: in each batch otherwise
+_BY_DATA = set(op_kinds.with_in_place([*op_kinds.PUT, "index_put", "masked_scatter"]))
+
+
+def _check(
+    one: Callable[..., Any], each: list[Tensor], held: list[Tensor], found: Any, samples: Iterable[int]
+) -> None:
     """An error where a function does not do to each sample's rows what it does to all."""
+    size = len(each[0])
     with torch.no_grad():
-        for i in range(min(size, 2)):
+        for i in samples:
             alone = one(*(w[i] for w in each), *(t.unflatten(0, (size, -1))[i] for t in held))
             for t, rows in zip(tensors_of(alone), tensors_of(found), strict=True):
                 own = rows.unflatten(0, (size, -1))[i]

@@ -2,7 +2,9 @@
 not, though there may be as many in all.
 """
 
+import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -46,7 +48,30 @@ def _by_offsets(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
     return h + (sums[ends] - sums[ends - mask.sum(1)])[:, None]
 
 
+def _product(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    owner = torch.arange(len(h)).repeat_interleave(mask.sum(1))
+    return h + (nn.functional.one_hot(owner, len(h)).T.to(rows) @ rows)[:, None]
+
+
+def _slices(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    ends = [0, *(int(n) for n in mask.to(rows).sum(1).cumsum(0))]
+    return h + torch.stack([rows[a:b].sum(0) for a, b in itertools.pairwise(ends)])[:, None]
+
+
+def _listed(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    return h.masked_scatter(mask.unsqueeze(-1), torch.cat([row[None] for row in rows]))
+
+
+def _looked_up(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    place = mask.flatten().cumsum(0).view_as(mask) * mask
+    return h + nn.functional.embedding(place, torch.cat([rows.new_zeros(1, D), rows]))
+
+
 JOINS: dict[str, Join] = {
+    "product": _product,
+    "slices": _slices,
+    "listed": _listed,
+    "looked-up": _looked_up,
     "scattered": _scattered,
     "written": _written,
     "by-number": _by_number,
@@ -56,12 +81,22 @@ JOINS: dict[str, Join] = {
 }
 
 
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(2, D, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(x.unflatten(1, (-1, 2)))[0][:, -1]
+
+
 class Joined(nn.Module):
     """Texts, with images (k, D) in the places of some tokens of theirs."""
 
-    def __init__(self, join: Join) -> None:
+    def __init__(self, join: Join, recurrent: bool = False) -> None:
         super().__init__()
-        self.tokens, self.vision, self.head = nn.Embedding(9, D), nn.Linear(D, D), nn.Linear(D, 3)
+        self.vision = Steps() if recurrent else nn.Linear(D, D)
+        self.tokens, self.head = nn.Embedding(9, D), nn.Linear(D, 3)
         self.scale, self.join = nn.Parameter(torch.rand(D)), join
 
     def forward(self, ids: Tensor, images: Tensor) -> Tensor:
@@ -97,12 +132,15 @@ def _assert_right(model: nn.Module, ours: nn.Module, batch: tuple[Tensor, Tensor
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("first", [(2, 2, 2), (1, 1, 1)])
 @pytest.mark.parametrize("name", JOINS)
-def test_as_many_rows_in_all_but_not_of_each_sample(name: str, first: tuple[int, ...]) -> None:
+def test_as_many_rows_in_all_but_not_of_each_sample(
+    name: str, first: tuple[int, ...], recurrent: bool
+) -> None:
     """Right, or refused; and right again after it was refused."""
     torch.manual_seed(0)
-    model = Joined(JOINS[name]).double()
+    model = Joined(JOINS[name], recurrent).double()
     ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
     _assert_right(model, ours, _batch(*first))
     for counts in ((1, 3, 2), (2, 1, 0), first, (3, 1), (2, 0), first):
@@ -111,6 +149,22 @@ def test_as_many_rows_in_all_but_not_of_each_sample(name: str, first: tuple[int,
             _assert_right(model, ours, batch)
         except ValueError:
             assert len(set(counts)) > 1
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize(
+    "counts", [(0, 0, 1, 1, 1, 1, 2, 2), (0, 0, 4, 2, 2, 2, 2, 4), (5, 0, 0, 0, 4, 3, 2, 2)]
+)
+@pytest.mark.parametrize("name", ["scattered", "written", "by-number", "listed"])
+def test_a_first_batch_whose_first_samples_have_no_rows(
+    name: str, counts: tuple[int, ...], recurrent: bool
+) -> None:
+    """What a few samples teach is true of those that have rows."""
+    model = Joined(JOINS[name], recurrent).double()
+    ours, batch = ps.convert_model(copy.deepcopy(model), loss_reduction="sum"), _batch(*counts)
+    with contextlib.suppress(ValueError):
+        _assert_right(model, ours, batch)
 
 
 class Told(nn.Module):
