@@ -8,7 +8,6 @@ returns is picked rows again. Nothing is guessed from how many rows there are: w
 any other function may be anybody's, and a module that is given that is run sample by sample.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
@@ -24,91 +23,14 @@ from ..core.context import Batch, changed, local, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.trees import map_tensors, tensors_in, tensors_of
 from ..parameters.per_sample import of_parameter
-from .indices import MASKS
+from .assumed import AssumedRows
+from .notes import Notes
 from .provenance import UNKNOWN, WEAK, PaddedRows, RowProvenance
 from .row_rules import RULES, default_rule, mark_unknown
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Layout, owners_of_packed
 
 _READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
 _TOLD = {*op_kinds.VALUES, *op_kinds.TO_ARRAYS}  # by which a tensor tells its values
-# by which data may say which rows, or how many, are whose; of the latter, if the index is a tensor
-_PLACED = {
-    *op_kinds.with_in_place([*op_kinds.PUT, "index_put", "masked_scatter"]),
-    *(*op_kinds.NONZERO, "masked_select", "index_select", "repeat_interleave", "segment_reduce"),
-}
-_PLACED_AT = {"__getitem__", "__setitem__"}
-_PUTS = {*op_kinds.with_in_place([*op_kinds.PUT, "index_put", "masked_scatter"]), "__setitem__"}
-
-
-# what each row becomes by itself: whatever is given; of the first argument; by its shape
-_ROWWISE = {
-    *op_kinds.with_in_place([*op_kinds.OF_ONE, *op_kinds.BY_ROW]),
-    *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED, *op_kinds.CONVERTED),
-    "scaled_dot_product_attention",
-}
-_OF_FIRST = {*op_kinds.OF_FIRST, "embedding", "pad", "unsqueeze", "permute", "transpose", "expand"}
-_RESHAPED = {*op_kinds.RESHAPED, "unsqueeze"}
-_TABLES = {"embedding", "embedding_bag"}
-_MOVING = {
-    *(
-        "split_with_sizes",
-        "unbind",
-        "gather",
-        "take_along_dim",
-        "index_select",
-        "segment_reduce",
-        "unsqueeze",
-    ),
-}
-
-
-def _moves(name: str, rows: list[Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function takes rows apart, or combines them, as something else may say."""
-    first_is_rows = bool(args) and args[0] is rows[0]
-    if name == "einsum":
-        return _sums_rows(rows, args)
-    if name in _TABLES:
-        return not first_is_rows
-    if name in op_kinds.PRODUCTS:  # with a matrix
-        second = args[1] if len(args) > 1 else args[0]
-        return any(t is second for t in rows) and args[0].ndim == second.ndim == 2 and name != "linear"
-    if first_is_rows and name == "__getitem__":
-        first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-        return not (first is Ellipsis or (isinstance(first, slice) and first == slice(None)))
-    if first_is_rows and name in op_kinds.ALONG:
-        return _along_rows(name, args, kwargs)
-    dim = kwargs.get("dim", next((d for d in args[1:] if type(d) is int), 0))
-    return name in _MOVING and first_is_rows and dim in (0, -rows[0].ndim)
-
-
-def _sums_rows(rows: list[Tensor], args: Any) -> bool:
-    """Whether an equation has another letter for rows in its result, or none."""
-    operands = args[1:] if isinstance(args[1], Tensor) else args[1]
-    given, arrow, made = str(args[0]).replace(" ", "").partition("->")
-    terms = [term for term, t in zip(given.split(","), operands, strict=True) if any(t is r for r in rows)]
-    return bool(arrow) and any(term[:1] != made[:1] for term in terms)
-
-
-def _along_rows(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function goes along dim 0 of what it is given, as far as it says."""
-    at, default = op_kinds.ALONG[name]
-    dims = kwargs.get("dim", kwargs.get("dims", args[at] if len(args) > at else default))
-    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
-    return not all(isinstance(d, int) and d % max(args[0].ndim, 1) for d in dims)
-
-
-class _Notes:
-    """Something known of tensors, for as long as they are there."""
-
-    def __init__(self) -> None:
-        self.of: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
-
-    def get(self, t: Tensor) -> Any:
-        found = self.of.get(id(t))
-        return found[1] if found is not None and found[0]() is t else None
-
-    def __setitem__(self, t: Tensor, note: Any) -> None:
-        self.of[id(t)] = weakref.ref(t), note
 
 
 class GatheredRows(TorchFunctionMode):
@@ -117,31 +39,23 @@ class GatheredRows(TorchFunctionMode):
     def __init__(self, size: int, noting: bool = False) -> None:
         super().__init__()
         self.size = size
-        self.told: list[Any] | None = [] if noting else None  # what data have said of which rows are whose
-        self.tags = _Notes()
-        self.second = _Notes()  # whose the rows in dim 1 are
-        self.batches = _Notes()  # what modules were given for picked rows
-        self.numbers = _Notes()  # what was made of integers alone, to which no gradient goes
+        self.tags = Notes()
+        self.second = Notes()  # whose the rows in dim 1 are
+        self.batches = Notes()  # what modules were given for picked rows
+        self.numbers = Notes()  # what was made of integers alone, to which no gradient goes
         self.entering: Any = None  # the module that `call` is about to run
         self.level = torch_api.level()  # of transforms of torch.func around
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
         self.values_read = 0  # by the forward, as numbers of Python's
-        self.placed = False  # by data, rows into the samples' of which it is not followed whose they are
-        # rows of which nothing but how many there are has told whose they are: of further inputs, one a
-        # sample, and (True) what layers have made of such, or of several; whether data may have said more
-        self.assumed, self.unsure = _Notes(), False
+        self.assumed = AssumedRows(self, noting)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         result = func(*args, **kwargs)
         if name in _TOLD and args:
             self.values_read += args[0].numel()
-            self._note_told(args[0], result)
-        elif self.told is not None and (name in _PLACED or name in _PLACED_AT):
-            for t in tensors_of((args[1:], kwargs)):
-                self._note_told(t)
-        if self.assumed.of and not self.unsure and type(result) not in _READ:
-            self._follow_assumed(name, result, args, kwargs)
+            self.assumed.note_told(args[0], result)
+        self.assumed.see(name, result, args, kwargs)
         if (
             type(result) in _READ  # what a tensor says
             or local.gathered_rows is not self
@@ -175,87 +89,6 @@ class GatheredRows(TorchFunctionMode):
                 if op_kinds.writes(name):
                     self._wrote(args[0], before, (args[1:], kwargs))
         return result
-
-    def _follow_assumed(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Follow rows that are taken to be as many of each sample, as long as every row stays by itself, and
-        until shapes, or rows of the samples beside them, say that each sample has its own.
-        """
-        tensors = tensors_of((args, kwargs))
-        given = [t for t in tensors if self.assumed.get(t) is not None]
-        if not given:
-            return
-        several = [t for t in given if len(t) != self.size]
-        made = bool(several) or any(self.assumed.get(t) for t in given)
-        if made and name in _PUTS and all(t is not args[0] for t in several or given):
-            self.placed = True  # where masks and indices say, which are noted
-        elif several:
-            self._follow_several(name, result, args, kwargs, several)
-        elif made and _moves(name, given, args, kwargs):
-            self.unsure = True
-        elif not any(self.assumed.get(t) is None and self._of_samples(t) for t in tensors):
-            for t in tensors_of(result):
-                if t.shape[:1] == (self.size,):
-                    self.assumed[t] = made
-
-    def _follow_several(
-        self, name: str, result: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]
-    ) -> None:
-        alone = name in _ROWWISE or (
-            given[0] is args[0]
-            and len(given) == 1
-            and (name in _OF_FIRST or (name in op_kinds.ALONG and not _along_rows(name, args, kwargs)))
-        )
-        for t in tensors_of(result):
-            if name in _RESHAPED and t.ndim and len(t) % self.size == 0:
-                if len(t) != self.size:
-                    self.assumed[t] = True
-            elif alone and t.shape[:1] == given[0].shape[:1]:
-                self.assumed[t] = True
-            else:
-                self.unsure = True
-
-    def _of_samples(self, t: Tensor) -> bool:
-        """Whether a tensor that gradients may go to has rows of which it is known whose they are."""
-        owners = self.owners(t) if t.is_floating_point() else None
-        return owners is not None and owners.sample_ids is not None
-
-    def _note_assumed(
-        self, module: ConvertedModule, tensors: list[Tensor], layout: Layout | None, output: Any
-    ) -> None:
-        """Note what a module makes of several rows a sample, if they are taken for such because of how many
-        there are; and of a further input with a row for each.
-        """
-        x = next((t for t in tensors if t.ndim), None)
-        if x is None or self.unsure:
-            return
-        if isinstance(module, nn.RNNBase):  # its states are not followed
-            rows = x.shape[0 if module.batch_first else 1] if x.ndim == 3 else self.size
-            self.unsure = rows != self.size and not self._of_samples(x)
-            return
-        before = any(self.assumed.get(t) is not None for t in tensors)
-        by_count = layout in (None, BATCH_MAJOR) and len(x) != self.size and len(x) % self.size == 0
-        if not before and not (by_count and (self.owners(x) is None or not self._of_samples(x))):
-            return
-        if len(x) == self.size and any(self.assumed.get(t) is None and self._of_samples(t) for t in tensors):
-            return
-        for t in tensors_of(output):
-            if t.shape[:1] == x.shape[:1]:
-                self.assumed[t] = True
-            elif before and len(x) != self.size:
-                self.unsure = True
-
-    def _note_told(self, t: Tensor, value: Any = None) -> None:
-        """Note what integers say, as numbers of Python's or as an index: of masks of the samples' rows, how
-        many there are of each.
-        """
-        numbers = t.is_floating_point() or t.is_complex()
-        if self.told is None or numbers or torch_api.level() != self.level:
-            return
-        if value is None:
-            with torch_api.without_torch_function():
-                of_rows = t.dtype in MASKS and t.ndim > 1
-                value = (t.flatten(1).sum(1) if of_rows else t.detach()).cpu().numpy()
-        self.told.append(value.tobytes() if hasattr(value, "tobytes") else str(value))
 
     def _wrote(self, part: Any, before: RowProvenance | None, values: Any) -> None:
         """Note of what a tensor is a part of that rows were written there that may be others than `before`:
@@ -377,7 +210,7 @@ class GatheredRows(TorchFunctionMode):
                 and t.shape[:1] == (self.size,)
                 and known in (None, ("dim", 0), BATCH_MAJOR)
             ):
-                self.assumed[t] = False
+                self.assumed.rows[t] = False
             # masks are not changed to see where they lead: of them it is not known
             if not t.ndim or (known in (TABLE, SHARED) and t.dtype != torch.bool):
                 continue
@@ -456,7 +289,7 @@ class GatheredRows(TorchFunctionMode):
             layout = module._ps_layout(of.calls.get(id(module), -1) + 1, ("in", 0), tensors[0].ndim)
         output = forward(*args, **kwargs)
         if state.settings.batch_first:
-            self._note_assumed(module, tensors, layout, output)
+            self.assumed.note_call(module, tensors, layout, output)
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
             returned = tensors_in(output)
             self.tag(returned[0] if returned else None, owners)

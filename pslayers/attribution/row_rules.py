@@ -154,7 +154,7 @@ def _note_placed(picks: "GatheredRows", value: Any) -> None:
     """
     rows = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 0 and len(value) > 1
     if rows and not of_parameter(value):
-        picks.placed = True
+        picks.assumed.placed = True
 
 
 def _told(of: RowProvenance | None) -> RowProvenance | None:

@@ -280,8 +280,8 @@ class ModelCall:
         """The output, of which is noted whose its rows are, if something that a loss may use beside it was
         made of parameters alone; and what data have told so far.
         """
-        if (picks := local.gathered_rows) is not None and picks.told is not None:
-            self.told = hash(tuple(picks.told))
+        if local.gathered_rows is not None and (told := local.gathered_rows.assumed.told) is not None:
+            self.told = hash(tuple(told))
         if batch.keeps:
             value = made_of(output)
             tensors = [t for t in tensors_of(value) if not isinstance(t, Kept) and t.requires_grad]
@@ -523,10 +523,12 @@ class ModelCall:
         """Note that calls of this kind are right, by what was learned `anew` or is known."""
         self.state.proved.add((*self.kind, given))
         self.state.unproved = self.model._ps_inventory().frozen()
-        picks, known = local.gathered_rows, self.state.by_data.get(self.kind)
-        if picks is not None and (known is not None or picks.placed or picks.unsure):
+        if local.gathered_rows is None:
+            return
+        assumed, known = local.gathered_rows.assumed, self.state.by_data.get(self.kind)
+        if known is not None or assumed.placed or assumed.unsure:
             # by more than masks and indices they may be told in ways that are not noted
-            noted = picks.placed and not picks.unsure
+            noted = assumed.placed and not assumed.unsure
             told = set() if anew or known is None or len(known) == MANY else known
             self.state.by_data[self.kind] = {*told, self.told} if noted else set()
 

@@ -1,0 +1,189 @@
+"""Rows of which nothing but how many there are has told whose they are: data may say otherwise in the next
+batch.
+
+`model(texts, images)` with twice as many images as texts: two of each are taken for given, and proved. Where
+shapes bear it out (a reshape to (B, 2, ...)), so it is in every batch. Where the forward goes by anything
+else (counts, masks, offsets, a product with a matrix), each call is proved, see `ModelCall.again`; but where
+rows are put by masks and indices alone, only calls in which these say what they have not said before.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import torch_api
+from ..core import op_kinds
+from ..core.converted_module import ConvertedModule
+from ..core.trees import tensors_of
+from .indices import MASKS
+from .notes import Notes
+from .tracking import BATCH_MAJOR, Layout
+
+if TYPE_CHECKING:
+    from .gathered import GatheredRows
+
+_READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
+# by which masks and indices put rows; and by which they say which rows, or how many, are whose
+_PUTS = {*op_kinds.with_in_place([*op_kinds.PUT, "index_put", "masked_scatter"]), "__setitem__"}
+_PLACED = {
+    *(*_PUTS, *op_kinds.NONZERO, "masked_select", "index_select", "repeat_interleave", "segment_reduce"),
+    "__getitem__",
+}
+
+
+# what each row becomes by itself: whatever is given; of the first argument; by its shape
+_ROWWISE = {
+    *op_kinds.with_in_place([*op_kinds.OF_ONE, *op_kinds.BY_ROW]),
+    *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED, *op_kinds.CONVERTED),
+    "scaled_dot_product_attention",
+}
+_OF_FIRST = {*op_kinds.OF_FIRST, "embedding", "pad", "unsqueeze", "permute", "transpose", "expand"}
+_RESHAPED = {*op_kinds.RESHAPED, "unsqueeze"}
+_TABLES = {"embedding", "embedding_bag"}
+_MOVING = {
+    *("split_with_sizes", "unbind", "unsqueeze", "gather", "take_along_dim", "index_select"),
+    "segment_reduce",
+}
+
+
+def _moves(name: str, rows: list[Tensor], args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function takes rows apart, or combines them, as something else may say."""
+    first_is_rows = bool(args) and args[0] is rows[0]
+    if name == "einsum":
+        return _sums_rows(rows, args)
+    if name in _TABLES:
+        return not first_is_rows
+    if name in op_kinds.PRODUCTS:  # with a matrix
+        second = args[1] if len(args) > 1 else args[0]
+        return any(t is second for t in rows) and args[0].ndim == second.ndim == 2 and name != "linear"
+    if first_is_rows and name == "__getitem__":
+        first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        return not (first is Ellipsis or (isinstance(first, slice) and first == slice(None)))
+    if first_is_rows and name in op_kinds.ALONG:
+        return _along_rows(name, args, kwargs)
+    dim = kwargs.get("dim", next((d for d in args[1:] if type(d) is int), 0))
+    return name in _MOVING and first_is_rows and dim in (0, -rows[0].ndim)
+
+
+def _sums_rows(rows: list[Tensor], args: Any) -> bool:
+    """Whether an equation has another letter for rows in its result, or none."""
+    operands = args[1:] if isinstance(args[1], Tensor) else args[1]
+    given, arrow, made = str(args[0]).replace(" ", "").partition("->")
+    terms = [term for term, t in zip(given.split(","), operands, strict=True) if any(t is r for r in rows)]
+    return bool(arrow) and any(term[:1] != made[:1] for term in terms)
+
+
+def _along_rows(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function goes along dim 0 of what it is given, as far as it says."""
+    at, default = op_kinds.ALONG[name]
+    dims = kwargs.get("dim", kwargs.get("dims", args[at] if len(args) > at else default))
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return not all(isinstance(d, int) and d % max(args[0].ndim, 1) for d in dims)
+
+
+class AssumedRows:
+    """Those of a call that is followed.
+
+    Attributes:
+        rows: the tensors: False of a further input with a row a sample, and what comes of it; True of what
+            layers have made of such, or of several rows a sample.
+        unsure: whether data may have said more of them.
+        placed: whether rows were put by masks and indices into the samples', of which it is not followed
+            whose they are.
+        told: what masks, indices and whole numbers have said, if it is to be noted.
+    """
+
+    def __init__(self, picks: "GatheredRows", noting: bool) -> None:
+        self.picks, self.rows = picks, Notes()
+        self.unsure = self.placed = False
+        self.told: list[Any] | None = [] if noting else None
+
+    def see(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Look at a function that the forward has called."""
+        if self.told is not None and name in _PLACED:
+            for t in tensors_of((args[1:], kwargs)):
+                self.note_told(t)
+        if self.rows.of and not self.unsure and type(result) not in _READ:
+            self._follow(name, result, args, kwargs)
+
+    def _follow(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Follow rows that are taken to be as many of each sample, as long as every row stays by itself, and
+        until shapes, or rows of the samples beside them, say that each sample has its own.
+        """
+        tensors = tensors_of((args, kwargs))
+        given = [t for t in tensors if self.rows.get(t) is not None]
+        if not given:
+            return
+        several = [t for t in given if len(t) != self.picks.size]
+        made = bool(several) or any(self.rows.get(t) for t in given)
+        if made and name in _PUTS and all(t is not args[0] for t in several or given):
+            self.placed = True  # where masks and indices say, which are noted
+        elif several:
+            self._follow_several(name, result, args, kwargs, several)
+        elif made and _moves(name, given, args, kwargs):
+            self.unsure = True
+        elif not any(self.rows.get(t) is None and self._of_samples(t) for t in tensors):
+            for t in tensors_of(result):
+                if t.shape[:1] == (self.picks.size,):
+                    self.rows[t] = made
+
+    def _follow_several(
+        self, name: str, result: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]
+    ) -> None:
+        alone = name in _ROWWISE or (
+            given[0] is args[0]
+            and len(given) == 1
+            and (name in _OF_FIRST or (name in op_kinds.ALONG and not _along_rows(name, args, kwargs)))
+        )
+        for t in tensors_of(result):
+            if name in _RESHAPED and t.ndim and len(t) % self.picks.size == 0:
+                if len(t) != self.picks.size:
+                    self.rows[t] = True
+            elif alone and t.shape[:1] == given[0].shape[:1]:
+                self.rows[t] = True
+            else:
+                self.unsure = True
+
+    def _of_samples(self, t: Tensor) -> bool:
+        """Whether a tensor that gradients may go to has rows of which it is known whose they are."""
+        owners = self.picks.owners(t) if t.is_floating_point() else None
+        return owners is not None and owners.sample_ids is not None
+
+    def note_call(
+        self, module: ConvertedModule, tensors: list[Tensor], layout: Layout | None, output: Any
+    ) -> None:
+        """Note what a module makes of several rows a sample, if they are taken for such because of how many
+        there are; and of a further input with a row for each.
+        """
+        x = next((t for t in tensors if t.ndim), None)
+        if x is None or self.unsure:
+            return
+        if isinstance(module, nn.RNNBase):  # its states are not followed
+            rows = x.shape[0 if module.batch_first else 1] if x.ndim == 3 else self.picks.size
+            self.unsure = rows != self.picks.size and not self._of_samples(x)
+            return
+        before, size = any(self.rows.get(t) is not None for t in tensors), self.picks.size
+        by_count = layout in (None, BATCH_MAJOR) and len(x) != size and len(x) % size == 0
+        if not before and not (by_count and (self.picks.owners(x) is None or not self._of_samples(x))):
+            return
+        if len(x) == size and any(self.rows.get(t) is None and self._of_samples(t) for t in tensors):
+            return
+        for t in tensors_of(output):
+            if t.shape[:1] == x.shape[:1]:
+                self.rows[t] = True
+            elif before and len(x) != size:
+                self.unsure = True
+
+    def note_told(self, t: Tensor, value: Any = None) -> None:
+        """Note what integers say, as numbers of Python's or as an index: of masks of the samples' rows, how
+        many there are of each.
+        """
+        numbers = t.is_floating_point() or t.is_complex()
+        if self.told is None or numbers or torch_api.level() != self.picks.level:
+            return
+        if value is None:
+            with torch_api.without_torch_function():
+                of_rows = t.dtype in MASKS and t.ndim > 1
+                value = (t.flatten(1).sum(1) if of_rows else t.detach()).cpu().numpy()
+        self.told.append(value.tobytes() if hasattr(value, "tobytes") else str(value))
