@@ -38,8 +38,13 @@ _ROWWISE = {
     *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED, *op_kinds.CONVERTED),
     "scaled_dot_product_attention",
 }
-_OF_FIRST = {*op_kinds.OF_FIRST, "embedding", "pad", "unsqueeze", "permute", "transpose", "expand"}
+_TURNED = {"permute", "transpose", "movedim", "swapaxes"}
+_OF_FIRST = {*op_kinds.OF_FIRST, *_TURNED, "embedding", "pad", "unsqueeze", "expand"}
 _RESHAPED = {*op_kinds.RESHAPED, "unsqueeze"}
+_OF_STATES = {
+    *(*op_kinds.RESHAPED, *_TURNED, *op_kinds.JOINED),
+    *("__getitem__", "select", "unbind", "sum", "mean", "contiguous"),
+}
 _TABLES = {"embedding", "embedding_bag"}
 _MOVING = {
     *("split_with_sizes", "unbind", "unsqueeze", "gather", "take_along_dim", "index_select"),
@@ -96,6 +101,8 @@ class AssumedRows:
 
     def __init__(self, picks: "GatheredRows", noting: bool) -> None:
         self.picks, self.rows = picks, Notes()
+        self.states = Notes()  # of recurrent layers, with rows in dim 1: how many
+        self.inside = False  # a layer, whose own functions are not looked at
         self.unsure = self.placed = False
         self.told: list[Any] | None = [] if noting else None
 
@@ -104,7 +111,11 @@ class AssumedRows:
         if self.told is not None and name in _PLACED:
             for t in tensors_of((args[1:], kwargs)):
                 self.note_told(t)
-        if self.rows.of and not self.unsure and type(result) not in _READ:
+        if (
+            (self.rows.of or self.states.of)
+            and not (self.unsure or self.inside)
+            and type(result) not in _READ
+        ):
             self._follow(name, result, args, kwargs)
 
     def _follow(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -113,6 +124,9 @@ class AssumedRows:
         """
         tensors = tensors_of((args, kwargs))
         given = [t for t in tensors if self.rows.get(t) is not None]
+        for t in tensors:
+            if (count := self.states.get(t)) is not None:
+                self._follow_states(name, count, result)
         if not given:
             return
         several = [t for t in given if len(t) != self.picks.size]
@@ -128,13 +142,26 @@ class AssumedRows:
                 if t.shape[:1] == (self.picks.size,):
                     self.rows[t] = made
 
+    def _follow_states(self, name: str, count: int, result: Any) -> None:
+        for t in tensors_of(result):
+            if name in _OF_STATES and t.shape[:1] == (count,):
+                self.rows[t] = True
+            elif name in _OF_STATES and t.ndim == 3 and t.shape[1] == count:
+                self.states[t] = count
+            else:
+                self.unsure = True
+
     def _follow_several(
         self, name: str, result: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]
     ) -> None:
         alone = name in _ROWWISE or (
             given[0] is args[0]
             and len(given) == 1
-            and (name in _OF_FIRST or (name in op_kinds.ALONG and not _along_rows(name, args, kwargs)))
+            and (
+                name in _OF_FIRST
+                or (name in op_kinds.ALONG and not _along_rows(name, args, kwargs))
+                or (name == "__getitem__" and not _moves(name, given, args, kwargs))
+            )
         )
         for t in tensors_of(result):
             if name in _RESHAPED and t.ndim and len(t) % self.picks.size == 0:
@@ -160,8 +187,7 @@ class AssumedRows:
         if x is None or self.unsure:
             return
         if isinstance(module, nn.RNNBase):  # its states are not followed
-            rows = x.shape[0 if module.batch_first else 1] if x.ndim == 3 else self.picks.size
-            self.unsure = rows != self.picks.size and not self._of_samples(x)
+            self._note_recurrent(x, tensors_of(output), module.batch_first)
             return
         before, size = any(self.rows.get(t) is not None for t in tensors), self.picks.size
         by_count = layout in (None, BATCH_MAJOR) and len(x) != size and len(x) % size == 0
@@ -174,6 +200,16 @@ class AssumedRows:
                 self.rows[t] = True
             elif before and len(x) != size:
                 self.unsure = True
+
+    def _note_recurrent(self, x: Tensor, made: list[Tensor], batch_first: bool) -> None:
+        rows, size = x.shape[0 if batch_first else 1] if x.ndim == 3 else self.picks.size, self.picks.size
+        several = rows != size and rows % size == 0 and not self._of_samples(x)
+        if not batch_first:
+            self.unsure = several
+        elif several or (rows == size and self.rows.get(x) is not None):
+            self.rows[made[0]] = True
+            for t in made[1:]:
+                self.states[t] = rows
 
     def note_told(self, t: Tensor, value: Any = None) -> None:
         """Note what integers say, as numbers of Python's or as an index: of masks of the samples' rows, how

@@ -287,7 +287,11 @@ class GatheredRows(TorchFunctionMode):
         layout = None
         if of is not None and tensors and tensors[0].ndim:
             layout = module._ps_layout(of.calls.get(id(module), -1) + 1, ("in", 0), tensors[0].ndim)
-        output = forward(*args, **kwargs)
+        inside, self.assumed.inside = self.assumed.inside, self.assumed.inside or module._ps_layer
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self.assumed.inside = inside
         if state.settings.batch_first:
             self.assumed.note_call(module, tensors, layout, output)
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
