@@ -81,7 +81,7 @@ JOINS: dict[str, Join] = {
 }
 
 
-class Steps(nn.Module):
+class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gru = nn.GRU(2, D, batch_first=True)
@@ -90,12 +90,39 @@ class Steps(nn.Module):
         return self.gru(x.unflatten(1, (-1, 2)))[0][:, -1]
 
 
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x)[0]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(2, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.unflatten(1, (-1, 2))
+        return self.attention(parts, parts, parts, need_weights=False)[0].flatten(1)
+
+
+VISION: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(D, D),
+    "recurrent": Recurrent,
+    "cell": Cell,
+    "attention": Attention,
+}
+
+
 class Joined(nn.Module):
     """Texts, with images (k, D) in the places of some tokens of theirs."""
 
-    def __init__(self, join: Join, recurrent: bool = False) -> None:
+    def __init__(self, join: Join, vision: str = "linear") -> None:
         super().__init__()
-        self.vision = Steps() if recurrent else nn.Linear(D, D)
+        self.vision = VISION[vision]()
         self.tokens, self.head = nn.Embedding(9, D), nn.Linear(D, 3)
         self.scale, self.join = nn.Parameter(torch.rand(D)), join
 
@@ -132,15 +159,13 @@ def _assert_right(model: nn.Module, ours: nn.Module, batch: tuple[Tensor, Tensor
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
-@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("vision", VISION)
 @pytest.mark.parametrize("first", [(2, 2, 2), (1, 1, 1)])
 @pytest.mark.parametrize("name", JOINS)
-def test_as_many_rows_in_all_but_not_of_each_sample(
-    name: str, first: tuple[int, ...], recurrent: bool
-) -> None:
+def test_as_many_rows_in_all_but_not_of_each_sample(name: str, first: tuple[int, ...], vision: str) -> None:
     """Right, or refused; and right again after it was refused."""
     torch.manual_seed(0)
-    model = Joined(JOINS[name], recurrent).double()
+    model = Joined(JOINS[name], vision).double()
     ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
     _assert_right(model, ours, _batch(*first))
     for counts in ((1, 3, 2), (2, 1, 0), first, (3, 1), (2, 0), first):
@@ -152,16 +177,16 @@ def test_as_many_rows_in_all_but_not_of_each_sample(
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
-@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("vision", VISION)
 @pytest.mark.parametrize(
     "counts", [(0, 0, 1, 1, 1, 1, 2, 2), (0, 0, 4, 2, 2, 2, 2, 4), (5, 0, 0, 0, 4, 3, 2, 2)]
 )
 @pytest.mark.parametrize("name", ["scattered", "written", "by-number", "listed"])
 def test_a_first_batch_whose_first_samples_have_no_rows(
-    name: str, counts: tuple[int, ...], recurrent: bool
+    name: str, counts: tuple[int, ...], vision: str
 ) -> None:
     """What a few samples teach is true of those that have rows."""
-    model = Joined(JOINS[name], recurrent).double()
+    model = Joined(JOINS[name], vision).double()
     ours, batch = ps.convert_model(copy.deepcopy(model), loss_reduction="sum"), _batch(*counts)
     with contextlib.suppress(ValueError):
         _assert_right(model, ours, batch)
