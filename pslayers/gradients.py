@@ -5,7 +5,7 @@ clearing.
 import copy
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from threading import RLock
 from typing import Any
@@ -425,6 +425,13 @@ def _one_pass(
             raise without_rows(name)
         if total is not None and settings.rows_alone and bool(total.any()):
             raise params[name].__dict__["_ps_recorder"].of_past_layer()
+    return _or_zeros(found, params, size)
+
+
+def _or_zeros(
+    found: Mapping[str, Tensor | None], params: dict[str, nn.Parameter], size: int
+) -> dict[str, Tensor]:
+    """The rows of each parameter; of those that nothing reaches, zeros that take no memory."""
     return {
         name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(size, *p.shape)
         for name, p in params.items()
@@ -458,10 +465,7 @@ def _by_backward(
             p.grad_sample = None  # type: ignore[attr-defined]
         loss.backward()  # type: ignore[no-untyped-call]
         found = {name: getattr(p, "grad_sample", None) for name, p in params.items()}
-    return {
-        name: p.new_zeros(()).expand(size, *p.shape) if (rows := found[name]) is None else rows
-        for name, p in params.items()
-    }
+    return _or_zeros(found, params, size)
 
 
 def _loss(

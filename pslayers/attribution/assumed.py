@@ -9,29 +9,27 @@ rows are put by masks and indices alone, only calls in which these say what they
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import torch_api
 from ..core import op_kinds
 from ..core.converted_module import ConvertedModule
 from ..core.trees import tensors_of
+from ..parameters.per_sample import PUTS
 from .indices import MASKS
 from .notes import Notes
-from .tracking import BATCH_MAJOR, Layout
+from .row_rules import dims_along
+from .tracking import BATCH_MAJOR
 
 if TYPE_CHECKING:
     from .gathered import GatheredRows
 
-_READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
 # by which masks and indices put rows; and by which they say which rows, or how many, are whose
-_PUTS = {*op_kinds.with_in_place([*op_kinds.PUT, "index_put", "masked_scatter"]), "__setitem__"}
+_PUTS = {*PUTS, "__setitem__"}
 _PLACED = {
     *(*_PUTS, *op_kinds.NONZERO, "masked_select", "index_select", "repeat_interleave", "segment_reduce"),
     "__getitem__",
 }
-
-
 # what each row becomes by itself: whatever is given; of the first argument; by its shape
 _ROWWISE = {
     *op_kinds.with_in_place([*op_kinds.OF_ONE, *op_kinds.BY_ROW]),
@@ -81,8 +79,7 @@ def _sums_rows(rows: list[Tensor], args: Any) -> bool:
 
 def _along_rows(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function goes along dim 0 of what it is given, as far as it says."""
-    at, default = op_kinds.ALONG[name]
-    dims = kwargs.get("dim", kwargs.get("dims", args[at] if len(args) > at else default))
+    dims = dims_along(name, args, kwargs)
     dims = dims if isinstance(dims, (tuple, list)) else (dims,)
     return not all(isinstance(d, int) and d % max(args[0].ndim, 1) for d in dims)
 
@@ -93,6 +90,8 @@ class AssumedRows:
     Attributes:
         rows: the tensors: False of a further input with a row a sample, and what comes of it; True of what
             layers have made of such, or of several rows a sample.
+        states: those of recurrent layers, with rows in dim 1: how many.
+        inside: whether a layer runs, whose own functions are not looked at.
         unsure: whether data may have said more of them.
         placed: whether rows were put by masks and indices into the samples', of which it is not followed
             whose they are.
@@ -100,10 +99,8 @@ class AssumedRows:
     """
 
     def __init__(self, picks: "GatheredRows", noting: bool) -> None:
-        self.picks, self.rows = picks, Notes()
-        self.states = Notes()  # of recurrent layers, with rows in dim 1: how many
-        self.inside = False  # a layer, whose own functions are not looked at
-        self.unsure = self.placed = False
+        self.picks, self.rows, self.states = picks, Notes(), Notes()
+        self.inside = self.unsure = self.placed = False
         self.told: list[Any] | None = [] if noting else None
 
     def see(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -111,11 +108,7 @@ class AssumedRows:
         if self.told is not None and name in _PLACED:
             for t in tensors_of((args[1:], kwargs)):
                 self.note_told(t)
-        if (
-            (self.rows.of or self.states.of)
-            and not (self.unsure or self.inside)
-            and type(result) not in _READ
-        ):
+        if (self.rows.of or self.states.of) and not (self.unsure or self.inside):
             self._follow(name, result, args, kwargs)
 
     def _follow(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -177,21 +170,21 @@ class AssumedRows:
         owners = self.picks.owners(t) if t.is_floating_point() else None
         return owners is not None and owners.sample_ids is not None
 
-    def note_call(
-        self, module: ConvertedModule, tensors: list[Tensor], layout: Layout | None, output: Any
-    ) -> None:
+    def note_call(self, module: ConvertedModule, call: int, tensors: list[Tensor], output: Any) -> None:
         """Note what a module makes of several rows a sample, if they are taken for such because of how many
         there are; and of a further input with a row for each.
         """
         x = next((t for t in tensors if t.ndim), None)
         if x is None or self.unsure:
             return
-        if isinstance(module, nn.RNNBase):  # its states are not followed
+        if isinstance(module, nn.RNNBase):
             self._note_recurrent(x, tensors_of(output), module.batch_first)
             return
         before, size = any(self.rows.get(t) is not None for t in tensors), self.picks.size
-        by_count = layout in (None, BATCH_MAJOR) and len(x) != size and len(x) % size == 0
-        if not before and not (by_count and (self.picks.owners(x) is None or not self._of_samples(x))):
+        by_count = len(x) != size and len(x) % size == 0 and not self._of_samples(x)
+        if not before and not (
+            by_count and module._ps_layout(call, ("in", 0), x.ndim) in (None, BATCH_MAJOR)
+        ):
             return
         if len(x) == size and any(self.rows.get(t) is None and self._of_samples(t) for t in tensors):
             return

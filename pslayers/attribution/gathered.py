@@ -55,10 +55,11 @@ class GatheredRows(TorchFunctionMode):
         if name in _TOLD and args:
             self.values_read += args[0].numel()
             self.assumed.note_told(args[0], result)
+        if type(result) in _READ:  # what a tensor says
+            return result
         self.assumed.see(name, result, args, kwargs)
         if (
-            type(result) in _READ  # what a tensor says
-            or local.gathered_rows is not self
+            local.gathered_rows is not self
             or torch_api.level() != self.level
             or not (self._any(args) or (kwargs and self._any(kwargs.values())))
         ):
@@ -283,17 +284,15 @@ class GatheredRows(TorchFunctionMode):
             if not (known or given_up):
                 raise module._ps_not_told("they were followed when this call was learned, and are not now")
         self.entering = module
-        state, of = module._ps_state(), local.tracker or local.batch
-        layout = None
-        if of is not None and tensors and tensors[0].ndim:
-            layout = module._ps_layout(of.calls.get(id(module), -1) + 1, ("in", 0), tensors[0].ndim)
+        of = local.tracker or local.batch
+        call = 0 if of is None else of.calls.get(id(module), -1) + 1
         inside, self.assumed.inside = self.assumed.inside, self.assumed.inside or module._ps_layer
         try:
             output = forward(*args, **kwargs)
         finally:
             self.assumed.inside = inside
-        if state.settings.batch_first:
-            self.assumed.note_call(module, tensors, layout, output)
+        if module._ps_state().settings.batch_first:
+            self.assumed.note_call(module, call, tensors, output)
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
             returned = tensors_in(output)
             self.tag(returned[0] if returned else None, owners)

@@ -390,9 +390,14 @@ def _of_first(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs:
         picks.tag(t, of)
 
 
-def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+def dims_along(name: str, args: Args, kwargs: Kwargs) -> Any:
+    """Along which dims a function goes that may go along some, in the form in which it is told."""
     at, default = op_kinds.ALONG[name]
-    dims = _given(args, kwargs, at, "dims" if "dims" in kwargs else "dim", default)
+    return _given(args, kwargs, at, "dims" if "dims" in kwargs else "dim", default)
+
+
+def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    dims = dims_along(name, args, kwargs)
     if isinstance(dims, Tensor):  # max(x, y)
         _rowwise(picks, result, name, args, kwargs)
         return

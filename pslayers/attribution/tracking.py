@@ -603,16 +603,16 @@ def _changed(
         numbers = t.is_floating_point() or t.is_complex()
         if (owners := packed.get(id(t))) is not None:
             mine = torch.isin(owners, torch.tensor(samples, device=t.device)).view(-1, *[1] * (t.ndim - 1))
-            return torch.where(mine, _moved(t) if numbers else t.roll(1, 0), t)
+            return torch.where(mine, moved(t) if numbers else t.roll(1, 0), t)
         k, new = t.shape[dim] // batch.size, t.clone()
         for sample in samples:
             own = t.narrow(dim, sample * k, k)
             if numbers and (not valid or t.is_complex()):
-                value = _moved(own)
+                value = moved(own)
             else:
                 others = (t.narrow(dim, (sample + i) % batch.size * k, k) for i in range(1, batch.size))
                 value = _other_ids(own, others, valid)
-                value = torch.where(own == own.round(), value, _moved(own)) if numbers else value
+                value = torch.where(own == own.round(), value, moved(own)) if numbers else value
             new.narrow(dim, sample * k, k).copy_(value)
         return new
 
@@ -620,7 +620,7 @@ def _changed(
     return changed if dims else None
 
 
-def _moved(t: Tensor) -> Tensor:
+def moved(t: Tensor) -> Tensor:
     """Other numbers: one factor and shift for all of a sample would be gone once it is standardised."""
     return t * (1 + (some := noise(t))) + some / 4
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
-from ..attribution.tracking import noise
+from ..attribution.tracking import moved
 from ..core.trees import map_tensors
 
 
@@ -63,8 +63,7 @@ def _is_mask(t: Tensor) -> bool:
 
 
 def _noisy(rows: Tensor) -> Tensor:
-    some = noise(rows)
-    return rows * (1 + some) + some / 4 if rows.is_floating_point() or rows.is_complex() else rows
+    return moved(rows) if rows.is_floating_point() or rows.is_complex() else rows
 
 
 def _negated(rows: Tensor) -> Tensor:

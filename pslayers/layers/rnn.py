@@ -79,8 +79,8 @@ class PSRecurrent(OwnBatchDim, nn.RNNBase, fused=True):
         if undo is not None:  # the state's rows are in the same order
             given = tuple(self._arranged(h.movedim(1, 0), batch.size)[0].movedim(0, 1) for h in given)
         y, *final = self._op(x.transpose(0, 1), self._initial(given, x.movedim(0, self._batch_dim), None))
-        if batch.outputs is not None and y.shape[1] != batch.size:  # here they are in the samples' order
-            batch.outputs.add([(t, 1, None) for t in (y, *final) if t.shape[1] % batch.size == 0])
+        if y.shape[1] != batch.size:
+            self._watch_rows(1, y, *final)
         if undo is not None:
             y, *final = (undo(t.movedim(1, 0)).movedim(0, 1) for t in (y, *final))
         if input.ndim == 2 and batch.size == 1:

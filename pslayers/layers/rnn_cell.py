@@ -39,8 +39,7 @@ class PSRecurrentCell(OwnBatchDim, nn.RNNCellBase, fused=True):
             states = [x.new_zeros(len(x), self.hidden_size)] * self._count
         weights = [self.expansion(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
         final = self._op(x, PF.as_state(states), *weights)
-        if batch.outputs is not None and len(x) % batch.size == 0:  # here they are in the samples' order
-            batch.outputs.add([(t, 0, None) for t in PF.parts_of(final, self._count)])
+        self._watch_rows(0, *PF.parts_of(final, self._count))
         return final if undo is None else map_tensors(undo, final)
 
     def _op(self, x: Tensor, hx: Any, *weights: Any) -> Any:

@@ -101,10 +101,8 @@ class PSContainer(Converted):
                 f"`{state.path}` ({type(self).__name__}) does what it did not when this kind of call was"
                 f" proved ({error}): convert the model anew, or write a layer for it (ps.PSLayer)."
             ) from error
-        except (
-            IndexError,
-            RuntimeError,
-        ):  # of a part of the batch that is no sample's, perhaps; else it comes again
+        except (IndexError, RuntimeError):
+            # a part of the batch may have been no sample's; else it comes again
             if plan.way == "direct" or not batch.give_up():
                 raise
             return original(self, *args, **kwargs)

@@ -471,7 +471,7 @@ def _run_for_each(
         found = map_tensors(lambda t: t.flatten(0, 1), found) if batch else found
     if batch and local.stand_ins is not None:
         proving = local.batch is not None and local.batch.proving
-        if proving or rows.name in _BY_DATA:
+        if proving or rows.name in PUTS:
             _check(one, each, together, found, range(size))
         elif local.stand_ins.choices is None:
             _check(one, each, together, found, range(min(size, 2)))
@@ -559,7 +559,7 @@ def _shares_memory(t: PerSample) -> bool:
 
 
 # by which masks and indices say which rows go where: in each batch otherwise
-_BY_DATA = set(op_kinds.with_in_place([*op_kinds.PUT, "index_put", "masked_scatter"]))
+PUTS = set(op_kinds.with_in_place([*op_kinds.PUT, "index_put", "masked_scatter"]))
 
 
 def _check(
