@@ -9,13 +9,15 @@ rows are put by masks and indices alone, only calls in which these say what they
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from .. import torch_api
 from ..core import op_kinds
 from ..core.converted_module import ConvertedModule
-from ..core.trees import tensors_of
-from ..parameters.per_sample import PUTS
+from ..core.trees import tensors_in, tensors_of
+from ..parameters.per_sample import PUTS, of_parameter
 from .indices import MASKS
 from .notes import Notes
 from .row_rules import dims_along
@@ -43,6 +45,7 @@ _OF_STATES = {
     *(*op_kinds.RESHAPED, *_TURNED, *op_kinds.JOINED),
     *("__getitem__", "select", "unbind", "sum", "mean", "contiguous"),
 }
+_PACKS, _ORDERS = {"_pack_padded_sequence", "_pad_packed_sequence"}, {"index_select", "__getitem__"}
 _TABLES = {"embedding", "embedding_bag"}
 _MOVING = {
     *("split_with_sizes", "unbind", "unsqueeze", "gather", "take_along_dim", "index_select"),
@@ -84,13 +87,21 @@ def _along_rows(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     return not all(isinstance(d, int) and d % max(args[0].ndim, 1) for d in dims)
 
 
+def _joins_features(name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function puts tensors together row by row."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    return name in op_kinds.JOINED and dim not in (0, -result.ndim)
+
+
 class AssumedRows:
     """Those of a call that is followed.
 
     Attributes:
-        rows: the tensors: False of a further input with a row a sample, and what comes of it; True of what
-            layers have made of such, or of several rows a sample.
+        rows: the tensors: False of a further input, and what comes of it; True of what layers or parameters
+            have made of such.
         states: those of recurrent layers, with rows in dim 1: how many.
+        ordered: those that were put into another order, as before they are packed; packed ones; and such as
+            were just padded again: how many there are.
         inside: whether a layer runs, whose own functions are not looked at.
         unsure: whether data may have said more of them.
         placed: whether rows were put by masks and indices into the samples', of which it is not followed
@@ -99,17 +110,65 @@ class AssumedRows:
     """
 
     def __init__(self, picks: "GatheredRows", noting: bool) -> None:
-        self.picks, self.rows, self.states = picks, Notes(), Notes()
+        self.picks, self.rows, self.states, self.ordered = picks, Notes(), Notes(), Notes()
         self.inside = self.unsure = self.placed = False
         self.told: list[Any] | None = [] if noting else None
+
+    def close(self) -> list[Any] | None:
+        """Look no more, as the forward has ended; what it was told."""
+        self.inside = True
+        return self.told
 
     def see(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Look at a function that the forward has called."""
         if self.told is not None and name in _PLACED:
             for t in tensors_of((args[1:], kwargs)):
                 self.note_told(t)
-        if (self.rows.of or self.states.of) and not (self.unsure or self.inside):
-            self._follow(name, result, args, kwargs)
+        if (self.rows.of or self.states.of or self.ordered.of) and not (self.unsure or self.inside):
+            if name in _PACKS:
+                self._follow_packing(name, result, args)
+            elif name in op_kinds.RECURRENT and (count := self.ordered.get(args[0])) is not None:
+                self._note_sequences(result, count)
+            elif name not in _ORDERS or not self._follow_order(result, args, kwargs):
+                self._follow(name, result, args, kwargs)
+
+    def _follow_packing(self, name: str, result: Any, args: Any) -> None:
+        """Follow rows that lie in dim 0 where they are packed, and padded again."""
+        given, batch_first = args[0], args[2] is True
+        if name == "_pack_padded_sequence":
+            if batch_first and (self.rows.get(given) is not None or self.ordered.get(given) is not None):
+                self.ordered[result[0]] = len(given)
+        elif (count := self.ordered.get(given)) is not None:
+            self._note_made(result[0], count, batch_first)
+            self.ordered[result[0]] = count
+
+    def _follow_order(self, result: Tensor, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Follow rows into another order, of which it is not asked whose they are there, and back; whether
+        they are.
+        """
+        given, index = args[0], tensors_of((args[1:], kwargs))
+        count = len(given) if self.rows.get(given) else self.ordered.get(given) or self.states.get(given)
+        if count is None or len(index) != 1 or index[0].dtype in MASKS or index[0].shape != (count,):
+            return False
+        with torch_api.without_torch_function():
+            each_once = torch.equal(index[0].sort()[0], torch.arange(count).to(index[0]))
+        if each_once and self.rows.get(given) and self.ordered.get(given) is None:
+            self.ordered[result] = count
+        elif each_once:
+            self._note_made(result, count, len(result) == count)
+        return each_once
+
+    def _note_sequences(self, made: Any, count: int) -> None:
+        """Note packed sequences, and the states behind them."""
+        self.ordered[made[0]] = count
+        for t in made[1:]:
+            self.states[t] = count
+
+    def _note_made(self, t: Tensor, count: int, rows_first: bool) -> None:
+        if rows_first:
+            self.rows[t] = True
+        else:
+            self.states[t] = count
 
     def _follow(self, name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Follow rows that are taken to be as many of each sample, as long as every row stays by itself, and
@@ -120,20 +179,25 @@ class AssumedRows:
         for t in tensors:
             if (count := self.states.get(t)) is not None:
                 self._follow_states(name, count, result)
+            elif self.ordered.get(t) is not None and self.rows.get(t) is None:
+                self.unsure = True
         if not given:
             return
         several = [t for t in given if len(t) != self.picks.size]
-        made = bool(several) or any(self.rows.get(t) for t in given)
+        with torch_api.without_torch_function():
+            made = any(map(self.rows.get, given)) or any(map(of_parameter, tensors))
         if made and name in _PUTS and all(t is not args[0] for t in several or given):
             self.placed = True  # where masks and indices say, which are noted
         elif several:
-            self._follow_several(name, result, args, kwargs, several)
+            self._follow_several(name, result, args, kwargs, several, made)
         elif made and _moves(name, given, args, kwargs):
             self.unsure = True
-        elif not any(self.rows.get(t) is None and self._of_samples(t) for t in tensors):
+        elif not any(map(self._of_samples, tensors)):
             for t in tensors_of(result):
                 if t.shape[:1] == (self.picks.size,):
                     self.rows[t] = made
+                elif name in op_kinds.JOINED:  # with rows that are no samples'
+                    self.unsure = self.unsure or made
 
     def _follow_states(self, name: str, count: int, result: Any) -> None:
         for t in tensors_of(result):
@@ -145,9 +209,10 @@ class AssumedRows:
                 self.unsure = True
 
     def _follow_several(
-        self, name: str, result: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]
+        self, name: str, result: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor], made: bool
     ) -> None:
-        alone = name in _ROWWISE or (
+        alone = name in _ROWWISE or _joins_features(name, result, args, kwargs)
+        alone = alone or (
             given[0] is args[0]
             and len(given) == 1
             and (
@@ -159,34 +224,39 @@ class AssumedRows:
         for t in tensors_of(result):
             if name in _RESHAPED and t.ndim and len(t) % self.picks.size == 0:
                 if len(t) != self.picks.size:
-                    self.rows[t] = True
+                    self.rows[t] = made
             elif alone and t.shape[:1] == given[0].shape[:1]:
-                self.rows[t] = True
+                self.rows[t] = made
             else:
-                self.unsure = True
+                self.unsure = self.unsure or made
 
     def _of_samples(self, t: Tensor) -> bool:
-        """Whether a tensor that gradients may go to has rows of which it is known whose they are."""
-        owners = self.picks.owners(t) if t.is_floating_point() else None
+        """Whether a tensor that gradients may go to has rows of which it is known, not assumed, whose they
+        are.
+        """
+        known = t.is_floating_point() and self.rows.get(t) is None
+        owners = self.picks.owners(t) if known else None
         return owners is not None and owners.sample_ids is not None
 
-    def note_call(self, module: ConvertedModule, call: int, tensors: list[Tensor], output: Any) -> None:
+    def note_call(self, module: ConvertedModule, call: int, given: Any, output: Any) -> None:
         """Note what a module makes of several rows a sample, if they are taken for such because of how many
         there are; and of a further input with a row for each.
         """
+        if isinstance(module, nn.RNNBase):
+            self._note_recurrent(tensors_in(given)[0], tensors_in(output), module.batch_first)
+            return
+        tensors = tensors_of(given)
         x = next((t for t in tensors if t.ndim), None)
         if x is None or self.unsure:
             return
-        if isinstance(module, nn.RNNBase):
-            self._note_recurrent(x, tensors_of(output), module.batch_first)
-            return
-        before, size = any(self.rows.get(t) is not None for t in tensors), self.picks.size
+        size = self.picks.size
+        before = any(self.rows.get(t) or (self.rows.get(t) is not None and len(t) == size) for t in tensors)
         by_count = len(x) != size and len(x) % size == 0 and not self._of_samples(x)
         if not before and not (
             by_count and module._ps_layout(call, ("in", 0), x.ndim) in (None, BATCH_MAJOR)
         ):
             return
-        if len(x) == size and any(self.rows.get(t) is None and self._of_samples(t) for t in tensors):
+        if len(x) == size and any(map(self._of_samples, tensors)):
             return
         for t in tensors_of(output):
             if t.shape[:1] == x.shape[:1]:
@@ -194,15 +264,24 @@ class AssumedRows:
             elif before and len(x) != size:
                 self.unsure = True
 
-    def _note_recurrent(self, x: Tensor, made: list[Tensor], batch_first: bool) -> None:
-        rows, size = x.shape[0 if batch_first else 1] if x.ndim == 3 else self.picks.size, self.picks.size
-        several = rows != size and rows % size == 0 and not self._of_samples(x)
-        if not batch_first:
-            self.unsure = several
-        elif several or (rows == size and self.rows.get(x) is not None):
+    def _note_recurrent(self, x: Any, made: list[Any], batch_first: bool) -> None:
+        size = self.picks.size
+        if isinstance(x, PackedSequence):
+            data, rows, followed = x.data, int(x.batch_sizes[0]), self.ordered
+        else:
+            data, followed = x, self.rows
+            rows = x.shape[0 if batch_first else 1] if x.ndim == 3 else size
+        several = rows != size and rows % size == 0 and not self._of_samples(data)
+        if not several and (rows != size or followed.get(data) is None):
+            return
+        if isinstance(x, PackedSequence):
+            self._note_sequences([made[0].data, *made[1:]], rows)
+        elif batch_first:
             self.rows[made[0]] = True
             for t in made[1:]:
                 self.states[t] = rows
+        else:
+            self.unsure = self.unsure or several
 
     def note_told(self, t: Tensor, value: Any = None) -> None:
         """Note what integers say, as numbers of Python's or as an index: of masks of the samples' rows, how

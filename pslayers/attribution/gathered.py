@@ -185,8 +185,8 @@ class GatheredRows(TorchFunctionMode):
         return RowProvenance(ids, k, picked=False)
 
     def tag_packed(self, t: PackedSequence) -> None:
-        """Note whose the rows of packed sequences are."""
-        if len(t.batch_sizes):
+        """Note whose the rows of packed sequences are, one a sample."""
+        if len(t.batch_sizes) and int(t.batch_sizes[0]) == self.size:
             ids, is_sorted = owners_of_packed(t), t.sorted_indices is not None
             rows = ids if is_sorted else None
             provenance = RowProvenance(
@@ -203,12 +203,15 @@ class GatheredRows(TorchFunctionMode):
         for place, t in enumerate(tensors_in((args, kwargs))):
             if isinstance(t, PackedSequence):
                 self.tag_packed(t)
+                if place:
+                    self.assumed.ordered[t.data] = int(t.batch_sizes[0])
                 continue
             known = model._ps_layout(0, ("in", place), t.ndim)
+            several = t.is_floating_point() and t.ndim and len(t) % self.size == 0
             if (
                 batch_first
                 and place
-                and t.shape[:1] == (self.size,)
+                and (t.shape[:1] == (self.size,) or several)
                 and known in (None, ("dim", 0), BATCH_MAJOR)
             ):
                 self.assumed.rows[t] = False
@@ -292,7 +295,7 @@ class GatheredRows(TorchFunctionMode):
         finally:
             self.assumed.inside = inside
         if module._ps_state().settings.batch_first:
-            self.assumed.note_call(module, call, tensors, output)
+            self.assumed.note_call(module, call, (args, kwargs), output)
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
             returned = tensors_in(output)
             self.tag(returned[0] if returned else None, owners)

@@ -109,10 +109,11 @@ class Tracker:
 
     def note_shared(self, tensors: Sequence[Any], place: int, inputs: Iterable[int], size: int) -> None:
         """Note of an input that all samples share if it may as well be the batch's, by its shape."""
-        t = tensors[place]
-        alike = (tensors[i] for i in inputs if (tensors[i].ndim, tensors[i].dtype) == (t.ndim, t.dtype))
-        if any(len(other) == len(t) == size for other in alike):
-            self.as_many.append(tuple(t.shape))
+        t, others = tensors[place], [tensors[i] for i in inputs]
+        for other in others if isinstance(t, Tensor) and t.shape[:1] == (size,) else ():
+            if isinstance(other, Tensor) and (other.ndim, other.dtype, len(other)) == (t.ndim, t.dtype, size):
+                self.as_many.append(tuple(t.shape))
+                return
 
     def transformed(self) -> bool:
         """Whether a transform of torch.func that the forward makes is running; then the module that makes it

@@ -67,6 +67,9 @@ class PSRecurrent(OwnBatchDim, nn.RNNBase, fused=True):
                 given = tuple(samples.of(h) if h.shape[1] == batch.size else h for h in given)
             packing = batch_sizes, *(order if samples is None else samples.order)
             y, *final = self._op(x, self._initial(given, x, batch_sizes), packing=packing)
+            if (k := int(batch_sizes[0]) // batch.size) > 1:  # sequences a sample
+                self._watch_rows(0, y, owners=owners_of_packed(input) // k)
+                self._watch_rows(1, *final)
             if samples is not None:
                 final = [samples.back(h) for h in final]
                 local.gathered_rows.tag(y, local.gathered_rows.owners(x))

@@ -586,13 +586,14 @@ class OwnBatchDim(PSLayer):
         """Leave the inputs as they are: `forward`, which knows what they are, brings them to rows."""
         return args, kwargs, size, None
 
-    def _watch_rows(self, dim: int, *tensors: Tensor) -> None:
-        """Have a call that is proved look at what is made of k rows a sample, here in the samples' order; in
-        the caller's, `_ps_owned` cannot tell whose they are.
+    def _watch_rows(self, dim: int, *tensors: Tensor, owners: Tensor | None = None) -> None:
+        """Have a call that is proved look at what is made of k rows a sample, here in the samples' order (or
+        as `owners` tells); in the caller's, `_ps_owned` cannot tell whose they are.
         """
         batch = local.batch
         if batch is not None and batch.outputs is not None:
-            batch.outputs.add([(t, dim, None) for t in tensors if t.shape[dim] % batch.size == 0])
+            each = [t for t in tensors if owners is not None or t.shape[dim] % batch.size == 0]
+            batch.outputs.add([(t, dim, owners) for t in each])
 
     @property
     def _batch_dim(self) -> int:

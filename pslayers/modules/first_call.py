@@ -280,8 +280,9 @@ class ModelCall:
         """The output, of which is noted whose its rows are, if something that a loss may use beside it was
         made of parameters alone; and what data have told so far.
         """
-        if local.gathered_rows is not None and (told := local.gathered_rows.assumed.told) is not None:
-            self.told = hash(tuple(told))
+        if local.gathered_rows is not None:
+            told = local.gathered_rows.assumed.close()
+            self.told = self.told if told is None else hash(tuple(told))
         if batch.keeps:
             value = made_of(output)
             tensors = [t for t in tensors_of(value) if not isinstance(t, Kept) and t.requires_grad]

@@ -70,15 +70,25 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     if isinstance(x, PerSample):
         return NotImplemented if same else PerSample.of(op(x.each, *each), False, names)
     if (picks := followed()) is None:
-        return op(x, *each) if of_the_input(x) else NotImplemented
+        return _watched(op(x, *each)) if of_the_input(x) else NotImplemented
     owners = picks.owners(x)
     if owners is None and local.stand_ins is not None and local.stand_ins.choose(*picks.copies(x)):
-        return op(x, *each)  # made like the batch, a row for each of its
+        return _watched(op(x, *each))  # made like the batch, a row for each of its
     if owners is None and not same:  # what all samples share
         return PerSample.of(op(x.expand(own[0].each.shape[0], *x.shape), *each), False, names)
     if owners is None or owners.sample_ids is None:
         return NotImplemented
-    return picks.by_batch(lambda rows: op(rows, *each), x, owners) if owners.picked else op(x, *each)
+    if owners.picked:
+        return picks.by_batch(lambda rows: op(rows, *each), x, owners)
+    return _watched(op(x, *each))
+
+
+def _watched(result: Tensor) -> Tensor:
+    """What an op makes of the batch's rows, which a call that is proved looks at as at a layer's output."""
+    batch = local.batch
+    if batch is not None and batch.outputs is not None and len(result) % batch.size == 0:
+        batch.outputs.add([(result, 0, None)])
+    return result
 
 
 def _expanded(weight: Any) -> bool:

@@ -362,7 +362,8 @@ def of_the_input(x: Tensor) -> bool:
 
 def of_parameter(t: Tensor) -> bool:
     """Whether a tensor is a parameter or a part of one, whatever its length."""
-    return isinstance(t._base if t._is_view() else t, (torch.nn.Parameter, PerSample))
+    base = t._base if t._is_view() else t
+    return isinstance(t, PerSample) or isinstance(base, (torch.nn.Parameter, PerSample))
 
 
 def lies_in(x: Tensor, t: Tensor) -> bool:

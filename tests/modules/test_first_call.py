@@ -6,10 +6,12 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import pslayers as ps
 
@@ -67,7 +69,15 @@ def _looked_up(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
     return h + nn.functional.embedding(place, torch.cat([rows.new_zeros(1, D), rows]))
 
 
+def _weighted(m: "Joined", h: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    owner = torch.arange(len(h)).repeat_interleave(mask.sum(1))
+    weights = rows.sum(1, keepdim=True).exp()
+    sums = h.new_zeros(len(h), 1).index_add(0, owner, weights)
+    return h + h.new_zeros(len(h), D).index_add(0, owner, weights / sums[owner] * rows)[:, None]
+
+
 JOINS: dict[str, Join] = {
+    "weighted": _weighted,
     "product": _product,
     "slices": _slices,
     "listed": _listed,
@@ -88,6 +98,22 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gru(x.unflatten(1, (-1, 2)))[0][:, -1]
+
+
+class Packed(nn.Module):
+    """Sequences of one or two steps, as their first number says."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.gru, self.whole = nn.GRU(2, D, batch_first=True), whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not len(x):  # which cannot be packed
+            return x
+        lengths = (x[:, 0] > 0).long() + 1
+        steps = pack_padded_sequence(x.unflatten(1, (-1, 2)), lengths, batch_first=True, enforce_sorted=False)
+        y, h = self.gru(steps)
+        return pad_packed_sequence(y, batch_first=True)[0].sum(1) if self.whole else h[-1]
 
 
 class Cell(nn.Module):
@@ -111,6 +137,9 @@ class Attention(nn.Module):
 
 VISION: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(D, D),
+    "own": nn.Identity,  # a parameter of the whole model's
+    "packed": lambda: Packed(whole=True),
+    "packed-state": lambda: Packed(whole=False),
     "recurrent": Recurrent,
     "cell": Cell,
     "attention": Attention,
@@ -125,8 +154,10 @@ class Joined(nn.Module):
         self.vision = VISION[vision]()
         self.tokens, self.head = nn.Embedding(9, D), nn.Linear(D, 3)
         self.scale, self.join = nn.Parameter(torch.rand(D)), join
+        self.own = nn.Parameter(torch.rand(D, D)) if vision == "own" else None
 
     def forward(self, ids: Tensor, images: Tensor) -> Tensor:
+        images = images if self.own is None else images @ self.own
         h = self.join(self, self.tokens(ids), self.vision(images).tanh(), ids == 0)
         return self.head(torch.tanh(h * self.scale))
 
@@ -158,10 +189,15 @@ def _assert_right(model: nn.Module, ours: nn.Module, batch: tuple[Tensor, Tensor
         )
 
 
+PAIRS = [
+    *((name, "linear") for name in JOINS),
+    *itertools.product(["product", "scattered", "split", "looked-up"], list(VISION)[1:]),
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
-@pytest.mark.parametrize("vision", VISION)
 @pytest.mark.parametrize("first", [(2, 2, 2), (1, 1, 1)])
-@pytest.mark.parametrize("name", JOINS)
+@pytest.mark.parametrize(("name", "vision"), PAIRS)
 def test_as_many_rows_in_all_but_not_of_each_sample(name: str, first: tuple[int, ...], vision: str) -> None:
     """Right, or refused; and right again after it was refused."""
     torch.manual_seed(0)
@@ -170,6 +206,8 @@ def test_as_many_rows_in_all_but_not_of_each_sample(name: str, first: tuple[int,
     _assert_right(model, ours, _batch(*first))
     for counts in ((1, 3, 2), (2, 1, 0), first, (3, 1), (2, 0), first):
         batch = _batch(*counts)
+        if 0 in counts and vision.startswith("packed"):  # torch packs no empty sequences
+            continue
         try:
             _assert_right(model, ours, batch)
         except ValueError:
@@ -226,6 +264,124 @@ def test_what_data_have_told_before_is_not_proved_again() -> None:
         ids[:, torch.randperm(T)[:2]] = 0
         ours(ids, torch.randn(6, D)).sum().backward()
     assert len(runs) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize("first", [(1, 3, 2), (2, 2, 2)])
+@pytest.mark.parametrize("vision", ["packed", "packed-state", "own", "recurrent"])
+def test_a_first_batch_with_others_in_a_samples_place(vision: str, first: tuple[int, ...]) -> None:
+    model = Joined(_split, vision).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for counts in (first, (2, 2, 2), (3, 2, 1)):
+        batch = _batch(*counts)
+        try:
+            _assert_right(model, ours, batch)
+        except ValueError:
+            assert len(set(counts)) > 1
+
+
+class Sequences(nn.Module):
+    """Packed sequences, several a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.gru = nn.Linear(D, D), nn.GRU(2, D, batch_first=True)
+
+    def forward(self, text: Tensor, sequences: PackedSequence, counts: Tensor) -> Tensor:
+        parts = self.gru(sequences)[1][-1].split(counts.tolist())
+        return self.text(text).tanh() * torch.stack([part.square().sum(0) for part in parts])
+
+
+def test_packed_sequences_of_several_a_sample() -> None:
+    model = Sequences().double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+
+    def packed(x: Tensor, lengths: Tensor) -> PackedSequence:
+        return pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+
+    for counts in ((2, 2, 2), (1, 4, 1), (3, 3), (2, 2, 2)):
+        x, lengths = torch.randn(sum(counts), 4, 2).double(), torch.randint(1, 5, (sum(counts),))
+        text = torch.randn(len(counts), D, dtype=torch.float64)
+        ours.zero_grad()
+        try:
+            ours(text, packed(x, lengths), torch.tensor(counts)).square().sum().backward()
+        except ValueError:
+            assert len(set(counts)) > 1
+            continue
+        assert len(set(counts)) == 1
+        for i, (own, steps) in enumerate(zip(x.split(counts), lengths.split(counts), strict=True)):
+            y = model(text[i : i + 1], packed(own, steps), torch.tensor([len(own)]))
+            for p, row in zip(
+                ours.parameters(), torch.autograd.grad(y.square().sum(), [*model.parameters()]), strict=True
+            ):
+                torch.testing.assert_close(p.grad_sample[i], row)
+
+
+class Counted(torch.autograd.Function):
+    """Counts the passes back."""
+
+    passes = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Counted.passes += 1
+        return grad
+
+
+class Encoders(nn.Module):
+    """Two texts and their lengths, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.gru = nn.Embedding(9, D), nn.GRU(D, D, batch_first=True)
+        self.scale = nn.Parameter(torch.rand(D))
+
+    def _pooled(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        steps = pack_padded_sequence(self.tokens(ids), lengths, batch_first=True, enforce_sorted=False)
+        return (pad_packed_sequence(self.gru(steps)[0], batch_first=True)[0] * self.scale).sum(1)
+
+    def forward(self, one: Tensor, other: Tensor, lengths: Tensor, other_lengths: Tensor) -> Tensor:
+        return Counted.apply(torch.cat([self._pooled(one, lengths), self._pooled(other, other_lengths)], -1))
+
+
+class Masked(nn.Module):
+    """A text and its mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(9, D), nn.Parameter(torch.randn(T, D))
+        self.head = nn.Linear(D, 2)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        h = self.tokens(ids) + self.places
+        return Counted.apply(self.head((h * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)))
+
+
+@pytest.mark.parametrize("kind", [Encoders, Masked])
+def test_ordinary_further_inputs_are_not_proved_again(kind: type[nn.Module]) -> None:
+    """With as many samples as features, so that shapes do not tell."""
+    model = kind().double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for _ in range(3):
+        lengths = torch.randint(1, T, (2, D))
+        inputs = [*torch.randint(0, 9, (2, D, T)), *lengths]
+        if kind is Masked:
+            inputs = [inputs[0], (torch.arange(T) < lengths[0][:, None]).double()]
+        ours.zero_grad()
+        Counted.passes = 0
+        ours(*inputs).square().sum().backward()
+        passes = Counted.passes
+        for i in range(D):
+            loss = model(*[t[i : i + 1] for t in inputs]).square().sum()
+            for p, row in zip(
+                ours.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+            ):
+                torch.testing.assert_close(p.grad_sample[i], row)
+    assert passes == 1
 
 
 class Positions(nn.Module):
