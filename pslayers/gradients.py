@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_api
-from .attribution.proof import in_foreign_functions
+from .attribution.proof import foreign_functions
 from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
 from .convert import (
@@ -400,7 +400,7 @@ def _one_pass(
             # a grad_sample that is there stays there: its memory is not ours to write to
             if getattr(p, "grad_sample", None) is not None:
                 recorder.dense.memory = None
-    if (foreign := in_foreign_functions(loss)) and not create_graph:
+    if (foreign := foreign_functions(loss)) and not create_graph:
         return _by_backward(model, params, loss, size)
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *params.values()]

@@ -151,7 +151,9 @@ class AssumedRows:
         if count is None or len(index) != 1 or index[0].dtype in MASKS or index[0].shape != (count,):
             return False
         with torch_api.without_torch_function():
-            each_once = torch.equal(index[0].sort()[0], torch.arange(count).to(index[0]))
+            each_once = torch.equal(
+                index[0].sort()[0], torch.arange(count, device=index[0].device).to(index[0])
+            )
         if each_once and self.rows.get(given) and self.ordered.get(given) is None:
             self.ordered[result] = count
         elif each_once:

@@ -423,13 +423,21 @@ def _edges(output: Any) -> set[tuple[Any, int]]:
     return seen
 
 
-def in_foreign_functions(output: Any) -> bool:
-    """Whether functions that somebody has written (`torch.autograd.Function`) are part of the graph of an
-    output: reentrant checkpoints and reversible layers run backward passes of their own in theirs.
+def foreign_functions(output: Any) -> list[Any]:
+    """The nodes of functions that somebody has written (`torch.autograd.Function`) in the graph of an output:
+    reentrant checkpoints and reversible layers run backward passes of their own in theirs.
     """
     nodes = {node for node, _ in _edges(output)}
-    classes = (getattr(type(node), "_forward_cls", None) for node in nodes)
-    return any(cls is not None and not cls.__module__.startswith(_PACKAGE) for cls in classes)
+    classes = ((node, getattr(type(node), "_forward_cls", None)) for node in nodes)
+    return [node for node, cls in classes if cls is not None and not cls.__module__.startswith(_PACKAGE)]
+
+
+def parameters_given(output: Any) -> bool:
+    """Whether such functions are given parameters themselves, or what stands for those of one sample: they
+    may run layers again in their backward, and ask for the parameters' gradients.
+    """
+    given = (before for node in foreign_functions(output) for before, _ in node.next_functions)
+    return any(hasattr(node, "variable") or getattr(node, "recorders", None) for node in given)
 
 
 def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:

@@ -320,10 +320,11 @@ def needed_grads(ctx: Any, *expansions: Expansion | None) -> Sequence[bool]:
     weight_goes = False  # of the input before: a weight's rows come after it
     for need in ctx.needs_input_grad:
         node = next(nodes) if need else None
-        # nobody names the leaf of rows in ``loss.backward(inputs=...)``: rows are made wherever the parameter
-        # gets its gradient
+        # nobody names the leaf of rows in ``loss.backward(inputs=...)``, nor in a pass inside of another one
+        # (of a torch.autograd.Function that runs layers again): rows are made wherever the parameter gets its
+        # gradient
         found.append(need and (will_execute(node, True) or (weight_goes and leads_to_rows(node))))
-        weight_goes = need and will_execute(node, False)
+        weight_goes = need and will_execute(node, torch_api.in_nested_pass() and not torch_api.thread().quiet)
     return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import torch_api
 from . import sharding
 from .context import Batch, Scale, Settings
-from .expansion import Expansion
+from .expansion import Expansion, will_execute
 from .sinks import DenseRows, SingleSample, Sink
 
 Counts = tuple[int, int, bool, bool]  # of uses: how many, made by checkpoints, met a pass, joined
@@ -55,10 +55,11 @@ class Recorder:
 
     def expansion(self, param: Tensor, batch: Batch, scale: Scale) -> Expansion:
         """The parameter, expanded to a batch. Where its plain gradient is not wanted, none can reach it."""
-        shared = param
-        if not self.settings.sums:
-            shared, scale.sums = param.detach(), False
-            if self.counted != self.pass_id and batch.outer_pass == -1:  # which nothing has checked
+        shared, scale.sums = param, self.settings.sums
+        # in a pass that runs, a torch.autograd.Function may ask for the parameter's gradient: it gets none
+        if not self.settings.sums and batch.outer_pass == -1:
+            shared = param.detach()
+            if self.counted != self.pass_id:  # which nothing has checked
                 self.counted, self.checked = self.pass_id, True
         if self.checked:
             self.recount()
@@ -179,6 +180,15 @@ class Recorder:
             )
         if not whole and grad.numel():
             raise self.of_past_layer()
+
+    def pass_on(self, grad: Tensor) -> None:
+        """Note of what arrives in a pass inside of another one that it goes on in that: where a
+        torch.autograd.Function has asked for it, by torch.autograd.grad, to return it as the parameter's
+        gradient.
+        """
+        param = self.param()
+        if param is not None and not will_execute(torch.autograd.graph.get_gradient_edge(param).node, False):
+            self.notes.setdefault(torch_api.running_pass(), []).append(grad)
 
     def of_past_layer(self) -> RuntimeError:
         """What is said of a gradient that no expansion has passed on."""
@@ -322,7 +332,11 @@ class _Arrival(_WeakHook):
 
     def __call__(self, tensor: Tensor | None) -> Tensor | None:  # type: ignore[override]
         owner = self.owner()
-        if owner is None or tensor is None or owner.came_alone(tensor):
+        if owner is None or tensor is None:
+            return None
+        if torch_api.in_nested_pass():
+            owner.pass_on(tensor)
+        if owner.came_alone(tensor):
             return None
         if tensor is owner.single.taken:
             owner.single.taken, owner.single.pass_id = None, -1

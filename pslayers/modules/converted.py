@@ -15,7 +15,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import compiled, torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
+from ..attribution.proof import parameters_given
 from ..attribution.ragged import Seen, of_jagged
+from ..attribution.snapshot import Snapshot, random_state, set_random_state
 from ..attribution.tracking import Layout, batch_dim, run_tracked
 from ..core import sharding
 from ..core.context import Batch, Form, Settings, clear, form_of, local, transforming
@@ -62,6 +64,9 @@ class State:
         # dims of the inputs: which of them may hold the batch, all as long as it so far; else the first
         self.places: dict[tuple[int, ...], set[int]] = {}
         self.keeps = False  # a forward changes what modules hold (a counter, statistics)
+        self.rebuilds = False  # or which modules there are, and where
+        # it gives parameters to functions that somebody has written; None: that was not looked at yet
+        self.functions: bool | None = None
         self.writes = False  # or what it is called with
         # run with per-sample parameters: its own, or all below it too
         self.per_sample_forward = self.includes_children = False
@@ -242,7 +247,7 @@ class Converted(_Mixin):
         sizes = [] if self._ps_layer else self._ps_sizes(args, kwargs)
         inventory = self._ps_inventory() if recorded else None
         if inventory is not None:
-            if inventory.strangers and trackable and not settings.partial:
+            if (inventory.strangers or inventory.rebuilt) and trackable:
                 inventory = self._ps_adopt()
             self._ps_look_at_trained()
         if recomputed:  # by something else than torch's checkpoints, which would have said of which call
@@ -257,8 +262,10 @@ class Converted(_Mixin):
             return run(self, *args, **kwargs)
         apart = sharding.apart(self)
         small = size == 1 or (size == 0 and not self._ps_layer)
-        if small and not (apart or transforming()):
-            return run_alone(self, inventory or self._ps_inventory(), args, kwargs, size, recorded)
+        if small and not (apart or transforming() or recomputed or self._ps_state().functions):
+            output = self._ps_alone(inventory or self._ps_inventory(), args, kwargs, size, recorded)
+            if not self._ps_state().functions:
+                return output
         kind = self._ps_kind(sizes, size) if trackable and size > 1 else None
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:
@@ -267,8 +274,32 @@ class Converted(_Mixin):
             self._ps_make_room(size)
         if kind is not None:
             call = ModelCall(self, run, args, kwargs, size, kind)
-            return call.first() if unproved else call.again()
-        return self._ps_as_told(run, args, kwargs, size, noted=recorded and not recomputed)
+            if inventory is None or not unproved:
+                return call.again()
+            output = call.first()
+            if not inventory.holds(self, inventory.conversions):
+                self._ps_state().rebuilds, self._ps_inventory().rebuilt = True, False
+            return output
+        # what has followed the rows of a call that is proved does not see what runs in its backward pass
+        with without_gathered_rows() if recomputed else nullcontext():
+            return self._ps_as_told(run, args, kwargs, size, noted=recorded and not recomputed)
+
+    def _ps_alone(
+        self, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, recorded: bool
+    ) -> Any:
+        """The output of a call for one sample, or for none, by the original layers; with nothing left of it
+        where it is found out that functions of somebody's are given the parameters: these want the model's.
+        """
+        state = self._ps_state()
+        if self._ps_layer or not (recorded and size) or state.functions is not None:
+            return run_alone(self, inventory, args, kwargs, size, recorded)
+        before, random = Snapshot(self, (args, kwargs)), random_state()
+        output = run_alone(self, inventory, args, kwargs, size, recorded)
+        state.functions = parameters_given(output)
+        if state.functions:
+            before.restore()
+            set_random_state(random)
+        return output
 
     def _ps_tell_of_call(self, settings: Settings, recorded: bool) -> None:
         """Tell those that wait for gradients of a call: the block that takes rows, and DDP's reducer."""
@@ -396,9 +427,13 @@ class Converted(_Mixin):
 
     def _ps_adopt(self) -> Inventory:
         """Convert what has been put into the model since it was converted: its rows would be missing without
-        a word.
+        a word; and prove the model anew, also where modules without parameters were put in, or any taken out.
         """
-        if adopt is not None and self._ps_inventory().unrecorded():
+        state, inventory = self._ps_state(), self._ps_inventory()
+        if state.settings.partial:
+            if inventory.rebuilt:
+                state.proved, state.ragged_proved, inventory.rebuilt = set(), set(), False
+        elif adopt is not None and (inventory.rebuilt or inventory.unrecorded()):
             adopt(self)
         return self._ps_inventory()
 
@@ -493,9 +528,12 @@ class Converted(_Mixin):
         """What lies below now."""
         state = self._ps_state()
         known = state.inventory
-        if known is None or not known.holds(self, State.conversions):
-            known = state.inventory = Inventory(self, state.prefix, State.conversions)
-        return known
+        if known is not None and known.holds(self, State.conversions):
+            return known
+        state.inventory = found = Inventory(self, state.prefix, State.conversions)
+        if known is not None and not state.rebuilds:
+            found.rebuilt = known.rebuilt or found.rebuilds(known)
+        return found
 
     def _ps_check_given(self, name: str, weight: Tensor, size: int) -> None:
         """ValueError where the weights given for `name` cannot be the samples' own."""

@@ -48,6 +48,7 @@ class Inventory:
         self.trained: Any = None  # which of these parameters a call for one sample goes by
         self.settings: list[Any] = []  # of the converted modules: one, unless parts were converted apart
         self.strangers: list[Slot] = []  # parameters of which no converted module records rows
+        self.rebuilt = False  # modules were put in, or taken out, since what was known before was found
         ndims: dict[tuple[int, str], int] = {}
         recorded: set[tuple[int, str]] = set()
         whole: list[str] = []  # modules that record whatever is below them
@@ -93,6 +94,13 @@ class Inventory:
             if tuple(held) != names:
                 return False
         return True
+
+    def rebuilds(self, known: "Inventory") -> bool:
+        """Whether other modules lie below the same root (not a replica of it) than were `known`, or in other
+        places.
+        """
+        same_root = self.modules[0][0] is known.modules[0][0]
+        return same_root and [below for _, below in self.modules] != [below for _, below in known.modules]
 
     def unrecorded(self) -> list[Slot]:
         """Where parameters are held that are trained, and of which no converted module records rows."""

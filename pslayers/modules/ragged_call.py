@@ -56,7 +56,7 @@ def _inventory(model: Any) -> Inventory:
             " its layers must be given rows that ps.sample_ids was told of."
         )
     inventory = model._ps_inventory()
-    if inventory.strangers and not state.settings.partial:
+    if inventory.strangers or inventory.rebuilt:
         inventory = model._ps_adopt()
     model._ps_look_at_trained()
     if inventory.given():
