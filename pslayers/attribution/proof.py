@@ -234,7 +234,9 @@ def gradients_of(
     torch.autograd.grad(_Of.apply(grads, *outputs), last, retain_graph=True, allow_unused=True)
 
 
-def rows_agree(layers: GradientProbe, outputs: Outputs) -> bool | None:
+def rows_agree(
+    layers: GradientProbe, outputs: Outputs, anew: Callable[[], tuple[GradientProbe, Outputs]] | None = None
+) -> bool | None:
     """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs
     alone.
 
@@ -243,15 +245,26 @@ def rows_agree(layers: GradientProbe, outputs: Outputs) -> bool | None:
     A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a
     table as long as the batch). Costs two or three passes of the graph without weight gradients, where the
     gradients of the samples' outputs can be told apart by factors, else 2 log2(B) of them; and their memory:
-    gradients are looked at as they flow by.
+    gradients are looked at as they flow by. Where a graph may be walked but once, `anew` runs the call again
+    for each pass.
     """
     try:
         if not outputs or not layers.edges:
             return True  # nothing to be told here
-        last = last_edges(layers.edges)
 
         def back(grads: Sequence[Tensor]) -> None:
-            tensors = [t for t, *_ in outputs]
+            if anew is None:
+                walk(layers, outputs, grads)
+                return
+            probe, others = anew()
+            probe.look, probe.met = layers.look, layers.met
+            try:
+                walk(probe, others, grads)
+            finally:
+                probe.close()
+
+        def walk(probe: GradientProbe, outputs: Outputs, grads: Sequence[Tensor]) -> None:
+            tensors, last = [t for t, *_ in outputs], last_edges(probe.edges)
             if wrapped:
                 torch.autograd.grad(tensors, last, grads, retain_graph=True, allow_unused=True)
             else:

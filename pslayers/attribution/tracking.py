@@ -494,6 +494,24 @@ class Coarsest(TorchFunctionMode):
         return result
 
 
+class _Given(Tracker):
+    """Notes, too, which modules read parameters of modules that they call, and give them to the call: there
+    they stand for what the caller has read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[int, set[int]] = {}  # by their callers
+
+    def call(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        given = {id(t) for t in tensors_in((args, kwargs)) if isinstance(t, nn.Parameter) and t.requires_grad}
+        if given and self.inner and (own := given & {id(p) for p in module.parameters()}):
+            self.given.setdefault(self.inner[-1], set()).update(own)
+        return super().call(module, forward, args, kwargs)
+
+
 class _Uses(TorchFunctionMode):
     """Notes which parameters are used in a differentiable way by a module whose own they are not."""
 
@@ -520,11 +538,13 @@ def parameters_used(
     """{id of a module: ids of the parameters that it uses though they are another's}, and the run, with
     gradients, that tells.
     """
-    tracker = Tracker()
+    tracker = _Given()
     tracker.learned = True
     uses = _Uses(tracker, {id(m): m for m in model.modules()})
     with torch.enable_grad(), uses:
         run_tracked(run, model, args, kwargs, tracker)
+    for caller, given in tracker.given.items():
+        uses.found.setdefault(caller, set()).update(given)
     return uses.found, tracker
 
 

@@ -77,7 +77,7 @@ class Settings:
     appended: int = field(default=0, repr=False)  # samples of the passes before it whose rows are kept
     recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, repr=False)
     # the scales of recorded calls, which live as long as these calls' graphs, and the calls' batch sizes
-    graphs: list[tuple["weakref.ref[Scale]", int]] = field(default_factory=list, repr=False)
+    graphs: list[tuple["weakref.ref[Scale]", int, "Form"]] = field(default_factory=list, repr=False)
     # the last recorded call ran in a DistributedDataParallel, which waits for plain gradients
     in_ddp: bool = field(default=False, repr=False)
     bare_pass: int = -1
@@ -123,12 +123,16 @@ class Settings:
     def note_forward(self, batch: "Batch") -> None:
         """Note an outermost call, whose graph may compute a part of it again."""
         if len(self.graphs) > 8:
-            self.graphs = [(ref, size) for ref, size in self.graphs if ref() is not None]
-        self.graphs.append((weakref.ref(batch.scale), batch.size))
+            self.graphs = [graph for graph in self.graphs if graph[0]() is not None]
+        self.graphs.append((weakref.ref(batch.scale), batch.size, batch.form))
 
     def sizes(self) -> set[int]:
         """The batch sizes of the calls whose graphs are there."""
-        return {size for ref, size in self.graphs if ref() is not None}
+        return {size for ref, size, _ in self.graphs if ref() is not None}
+
+    def last_form(self) -> "Form":
+        """The form of the last of these calls."""
+        return next(form for ref, _, form in reversed(self.graphs) if ref() is not None)
 
     def begin_pass(self, pass_id: int) -> None:
         """At the first row of a backward pass, forget what the earlier one left (a pass may not reach every

@@ -75,7 +75,7 @@ RANDOM = _names("""
 # of all tensors that are given
 BY_ROW = [
     *RANDOM,
-    *_names("masked_fill one_hot prelu real imag conj view_as_real view_as_complex type cuda"),
+    *_names("masked_fill prelu real imag conj view_as_real view_as_complex type cuda"),
     *_names("requires_grad_ detach_ copy_ fill_ zero_"),
 ]
 # of the first one
@@ -83,7 +83,9 @@ PRODUCTS = _names("linear matmul mm __matmul__ bmm")
 OF_VECTORS = _names("linear matmul mm __matmul__ layer_norm rms_norm")  # which one vector is no row of
 OF_FIRST = [
     *{*PRODUCTS, *OF_VECTORS},
-    *_names("grouped_mm _grouped_mm grouped_mm_fallback group_norm instance_norm embedding interpolate"),
+    *_names(
+        "grouped_mm _grouped_mm grouped_mm_fallback group_norm instance_norm embedding one_hot interpolate"
+    ),
     *_names("conv conv_transpose max_pool avg_pool", "{}1d", "{}2d", "{}3d"),
     *_names("adaptive_max_pool adaptive_avg_pool", "{}1d", "{}2d", "{}3d"),
 ]

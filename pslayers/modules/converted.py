@@ -252,6 +252,7 @@ class Converted(_Mixin):
             self._ps_look_at_trained()
         if recomputed:  # by something else than torch's checkpoints, which would have said of which call
             size: int | None = self._ps_recomputed_size(settings)
+            local.form = settings.last_form()
         elif local.explicit is not None:
             size = local.explicit
         else:

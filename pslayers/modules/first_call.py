@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,9 +24,11 @@ from .. import torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
 from ..attribution.proof import (
     GradientProbe,
+    Outputs,
     Unprovable,
     batched_outputs,
     disagreement,
+    parameters_given,
     past_expansions,
     quiet_hooks,
     rows_agree,
@@ -307,7 +309,7 @@ class ModelCall:
         """
         model, state = self.model, self.state
         again = self.kind in state.by_data
-        if not again and self._past_layers(output):
+        if parameters_given(output) or (not again and self._past_layers(output)):
             return False
         try:
             with gradients_unchanged(model), unchanged(model):
@@ -468,8 +470,10 @@ class ModelCall:
             if layout == MIXED
         )
         try:
-            with gradients_unchanged(model), unchanged(model):  # by what a checkpoint runs again
-                agree = rows_agree(batch.outputs, own)
+            once = parameters_given(output)  # it may let go of what it holds in its backward
+            # nothing is changed by what a checkpoint runs again
+            with gradients_unchanged(model), trial(model) if once else unchanged(model):
+                agree = rows_agree(batch.outputs, own, functools.partial(self._anew, told) if once else None)
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(model), torch_api.reentrant_checkpoints("otherwise"):
                 args, kwargs = cloned((self.args, self.kwargs))
@@ -497,6 +501,12 @@ class ModelCall:
         if agree:
             self._note_proved(bool(given), anew=True)
         return output
+
+    def _anew(self, told: Sequence[Layout | None]) -> tuple[GradientProbe, Outputs]:
+        """What another run is watched by, and its outputs."""
+        self._rewind()
+        output, batch = self._watched(*cloned((self.args, self.kwargs)))
+        return batch.outputs, batched_outputs(output, batch, told)
 
     def _told_layouts(self, output: Any) -> list[Layout | None]:
         """Those of an output, as tracked, where values that stay the same may have the samples' gradients all

@@ -452,3 +452,93 @@ def test_micro_batches_of_any_size_through_reentrant_checkpoints() -> None:
                 squares(ours(x)).mean().backward()
         expected = true_rows(lambda i, m=model, x=whole: square(m(x[i : i + 1]), i), model, sum(sizes))
         assert_rows(ours, expected)
+
+
+class Rerun(torch.autograd.Function):
+    """Runs a part of a forward again in its backward, and asks for the gradients of its inputs and of the
+    parameters that it was given; then it lets go of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *params: Tensor) -> Tensor:
+        ctx.run, ctx.x, ctx.params = run, x, params
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x.view_as(x))
+        grads = torch.autograd.grad(y, (x, *ctx.params), grad, allow_unused=True)
+        del ctx.x, ctx.params
+        return None, *grads
+
+
+class Widened(nn.GroupNorm):
+    """Has no replacement."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 1.0).to(x.dtype)
+
+
+class Rerunning(nn.Module):
+    def __init__(self, norm: type[nn.GroupNorm]) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = norm(2, 4), nn.Conv1d(4, 6, 1), nn.Conv1d(6, 4, 1)
+
+    def inside(self, x: Tensor) -> Tensor:
+        flat = x.flatten(2)
+        return (flat + self.second(self.first(self.norm(flat)).tanh())).view_as(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Rerun.apply(self.inside, x, *self.parameters())  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _rerunning(norm: type[nn.GroupNorm]) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 1), Rerunning(norm), norm(2, 4), nn.Flatten(), nn.Linear(16, 2))
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm, Widened])
+@pytest.mark.parametrize("sizes", [(3, 1, 4), (1, 3)])
+def test_functions_that_run_layers_again_and_ask_for_gradients(
+    norm: type[nn.GroupNorm], sizes: tuple[int, ...]
+) -> None:
+    model, ours = both(_rerunning(norm))
+    for n in sizes:
+        x = batch(n, 3, 2, 2)
+        expected = by_backward(model, x)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_rows(ours, expected)
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name].mean(0), msg=name)
+        found = ps.per_sample_grads(ours, squares, x)
+        for name, rows in expected.items():
+            torch.testing.assert_close(found[name], rows, msg=name)
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm, Widened])
+@pytest.mark.parametrize("size", [1, 4])
+def test_blocks_around_functions_that_run_layers_again(norm: type[nn.GroupNorm], size: int) -> None:
+    """Norms, clipped sums and streamed rows, of a first call and of a later one."""
+    model, ours = both(_rerunning(norm))
+    for _ in range(2):
+        x = batch(size, 3, 2, 2)
+        expected = by_backward(model, x)
+        norms = torch.cat([rows.flatten(1) for rows in expected.values()], 1).norm(dim=1)
+        bound = float(norms.median()) * 0.7
+        with ps.clipping(ours, bound) as clip:
+            squares(ours(x)).mean().backward()
+        torch.testing.assert_close(clip.norms, norms)
+        factors = (bound / norms).clamp(max=1)
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad, torch.tensordot(factors, expected[name], 1) / size, msg=name)
+        ours.zero_grad()
+        seen: dict[str, Tensor] = {}
+        with ps.streaming(ours, lambda name, rows, seen=seen: seen.__setitem__(name, rows.clone())):
+            squares(ours(x)).mean().backward()
+        assert seen.keys() == expected.keys()
+        for name, rows in expected.items():
+            torch.testing.assert_close(seen[name], rows, msg=name)
+        ours.zero_grad()

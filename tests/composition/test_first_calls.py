@@ -93,6 +93,115 @@ def test_a_layer_put_into_a_converted_model_has_rows() -> None:
     right(ours, model, batch(5, 3))
 
 
+class Turned(nn.Module):
+    """Time and batch in each other's place; no parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+
+class Surrounded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.fc, self.after, self.out = (
+            nn.Identity(),
+            nn.Linear(3, 4),
+            nn.Identity(),
+            nn.Linear(4, 2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.after(self.fc(self.before(x))).tanh().mean(1))
+
+
+def test_modules_without_parameters_that_are_put_in_have_the_model_proved_anew() -> None:
+    model, ours = both(Surrounded())
+    right(ours, model, batch(4, 4, 3))
+    for net in (model, ours):
+        net.before, net.after = Turned(), Turned()
+    right(ours, model, batch(4, 4, 3))
+    for net in (model, ours):
+        net.before, net.after = nn.Identity(), nn.Identity()
+    right(ours, model, batch(4, 4, 3))
+    right(ours, model, batch(3, 4, 3))
+
+
+def test_modules_that_change_places_have_the_model_proved_anew() -> None:
+    model, ours = both(nn.Sequential(nn.Identity(), Turned(), nn.Linear(3, 3), Turned(), nn.Linear(3, 3)))
+    right(ours, model, batch(3, 3, 3))
+    for net in (model, ours):
+        net[0], net[1], net[2], net[3] = net[1], net[2], net[3], net[0]
+    right(ours, model, batch(3, 3, 3))
+
+
+def test_batch_statistics_that_are_put_in_are_refused() -> None:
+    model, ours = both(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    right(ours, model, batch(4, 3))
+    ours.insert(1, nn.BatchNorm1d(4, affine=False).double())
+    with pytest.raises(ValueError, match="mixes samples in training mode"):
+        ours(batch(4, 3))
+    ours[1].eval()
+    model.insert(1, copy.deepcopy(ours[1]))
+    right(ours, model, batch(4, 3))
+
+
+class Renewed(nn.Module):
+    """Makes a module in each forward, and has another name for one of its own."""
+
+    def __init__(self, runs: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.scale, self.turn = nn.Parameter(torch.rand(3)), 0
+        self.note = lambda: runs.append(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note()
+        self.now, self.activation = self.layers[self.turn], nn.Tanh()
+        return self.activation(self.now(x) * self.scale)
+
+
+def test_a_forward_that_changes_which_modules_there_are_is_proved_once() -> None:
+    runs: list[int] = []
+    model = Renewed([]).double()
+    ours = copy.deepcopy(model)
+    ours.note = lambda: runs.append(1)
+    ps.convert_model(ours)
+    for turn, n in enumerate((4, 4, 3, 5, 4)):
+        runs.clear()
+        ours.turn = model.turn = turn % 3
+        x = batch(n, 3)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_rows(ours, loop(model, square, (x,)))
+    assert len(runs) == 1
+
+
+class Handed(nn.Module):
+    """Reads the parameters of its parts, and gives them to their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GivenOwn(3, 4), GivenOwn(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        params = dict(self.named_parameters())
+        for name, part in self.named_children():
+            x = part(x.tanh(), {k.split(".")[1]: p for k, p in params.items() if k.startswith(name)})
+        return x
+
+
+class GivenOwn(nn.Linear):
+    def forward(self, x: Tensor, params: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
+        return x @ params["weight"].T + params["bias"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_parameters_that_are_given_to_the_calls_of_their_modules(inside: bool) -> None:
+    model, ours = both(nn.Sequential(nn.Linear(3, 3), Handed()) if inside else Handed())
+    for n in (4, 1, 3):
+        right(ours, model, batch(n, 3))
+
+
 class Beside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
