@@ -424,7 +424,8 @@ def _of_sums(t: Tensor, dim: int, factors: Tensor) -> Tensor:
 
 def _edges(output: Any) -> set[tuple[Any, int]]:
     """All edges of the graph of an output: its nodes, and which of their outputs."""
-    todo = [(t.grad_fn, t.output_nr) for t in tensors_of(output) if t.grad_fn is not None]
+    with torch_api.without_torch_function():
+        todo = [(t.grad_fn, t.output_nr) for t in tensors_of(output) if t.grad_fn is not None]
     seen, nodes = set(todo), set()
     while todo:
         node, _ = todo.pop()
