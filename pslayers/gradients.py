@@ -64,6 +64,7 @@ def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[list[
                 " ps.clipping, ps.reweighting or ps.streaming: go out of it first."
             )
     sink.names = _names_of(model)
+    sink.prefix = model._ps_state().prefix if isinstance(model, Converted) else ""
     with changed(every, "sink", sink):
         yield every
 

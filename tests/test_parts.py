@@ -395,3 +395,26 @@ def test_a_first_call_beside_one_whose_graph_waits(views: tuple[bool, ...], befo
     with ps.streaming(streamed, lambda name, rows: got.__setitem__(name, rows)):
         torch.stack([streamed(x[:0], masked).sum() for masked in views]).sum().backward()
     assert {len(rows) for rows in got.values()} == {0}
+
+
+def test_blocks_around_a_part_have_the_names_of_the_part() -> None:
+    model = Pair().double()
+    ours, x = ps.convert_model(copy.deepcopy(model)).head, torch.randn(5, 4, dtype=torch.float64)
+    expected = loop(model.head, square, (x,))
+    with ps.factored(ours) as grads:
+        squares(ours(x)).mean().backward()
+    ours.zero_grad()
+    seen: dict[str, Tensor] = {}
+    with ps.streaming(ours, lambda name, rows: seen.__setitem__(name, rows.clone())):
+        squares(ours(x)).mean().backward()
+    ours.zero_grad()
+    for found in (grads.dense(), seen):
+        assert found.keys() == expected.keys()
+        for name, rows in expected.items():
+            torch.testing.assert_close(found[name], rows)
+    with ps.clipping(ours, {"0.weight": 0.5, "0.bias": 0.1}):
+        squares(ours(x)).mean().backward()
+    for name, bound in (("0.weight", 0.5), ("0.bias", 0.1)):
+        factors = (bound / expected[name].flatten(1).norm(dim=1)).clamp(max=1)
+        clipped = torch.tensordot(factors, expected[name], 1) / 5
+        torch.testing.assert_close(ours.get_parameter(name).grad, clipped)

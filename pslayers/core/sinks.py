@@ -27,6 +27,7 @@ class Sink:
     adds_up = True  # rows that come one after the other, as from several ops on one expanded tensor
     sums = True  # the plain gradients are wanted, too
     names: Mapping[int, str] = {}  # of the parameters of the model that the rows are wanted of, by their ids
+    prefix = ""  # what their names begin with in the model that this one is a part of
 
     def name_of(self, recorder: "Recorder") -> str:
         """What its parameter is called in the model that the rows are wanted of.
@@ -37,13 +38,14 @@ class Sink:
         """
         if (name := self.names.get(id(recorder.param()))) is not None:
             return name
-        if self.names and recorder.name not in self.names.values():  # else it is in the place of one of these
+        name = recorder.name.removeprefix(self.prefix)
+        if self.names and name not in self.names.values():  # else it is in the place of one of these
             raise RuntimeError(
                 f"`{recorder.name}` has got per-sample gradients inside of a block that was given a part of a"
                 " converted model without it: the gradients of one converted model go to one place. Give the"
                 " block the whole model, or convert its parts each by itself."
             )
-        return recorder.name
+        return name
 
     def at_call(self) -> None:
         """Called before a call of the model: an error where what it computes could not be taken."""

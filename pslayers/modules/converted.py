@@ -222,6 +222,7 @@ class Converted(_Mixin):
             with nullcontext() if nested else settings.turns.reading():
                 return run_plain(self, args, kwargs)
         before, local.form = local.form, form_of(args, kwargs)
+        local.call = None  # an interrupt may have left one
         try:
             with torch_api.own_parametrized():
                 if nested:  # whoever runs the backward pass has its turn
