@@ -173,7 +173,8 @@ def running_pass() -> int:
 
 def in_nested_pass() -> bool:
     """Whether the backward pass that runs was begun by a reentrant checkpoint, in another one."""
-    return thread().task not in (-1, current_pass())
+    task = thread().task
+    return task != -1 and task != current_pass()
 
 
 def after_outer_pass(callback: Callable[[], None]) -> None:
