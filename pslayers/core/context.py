@@ -319,6 +319,7 @@ class _Local(threading.local):
         self.places: tuple[Callable[[], Sequence[Place]], ...] = ()  # what stands in the place of parameters
         self.stand_ins: Any = None  # of the forward that runs with some, see `per_sample`
         self.again = False  # a checkpoint computes a part of a call again
+        self.dual = False  # what the outermost call is given has tangents (torch.autograd.forward_ad)
         self.progress: Callable[[], None] | None = None  # says that a first call is running, if it takes long
 
 
@@ -407,8 +408,8 @@ def picked_by(t: Any) -> Any:
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running."""
-    return not torch.compiler.is_compiling() and torch_api.peek() is not None
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running, or what is the same without it."""
+    return not torch.compiler.is_compiling() and (torch_api.peek() is not None or local.dual)
 
 
 # --------------------------------------------------------------------------------- in the place of parameters

@@ -6,6 +6,7 @@ The batch size is decided (`_ps_in_turn`, `_ps_size`); all that follows for a wh
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,11 +21,11 @@ from ..attribution.ragged import Seen, of_jagged
 from ..attribution.snapshot import Snapshot, random_state, set_random_state
 from ..attribution.tracking import Layout, batch_dim, run_tracked
 from ..core import sharding
-from ..core.context import Batch, Form, Settings, clear, form_of, local, transforming
+from ..core.context import Batch, Form, Settings, changed, clear, form_of, local, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import refuse_rows
 from ..core.recorder import Recorder, recorder_of
-from ..core.trees import own_parameters, tensors_in
+from ..core.trees import own_parameters, tensors_in, tensors_of
 from .batch_of_one import run_alone, run_plain
 from .first_call import Kind, ModelCall
 from .inventory import Inventory
@@ -218,7 +219,12 @@ class Converted(_Mixin):
         # torch.jit.trace, an ONNX export: what is traced records nothing
         if torch_api.is_tracing() is not None:
             return run_plain(self, args, kwargs)
-        if not self._ps_layer and not recorded and not transforming() and not self._ps_given():
+        if torch_api.in_dual_level() and not local.dual and self._ps_has_tangents(args, kwargs):
+            with changed(dual=True):
+                return self._ps_outermost(run, args, kwargs)
+        # a transform of torch.func records nothing, so there is nothing to prove, either
+        unrecorded = (not recorded and not self._ps_layer) or (transforming() and local.ragged is None)
+        if unrecorded and not self._ps_given():
             with nullcontext() if nested else settings.turns.reading():
                 return run_plain(self, args, kwargs)
         before, local.form = local.form, form_of(args, kwargs)
@@ -230,6 +236,12 @@ class Converted(_Mixin):
                     return self._ps_in_turn(run, args, kwargs, recorded)
         finally:
             local.form = before
+
+    def _ps_has_tangents(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether anything in a call is a tensor with a tangent, of torch.autograd.forward_ad."""
+        return any(
+            map(torch_api.is_dual, chain(tensors_of((args, kwargs)), self.parameters(), self.buffers()))
+        )
 
     def _ps_in_turn(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recorded: bool
