@@ -152,9 +152,12 @@ class Converted(_Mixin):
 
     def __prepare_scriptable__(self) -> Any:
         """Called by torch.jit.script."""
-        raise RuntimeError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) is converted, and TorchScript has no"
-            " per-sample gradients: script the original, ps.restore_model(model), or a copy of it."
+        raise self._ps_has_no_rows_in("TorchScript", "script")
+
+    def _ps_has_no_rows_in(self, tool: str, use: str) -> RuntimeError:
+        return RuntimeError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) is converted, and {tool} has no per-sample"
+            f" gradients: {use} the original, ps.restore_model(model), or a copy of it."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -269,6 +272,8 @@ class Converted(_Mixin):
         else:
             size = self._ps_size(run, args, kwargs, sizes, look=trackable and recorded)
         if size is None:
+            if recorded and any(isinstance(v, torch.fx.Proxy) for v in (*args, *kwargs.values())):
+                raise self._ps_has_no_rows_in("torch.fx", "trace")
             if not self._ps_layer and recorded and not transforming():
                 raise self._ps_no_batch(args, kwargs)
             return run(self, *args, **kwargs)
