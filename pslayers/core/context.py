@@ -75,7 +75,7 @@ class Settings:
     pass_id: int = -1
     rows: int = field(default=-1, repr=False)  # samples in the pass that is running
     appended: int = field(default=0, repr=False)  # samples of the passes before it whose rows are kept
-    recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, repr=False)
+    recorded: dict[int, Callable[[], Tensor | None]] = field(default_factory=dict, repr=False)
     # the scales of recorded calls, which live as long as these calls' graphs, and the calls' batch sizes
     graphs: list[tuple["weakref.ref[Scale]", int]] = field(default_factory=list, repr=False)
     # the last recorded call ran in a DistributedDataParallel, which waits for plain gradients

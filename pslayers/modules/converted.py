@@ -4,8 +4,8 @@ The batch size is decided (`_ps_in_turn`, `_ps_size`); all that follows for a wh
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,7 +24,7 @@ from ..core import sharding
 from ..core.context import Batch, Form, Settings, changed, clear, form_of, local, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import refuse_rows
-from ..core.recorder import Recorder, recorder_of
+from ..core.recorder import Recorder, let_go, recorder_of
 from ..core.trees import own_parameters, tensors_in, tensors_of
 from .batch_of_one import run_alone, run_plain
 from .first_call import Kind, ModelCall
@@ -177,6 +177,27 @@ class Converted(_Mixin):
             if param is not None:
                 param.__dict__.pop("_ps_recorder", None)
                 clear(param)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # of `to`, `double`, `cuda`
+        with self._ps_swapped():
+            return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._ps_swapped():
+            super()._load_from_state_dict(*args, **kwargs)
+
+    @contextmanager
+    def _ps_swapped(self) -> Iterator[None]:
+        """Around what puts other tensors into the parameters below, if torch is told to swap them: what they
+        carry is swapped, too.
+        """
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        params = list(self.parameters()) if swaps else []
+        for param in params:
+            let_go(param)
+        yield
+        for param in params:
+            clear(param)
 
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no
