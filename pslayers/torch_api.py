@@ -480,6 +480,24 @@ def mark_disabled(function: Any, reason: str) -> None:
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
 
 
+_find("nn.Module._compiled_call_impl")
+
+
+@contextmanager
+def uncompiled(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block, parts of a model that are compiled by themselves (`part.compile()`) run as they
+    are.
+    """
+    parts = [(held, call) for m in model.modules() if (call := (held := vars(m)).get("_compiled_call_impl"))]
+    for held, _ in parts:
+        held["_compiled_call_impl"] = None
+    try:
+        yield
+    finally:
+        for held, call in parts:
+            held["_compiled_call_impl"] = call
+
+
 # ------------------------------------------------------------------------------------------------ checkpoints
 _Noted = Callable[[Any], Callable[[Any], None]]
 
