@@ -54,6 +54,18 @@ add_batch_dim = _find("_C._functorch._add_batch_dim")  # (tensor, dim, level): a
 # whether an autograd.Function has to know of a transform
 functions_transformed = _find("_C._are_functorch_transforms_active")
 _warn_of_loops = _find("_C._functorch._set_vmap_fallback_warning_enabled")
+_forward_ad = _find("autograd.forward_ad")
+_find("_current_level", _forward_ad)
+
+
+def in_dual_level() -> bool:
+    """Whether tensors may have tangents, of torch.autograd.forward_ad, in whatever thread."""
+    return _forward_ad._current_level >= 0  # type: ignore[no-any-return]
+
+
+def is_dual(t: Tensor) -> bool:
+    """Whether a tensor has one."""
+    return _forward_ad.unpack_dual(t).tangent is not None
 
 
 def level() -> int:
@@ -467,6 +479,24 @@ def mark_disabled(function: Any, reason: str) -> None:
     not.
     """
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
+
+
+_find("nn.Module._compiled_call_impl")
+
+
+@contextmanager
+def uncompiled(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block, parts of a model that are compiled by themselves (`part.compile()`) run as they
+    are.
+    """
+    parts = [(held, call) for m in model.modules() if (call := (held := vars(m)).get("_compiled_call_impl"))]
+    for held, _ in parts:
+        held["_compiled_call_impl"] = None
+    try:
+        yield
+    finally:
+        for held, call in parts:
+            held["_compiled_call_impl"] = call
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints

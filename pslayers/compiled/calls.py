@@ -56,8 +56,9 @@ def call_container(
     """A module with layers below it."""
     if not torch.compiler.is_compiling():
         return _given_up(module, args, kwargs)
-    state = state_of(module)
-    outside = local.batch is None and local.tracker is None and not local.use_original_forward
+    if _inside_of_eager():
+        return _by_itself(module, args, kwargs)
+    state, outside = state_of(module), not _inside()
     if outside and records(state.settings) and _without_replacement(state.number):
         return _general(module, args, kwargs)
     if outside and records(state.settings) and _has_strangers(state.number):
@@ -74,7 +75,7 @@ def call_container(
             " parameters, which cannot be compiled: leave this module out (torch.compiler.disable), or write"
             " a layer for it (ps.PSLayer)."
         )
-    if _inside(module):
+    if not outside:
         return original(module, *args, **kwargs)
     if records(state.settings) and local.ragged is not None:
         return _ragged(module, args, kwargs)
@@ -189,7 +190,7 @@ def _as_it_is(reason: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], A
     def call(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch.compiler.disable(module.forward)(*args, **kwargs)
 
-    torch_api.mark_disabled(call, f"pslayers: {reason}")
+    torch_api.mark_disabled(torch_api.leave_alone(call), f"pslayers: {reason}")
     return call
 
 
@@ -208,6 +209,11 @@ _general = _as_it_is(
 
 # by torch.compile itself, which has begun such a call (as where it has met too many kinds of them)
 _given_up = _as_it_is("torch.compile does not go on with a call that it has begun")
+
+_by_itself = _as_it_is(
+    "a part of a converted model is compiled by itself inside of a call that is not: compile the whole model,"
+    " or convert this part alone"
+)
 
 _adopting = _as_it_is(
     "layers have been put into a converted model since, which are converted where it is called without"
@@ -239,7 +245,9 @@ def call_layer(
         return ps_forward(layer, *args, **kwargs)
     if layer.replaces is not None and not layer._ps_needed():
         return layer.replaces.forward(layer, *args, **kwargs)
-    if not _inside(layer):
+    if _inside_of_eager():
+        return _by_itself(layer, args, kwargs)
+    if not _inside():
         if records(state_of(layer).settings) and local.ragged is not None:
             return _ragged(layer, args, kwargs)
         return _outermost(layer, False, _run_layer, (ps_forward, args, kwargs), {})
@@ -273,16 +281,15 @@ def _given(layer: ConvertedLayer) -> bool:
     return any(p is not None and p.ndim != own.get(name, p.ndim) for name, p in layer._parameters.items())
 
 
-def _inside(module: Any) -> bool:
+def _inside() -> bool:
     """Whether an outermost call is being traced."""
-    if local.batch is None and local.tracker is None and not local.use_original_forward:
-        return False
-    if not isinstance(local.batch, Traced):
-        raise RuntimeError(
-            f"`{state_of(module).path}` ({type(module).__name__}) is compiled by itself inside of a converted"
-            " model: compile the whole model, or convert this part alone."
-        )
-    return True
+    return isinstance(local.batch, Traced)
+
+
+def _inside_of_eager() -> bool:
+    """Whether this is a part that is compiled by itself, inside of a call that is not."""
+    called = local.batch is not None or local.tracker is not None or local.use_original_forward
+    return called and not _inside()
 
 
 def _outermost(

@@ -75,7 +75,7 @@ class Settings:
     pass_id: int = -1
     rows: int = field(default=-1, repr=False)  # samples in the pass that is running
     appended: int = field(default=0, repr=False)  # samples of the passes before it whose rows are kept
-    recorded: dict[int, "weakref.ref[Tensor]"] = field(default_factory=dict, repr=False)
+    recorded: dict[int, Callable[[], Tensor | None]] = field(default_factory=dict, repr=False)
     # the scales of recorded calls, which live as long as these calls' graphs, and the calls' batch sizes
     graphs: list[tuple["weakref.ref[Scale]", int, "Form"]] = field(default_factory=list, repr=False)
     # the last recorded call ran in a DistributedDataParallel, which waits for plain gradients
@@ -323,6 +323,7 @@ class _Local(threading.local):
         self.places: tuple[Callable[[], Sequence[Place]], ...] = ()  # what stands in the place of parameters
         self.stand_ins: Any = None  # of the forward that runs with some, see `per_sample`
         self.again = False  # a checkpoint computes a part of a call again
+        self.dual = False  # what the outermost call is given has tangents (torch.autograd.forward_ad)
         self.progress: Callable[[], None] | None = None  # says that a first call is running, if it takes long
 
 
@@ -411,8 +412,8 @@ def picked_by(t: Any) -> Any:
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running."""
-    return not torch.compiler.is_compiling() and torch_api.peek() is not None
+    """Whether a transform of torch.func (grad, vmap, jvp, ...) is running, or what is the same without it."""
+    return not torch.compiler.is_compiling() and (torch_api.peek() is not None or local.dual)
 
 
 # --------------------------------------------------------------------------------- in the place of parameters

@@ -72,6 +72,14 @@ class Op(torch.autograd.Function):
                 batch.ragged.watch(given, (result,) if isinstance(result, Tensor) else result, cls.rows_dim)
         return result
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        """Called where a tensor has a tangent of which the outermost call does not know."""
+        raise NotImplementedError(
+            "A tensor got a tangent of torch.autograd.forward_ad past what a converted model was called with,"
+            " its inputs and parameters: use torch.func.jvp there, or ps.recording(model, False)."
+        )
+
 
 class _Rescaled(Op):
     """A value on its way into a call or out of it, times a factor; gradients inside the call carry

@@ -28,7 +28,7 @@ class Recorder:
     """
 
     def __init__(self, param: Tensor, name: str, settings: Settings) -> None:
-        self.param = weakref.ref(param)
+        self.param: Callable[[], Tensor | None] = weakref.ref(param)
         self.name, self.settings = name, settings
         self.holder, self.dense, self.single = sharding.Holder(param), DenseRows(), SingleSample()
         self.leaf: Tensor | None = None
@@ -374,3 +374,14 @@ def forget(param: Tensor) -> None:
         if (gathered := recorder.param()) is not None:
             gathered.__dict__.pop("_ps_recorder", None)
     param.__dict__.pop("grad_sample", None)
+
+
+def let_go(param: Tensor) -> None:
+    """Leave no weak reference to a parameter, either: torch swaps no tensors that have some. Its rows are
+    gone; the next call makes another recorder.
+    """
+    recorder: Recorder | None = param.__dict__.get("_ps_recorder")
+    if recorder is not None:
+        recorder.settings.recorded.pop(id(param), None)
+        forget(param)
+        recorder.param = recorder.holder.param = recorder.holder.home = _no_recorder

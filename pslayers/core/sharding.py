@@ -7,6 +7,7 @@ module then holds.
 
 import sys
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,8 @@ class Holder:
     """
 
     def __init__(self, param: Tensor) -> None:
-        self.param = self.home = weakref.ref(param)
+        self.param: Callable[[], Tensor | None] = weakref.ref(param)
+        self.home: Callable[[], Tensor | None] = self.param
         # the module that holds the parameter, and its name there
         self.slot: tuple[weakref.ref[nn.Module], str] | None = None
 

@@ -64,6 +64,13 @@ def choose(
     that truly differ from sample to sample.
     """
     if given := module._ps_given():  # proved with those of the first sample
+        if torch_api.level():
+            raise ValueError(
+                f"`{module._ps_state().path}` ({type(module).__name__}) has no replacement, and how it is run"
+                " with weights of each sample's own cannot be found out inside of a transform of torch.func:"
+                " call the model once before, outside of transforms and with gradients enabled, or give an"
+                " example batch, convert_model(model, example=x)."
+            )
         first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
         with in_place_of(places_of(module, first, tied=True)):
             return choose(module, forward, call, layouts, size, includes_children, picks, differ=True)

@@ -4,8 +4,9 @@ The batch size is decided (`_ps_in_turn`, `_ps_size`); all that follows for a wh
 """
 
 import functools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import chain
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,11 +21,11 @@ from ..attribution.ragged import Seen, of_jagged
 from ..attribution.snapshot import Snapshot, random_state, set_random_state
 from ..attribution.tracking import Layout, batch_dim, run_tracked
 from ..core import sharding
-from ..core.context import Batch, Form, Settings, clear, form_of, local, transforming
+from ..core.context import Batch, Form, Settings, changed, clear, form_of, local, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import refuse_rows
-from ..core.recorder import Recorder, recorder_of
-from ..core.trees import own_parameters, tensors_in
+from ..core.recorder import Recorder, let_go, recorder_of
+from ..core.trees import own_parameters, tensors_in, tensors_of
 from .batch_of_one import run_alone, run_plain
 from .first_call import Kind, ModelCall
 from .inventory import Inventory
@@ -151,9 +152,12 @@ class Converted(_Mixin):
 
     def __prepare_scriptable__(self) -> Any:
         """Called by torch.jit.script."""
-        raise RuntimeError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) is converted, and TorchScript has no"
-            " per-sample gradients: script the original, ps.restore_model(model), or a copy of it."
+        raise self._ps_has_no_rows_in("TorchScript", "script")
+
+    def _ps_has_no_rows_in(self, tool: str, use: str) -> RuntimeError:
+        return RuntimeError(
+            f"`{self._ps_state().path}` ({type(self).__name__}) is converted, and {tool} has no per-sample"
+            f" gradients: {use} the original, ps.restore_model(model), or a copy of it."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -173,6 +177,27 @@ class Converted(_Mixin):
             if param is not None:
                 param.__dict__.pop("_ps_recorder", None)
                 clear(param)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:  # of `to`, `double`, `cuda`
+        with self._ps_swapped():
+            return super()._apply(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._ps_swapped():
+            super()._load_from_state_dict(*args, **kwargs)
+
+    @contextmanager
+    def _ps_swapped(self) -> Iterator[None]:
+        """Around what puts other tensors into the parameters below, if torch is told to swap them: what they
+        carry is swapped, too.
+        """
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        params = list(self.parameters()) if swaps else []
+        for param in params:
+            let_go(param)
+        yield
+        for param in params:
+            clear(param)
 
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no
@@ -218,7 +243,12 @@ class Converted(_Mixin):
         # torch.jit.trace, an ONNX export: what is traced records nothing
         if torch_api.is_tracing() is not None:
             return run_plain(self, args, kwargs)
-        if not self._ps_layer and not recorded and not transforming() and not self._ps_given():
+        if torch_api.in_dual_level() and not local.dual and self._ps_has_tangents(args, kwargs):
+            with changed(dual=True):
+                return self._ps_outermost(run, args, kwargs)
+        # a transform of torch.func records nothing, so there is nothing to prove, either
+        unrecorded = (not recorded and not self._ps_layer) or (transforming() and local.ragged is None)
+        if unrecorded and not self._ps_given():
             with nullcontext() if nested else settings.turns.reading():
                 return run_plain(self, args, kwargs)
         before, local.form = local.form, form_of(args, kwargs)
@@ -231,6 +261,12 @@ class Converted(_Mixin):
                     return self._ps_in_turn(run, args, kwargs, recorded)
         finally:
             local.form = before
+
+    def _ps_has_tangents(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether anything in a call is a tensor with a tangent, of torch.autograd.forward_ad."""
+        return any(
+            map(torch_api.is_dual, chain(tensors_of((args, kwargs)), self.parameters(), self.buffers()))
+        )
 
     def _ps_in_turn(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recorded: bool
@@ -259,6 +295,8 @@ class Converted(_Mixin):
         else:
             size = self._ps_size(run, args, kwargs, sizes, look=trackable and recorded)
         if size is None:
+            if recorded and any(isinstance(v, torch.fx.Proxy) for v in (*args, *kwargs.values())):
+                raise self._ps_has_no_rows_in("torch.fx", "trace")
             if not self._ps_layer and recorded and not transforming():
                 raise self._ps_no_batch(args, kwargs)
             return run(self, *args, **kwargs)

@@ -117,7 +117,8 @@ class ModelCall:
     def first(self) -> Any:
         """The output of a call that is recorded, and of a kind that was not proved yet."""
         self.forget, self.others = self.model._ps_count_from_here(), Randomness()
-        with self._telling():
+        # what is found out and proved is not for torch.compile to trace
+        with self._telling(), torch_api.uncompiled(self.model):
             return self._first()
 
     def _first(self) -> Any:

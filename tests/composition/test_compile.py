@@ -551,8 +551,28 @@ def test_rows_that_shapes_leave_open_are_refused_or_known() -> None:
 def test_parts_compiled_by_themselves_are_refused() -> None:
     ours = ps.convert_model(zoo.mlp().double())
     ours[3].compile(fullgraph=True, backend="aot_eager")
+    ours(floats(5, 12))  # which proves
     with pytest.raises(Exception, match="compiled by itself inside"):
         ours(floats(5, 12))
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_parts_compiled_by_themselves_run_as_they_are(general: bool) -> None:
+    """From the first call on, in the second model of a process, too; where nothing is recorded, compiled."""
+    for _ in range(2):
+        parts = [nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Tanh()) for _ in range(2)]
+        if general:
+            parts = [nn.Sequential(Scale(), part) for part in parts]
+        model = nn.Sequential(*parts, nn.Linear(3, 2)).double()
+        ours = ps.convert_model(copy.deepcopy(model))
+        for layer in ours:  # type: ignore[attr-defined]
+            layer.compile(backend="aot_eager")
+        for n in (4, 3, 1):
+            before = graphs()
+            assert_right(ours, ours, model, floats(n, 3))
+            assert n == 1 or graphs() == before
+        with ps.recording(ours, False):
+            torch.testing.assert_close(ours(x := floats(5, 3)), model(x))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -279,6 +279,22 @@ def test_scripting_is_refused() -> None:
         torch.jit.script(ps.convert_model(small()))
 
 
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("part", [small, lambda: nn.Linear(3, 2).double()])
+def test_torch_fx_is_refused(part: Callable[[], nn.Module], called: bool) -> None:
+    """But for what records nothing: the original's forward is traced."""
+    model, ours = both(nn.ModuleDict({"part": part()}))
+    ours, x = ours["part"], batch(4, 3)  # type: ignore[index]
+    if called:
+        right(ours, model["part"], x)  # type: ignore[index]
+    with pytest.raises(RuntimeError, match=r"`part` .* is converted, and torch.fx .*ps.restore_model"):
+        torch.fx.symbolic_trace(ours)
+    with ps.recording(ours, False):
+        torch.testing.assert_close(torch.fx.symbolic_trace(ours)(x), ours(x))
+    right(ours, model["part"], x)  # type: ignore[index]
+    torch.testing.assert_close(torch.fx.symbolic_trace(ps.restore_model(ours))(x), ours(x))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_what_torch_compile_returned_is_refused() -> None:
     for model in (torch.compile(small()), nn.Sequential(torch.compile(small()))):

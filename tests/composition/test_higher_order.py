@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call
 
 import pslayers as ps
 
 from .. import zoo
 from ..layers.suite import Case, LayerSuite, floats
-from ..oracle import assert_rows, loop, square, squares, true_rows
+from ..oracle import assert_rows, assert_rows_right, loop, square, squares, true_rows
 from .every_layer import EVERY
 
 pytestmark = [
@@ -330,3 +331,113 @@ def test_transforms_of_whole_models(name: str) -> None:
     _, slopes = torch.func.jvp(losses, ({k: p.clone() for k, p in params.items()},), (vectors,))
     torch.testing.assert_close(slopes, sum((g * vectors[k]).flatten(1).sum(1) for k, g in expected.items()))
     assert all(p.grad_sample is None and p.grad is None for p in ours.parameters())
+
+
+class Gated(nn.Module):
+    """Has a parameter of its own, beside a layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.last = nn.Parameter(torch.randn(3)), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(x * self.gate))
+
+
+FIRST: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "field": (Field, (3,)),
+    "waves": (Waves, (6,)),
+    "without a replacement": (Gated, (3,)),
+    "a layer": (lambda: nn.Linear(3, 2), (3,)),
+}
+first_calls = pytest.mark.parametrize("name", FIRST)
+
+
+def tangent(f: Callable[..., Tensor], x: Any, v: Any) -> Tensor:
+    """The derivative of `f` along `v`, by torch.autograd.forward_ad."""
+    with forward_ad.dual_level():
+        pairs = {k: forward_ad.make_dual(x[k], v[k]) for k in x} if isinstance(x, dict) else None
+        output = f(forward_ad.make_dual(x, v) if pairs is None else pairs)
+        return forward_ad.unpack_dual(output).tangent
+
+
+@first_calls
+def test_forward_ad_in_a_first_call_and_later_ones(name: str) -> None:
+    """Along inputs, along parameters, and along weights of each sample's own."""
+    make, shape = FIRST[name]
+    model = make().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    own = {k: p.detach() for k, p in model.named_parameters()}
+    along = {k: torch.randn_like(p) for k, p in own.items()}
+    for n in (3, 4):
+        x, v = torch.randn(2, n, *shape, dtype=torch.float64)
+        each = {k: p.expand(n, *p.shape).clone() for k, p in own.items()}
+        paths = {k: torch.randn_like(p) for k, p in each.items()}
+        torch.testing.assert_close(tangent(ours, x, v), tangent(model, x, v))
+        torch.testing.assert_close(
+            tangent(lambda p, x=x: functional_call(ours, p, (x,)), own, along),
+            tangent(lambda p, x=x: functional_call(model, p, (x,)), own, along),
+        )
+        alone = [
+            tangent(
+                lambda p, x=x[i : i + 1]: functional_call(model, p, (x,)),
+                own,
+                {k: t[i] for k, t in paths.items()},
+            )
+            for i in range(n)
+        ]
+        found = tangent(lambda p, x=x: functional_call(ours, p, (x,)), each, paths)
+        torch.testing.assert_close(found, torch.cat(alone))
+        with forward_ad.dual_level():  # of nothing that is called here
+            ours.zero_grad()
+            assert_rows_right(model, x, converted=ours)
+
+
+def test_forward_ad_past_what_a_model_is_called_with_is_an_error_by_name() -> None:
+    class Slope(nn.Module):
+        def __init__(self, by: Callable[..., Tensor]) -> None:
+            super().__init__()
+            self.field, self.by = Field(), by
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.by(self.field, x, torch.ones_like(x))
+
+    x = torch.randn(3, 3, dtype=torch.float64)
+    ours = ps.convert_model(Slope(tangent).double())
+    with pytest.raises(NotImplementedError, match=r"use torch\.func\.jvp there, or ps\.recording"):
+        ours(x)
+    with ps.recording(ours, False):
+        torch.testing.assert_close(ours(x), tangent(ours.field, x, torch.ones_like(x)))
+    model = Slope(lambda f, x, v: torch.func.jvp(f, (x,), (v,))[1]).double()
+    assert_rows_right(model, x, converted=ps.convert_model(copy.deepcopy(model)))
+
+
+@first_calls
+def test_torch_func_in_a_first_call(name: str) -> None:
+    """By parameters as they are; the rows of the training call that follows are right."""
+    make, shape = FIRST[name]
+    model, x = make().double(), torch.randn(4, *shape, dtype=torch.float64)
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        ours = ps.convert_model(copy.deepcopy(model))
+        found, expected = (
+            transform(lambda p, m=m: squares(functional_call(m, p, (x,))).mean())(params)
+            for m in (ours, model)
+        )
+        torch.testing.assert_close(found, expected)
+        assert_rows_right(model, x, converted=ours)
+
+
+def test_weights_of_each_sample_in_a_first_call_by_torch_func_are_refused_by_name() -> None:
+    """Of modules without a replacement, which run as is told after a call without it."""
+    model, x = Gated().double(), torch.randn(4, 3, dtype=torch.float64)
+    ours = ps.convert_model(copy.deepcopy(model))
+    each = {k: p.detach() for k, p in ps.expand_params(ours, 4).items()}
+
+    def total(params: Params) -> Tensor:
+        return squares(functional_call(ours, params, (x,))).sum()
+
+    with pytest.raises(ValueError, match=r"`Gated`.*call the model once before, outside of transforms"):
+        torch.func.grad(total)(each)
+    squares(ours(x)).sum()
+    torch.testing.assert_close(torch.func.grad(total)(each), loop(model, square, (x,)))

@@ -330,3 +330,49 @@ def test_weights_made_by_hooks(name: str, order: str) -> None:
     if order == "before":
         ps.convert_model(ours, on_unsupported="general")
     assert_rows_right(model, x, converted=ours)
+
+
+# ----------------------------------------------------------------------------------------------------- swaps
+class Weighted(nn.Module):
+    """A tied weight, and a list of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.randn(6))])
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x * self.scales[0])))
+
+
+SWAPS: dict[str, Any] = {
+    "double": lambda model: model.float().double(),
+    "to": lambda model: model.to(torch.float32).to(torch.float64),
+    "load": lambda model: model.load_state_dict({k: v.cos() for k, v in model.state_dict().items()}),
+    "around": lambda model: nn.Sequential(model).double(),
+}
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+@pytest.mark.parametrize("make", [classifier, Weighted])
+@pytest.mark.parametrize("cleared", [False, True])
+def test_parameters_that_torch_swaps(make: Any, swap: str, cleared: bool) -> None:
+    """torch swaps no tensor that has weak references; the rows of a batch of one, too."""
+    model, x = make().double(), torch.randn(4, 6, dtype=torch.float64)
+    ours = ps.convert_model(copy.deepcopy(model))
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for n in (4, 1, 3):
+            assert_rows_right(model, x[:n], converted=ours)
+            if cleared:
+                ours.zero_grad()
+            params = list(ours.parameters())
+            for each in (model, ours):
+                SWAPS[swap](each)
+            assert all(p is q for p, q in zip(params, ours.parameters(), strict=True))
+            assert all(getattr(p, "grad_sample", None) is None for p in params)
+            ours.zero_grad()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
