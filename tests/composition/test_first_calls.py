@@ -362,16 +362,56 @@ def test_an_input_that_a_forward_changes_in_place_is_changed_once(around: str, g
             torch.testing.assert_close(p.grad_sample, expected[name])
 
 
-def test_an_input_in_a_graph_that_a_first_call_changes_in_place_is_refused_by_name() -> None:
-    _, ours = both(ChangesItsInput())
-    x = batch(4, 4, 4).requires_grad_()
+class AddsToItsInput(nn.Module):
+    """As EGNN moves its coordinates: by what has a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 4)
+        x += self.fc(x.clone().transpose(0, 1).reshape(-1, 4)).view(x.shape[1], x.shape[0], 4).transpose(0, 1)
+        return self.head(torch.tanh(x)).sum(1)
+
+
+@pytest.mark.parametrize("module", [ChangesItsInput, AddsToItsInput])
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("general", [False, True])
+def test_an_input_that_a_first_call_changes_in_place_with_its_graph(
+    module: type[nn.Module], in_graph: bool, general: bool
+) -> None:
+    model, ours = both(nn.Sequential(module(), Rooted() if general else nn.Identity()))
+    for n in (4, 4, 3):
+        x = batch(n, 4, 4).requires_grad_(in_graph)
+        expected = loop(model, square, (x.detach().clone(),))
+        plain, given = x * 1, x * 1
+        squares(model(plain)).sum().backward()
+        theirs, x.grad = x.grad, None
+        ours.zero_grad()
+        squares(ours(given)).mean().backward()
+        torch.testing.assert_close(given, plain)
+        assert_rows(ours, expected)
+        if in_graph:
+            torch.testing.assert_close(x.grad, theirs / n)
+
+
+@pytest.mark.parametrize("module", [ChangesItsInput, AddsToItsInput])
+@pytest.mark.parametrize("how", ["a view", "retains its grad"])
+def test_an_input_that_cannot_be_taken_out_of_a_graph_is_refused_by_name(
+    module: type[nn.Module], how: str
+) -> None:
+    _, ours = both(module())
+    x = batch(4, 5, 4).requires_grad_(how != "a view" or module is ChangesItsInput)
+    given = (x * 1)[:, :4]
+    if how != "a view":
+        given = given.clone()
+        given.retain_grad()
     with pytest.raises(
-        ValueError, match=r"`ChangesItsInput` changes an input in place .* model\(x\.clone\(\)\)"
+        ValueError, match=rf"`{module.__name__}` changes an input in place .* model\(x\.clone\(\)\)"
     ):
-        ours(x * 1)
-    ps.convert_model(ours, example=batch(4, 4, 4))
-    squares(ours(x * 1)).sum().backward()
-    assert x.grad is not None and ours.head.weight.grad_sample.shape == (4, 4, 4)
+        ours(given)
+    squares(ours((x * 1)[:, :4].clone())).sum().backward()
+    assert ours.head.weight.grad_sample.shape == (4, 4, 4)
 
 
 class Flipped(nn.Module):
