@@ -111,6 +111,7 @@ class Snapshot:
                 for t in tensors_of(call)
                 if not t.is_inference()
             ]
+        self.given = [one for one in reached([call]) if isinstance(one, Held)]
         self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of modules
         self.hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
         self.held: list[Held] = []  # among these
@@ -138,7 +139,8 @@ class Snapshot:
 
     def inputs_differ(self) -> bool:
         """Whether what the model was called with was written to."""
-        return any(t._version != version for t, _, version, _ in self.inputs)
+        written = any(t._version != version for t, _, version, _ in self.inputs)
+        return written or any(one.differs() for one in self.given)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -215,6 +217,8 @@ class Snapshot:
             one.restore()
 
     def _restore_inputs(self) -> None:
+        for one in self.given:
+            one.restore()
         for place, (t, value, version, node) in enumerate(self.inputs):
             if t._version == version:
                 continue

@@ -414,6 +414,68 @@ def test_an_input_that_cannot_be_taken_out_of_a_graph_is_refused_by_name(
     assert ours.head.weight.grad_sample.shape == (4, 4, 4)
 
 
+class Log:
+    """Of what a model's calls have computed, as caches of keys are."""
+
+    def __init__(self) -> None:
+        self.calls, self.entries = 0, list[Tensor]()
+
+
+class WritesALog(nn.Module):
+    """Steps first inside; scaled by how much it was given, and has written so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, log: Any) -> Tensor:  # (B, T, 4)
+        h = self.head(torch.tanh(self.fc(x.transpose(0, 1).reshape(-1, 4))))
+        h = h.view(x.shape[1], x.shape[0], 4).transpose(0, 1)
+        entries = log if isinstance(log, list) else log["entries"] if isinstance(log, dict) else log.entries
+        entries.append(h.detach())
+        if isinstance(log, Log):
+            log.calls += 1
+        return h * len(entries) * getattr(log, "calls", 1)
+
+
+class Twice(nn.Module):
+    """Has two modules write to one log."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.tail, self.make = WritesALog(), WritesALog(), Rooted(), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        log = self.make()
+        return self.tail(self.second(self.first(x, log), log).sum(1))
+
+
+LOGS: list[Callable[[], Any]] = [Log, list, lambda: {"entries": []}]
+
+
+@pytest.mark.parametrize("make", LOGS)
+def test_what_a_call_is_given_is_written_to_once(make: Callable[[], Any]) -> None:
+    model, ours = both(WritesALog())
+    for n in (4, 4, 3):
+        x, log, theirs = batch(n, 4, 4), make(), make()
+        expected = true_rows(lambda i, x=x: square(model(x[i : i + 1], make()), i), model, n)
+        ours.zero_grad()
+        output = ours(x, log)
+        torch.testing.assert_close(output, model(x, theirs))
+        squares(output).mean().backward()
+        assert_rows(ours, expected)
+        for one in (log, theirs):
+            held = one if isinstance(one, list) else one["entries"] if isinstance(one, dict) else one.entries
+            assert len(held) == 1 and getattr(one, "calls", 1) == 1
+
+
+@pytest.mark.parametrize("make", LOGS)
+def test_what_modules_below_are_given_is_written_to_once(make: Callable[[], Any]) -> None:
+    model, ours = both(Twice(make))
+    for n in (4, 4, 3):
+        right(ours, model, batch(n, 4, 4))
+
+
 class Flipped(nn.Module):
     """Several rows a sample, positions that are added to them, and each sample's in another's place."""
 
