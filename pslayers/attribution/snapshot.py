@@ -5,7 +5,6 @@ real run's.
 import functools
 import random
 import sys
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
+from ..core.held import Held, alike, reached
 from ..core.op_kinds import writes
 from ..core.trees import tensors_of
 from .indices import LOOK_UPS, check_indices
@@ -27,26 +27,6 @@ _KEPT = frozenset(nn.Module().__dict__) - {"_buffers"} - _HOOKS | {"_ps"}
 # renewed by recurrent layers, wherever their weights are others
 _RENEWED = {"_flat_weights", "_flat_weight_refs"}
 _IGNORED = _KEPT | _HOOKS | _RENEWED
-_CONTAINERS = (dict, list, set, OrderedDict, defaultdict)
-
-
-def _alike(now: Any, before: Any) -> bool:
-    if isinstance(before, dict):
-        return all(
-            name in now and (now[name] is value or _equal(now[name], value)) for name, value in before.items()
-        )
-    return all(one is other or _equal(one, other) for one, other in zip(now, before, strict=True))
-
-
-def _identical(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Whether a dict holds the very same, in the same order."""
-    pairs = zip(now.items(), before.items(), strict=False)
-    return len(now) == len(before) and all(a is b and v is w for (a, v), (b, w) in pairs)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and isinstance(one, bool | int | float | str) and one == other
-
 
 _OF_GRAPHS = {"requires_grad_", "detach_"}  # methods that write no values
 # names of a module's parameters that a forward was seen to write to: in a trial, others stand in their place
@@ -106,8 +86,8 @@ def set_random_state(state: list[Tensor]) -> None:
 
 
 class Snapshot:
-    """Parameters, buffers, hooks and attributes of a model's modules, with what is in their dicts, lists and
-    sets; and what it is called with.
+    """Parameters, buffers, hooks and attributes of a model's modules, with what is in containers and objects
+    among these; and what it is called with.
 
     A forward may keep what it has computed (a cache of masks, of position biases, a moving average of
     weights), and must not find there what a run on other inputs, or with other weights, has left. It may
@@ -125,12 +105,16 @@ class Snapshot:
             self.data = [(m, name, p, data) for m, name, p in own if _has_memory(data := p.data)]
         # they take memory: only of what is known to be written to
         self.values = {id(p): data.clone() for m, name, p, data in self.data if name in _written.get(m, ())}
-        self.inputs = [
-            (t, t.detach().clone(), t._version, t.grad_fn) for t in tensors_of(call) if not t.is_inference()
-        ]
+        with torch.enable_grad():  # a copy is of the graph that an input belongs to
+            self.inputs = [
+                (t, t.detach().clone() if t.grad_fn is None else t.clone(), t._version, t.grad_fn)
+                for t in tensors_of(call)
+                if not t.is_inference()
+            ]
+        self.given = [one for one in reached([call]) if isinstance(one, Held)]
         self.attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of modules
         self.hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        self.containers: dict[int, tuple[Any, Any]] = {}
+        self.held: list[Held] = []  # among these
         self.tensors: list[tuple[Tensor, Tensor]] = []
         self.generators: list[tuple[Any, Callable[[Any], object]]] = []  # of random numbers
         todo: list[Any] = []
@@ -142,22 +126,21 @@ class Snapshot:
                     self.hooks.append((value, value.copy()))
                 else:
                     todo.append(value)
-        while todo:
-            value = todo.pop()
-            if isinstance(value, Tensor):
-                if value.is_meta:  # of no values
-                    continue
-                with torch_api.without_subclasses():
-                    self.tensors.append((value, value.detach().clone()))
-            elif type(value) in _CONTAINERS and id(value) not in self.containers:
-                self.containers[id(value)] = value, (before := value.copy())
-                todo += before.values() if isinstance(before, dict) else before
+        params = {id(slot[2]) for slot in self.slots}
+        for value in reached(todo):
+            if isinstance(value, Held):
+                self.held.append(value)
+            elif isinstance(value, Tensor):
+                if not (value.is_meta or id(value) in params):  # of no values, or kept as such
+                    with torch_api.without_subclasses():
+                        self.tensors.append((value, value.detach().clone()))
             elif (generator := _generator(value)) is not None:
                 self.generators.append(generator)
 
     def inputs_differ(self) -> bool:
         """Whether what the model was called with was written to."""
-        return any(t._version != version for t, _, version, _ in self.inputs)
+        written = any(t._version != version for t, _, version, _ in self.inputs)
+        return written or any(one.differs() for one in self.given)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -184,9 +167,9 @@ class Snapshot:
                 return True
         for held, values in self.attributes:
             now, then = ({n: v for n, v in d.items() if n not in _IGNORED} for d in (held, values))
-            if len(now) != len(then) or not _alike(now, then):
+            if not alike(now, then):
                 return True
-        if any(len(now) != len(then) or not _alike(now, then) for now, then in self.containers.values()):
+        if any(held.differs() for held in self.held):
             return True
         return any(not torch.equal(tensor, value) for tensor, value in self.tensors)
 
@@ -195,7 +178,7 @@ class Snapshot:
         notes that it has.
 
         Raises:
-            ValueError: an input was changed in place, and the graph that it belongs to with it.
+            ValueError: an input was changed in place, and cannot be taken out of the graph that it came into.
         """
         self._restore_parameters()
         self._restore_attributes()
@@ -225,30 +208,30 @@ class Snapshot:
                     data.copy_(value)
 
     def _restore_attributes(self) -> None:
-        """Those of modules, and what is in their dicts, lists and sets."""
+        """Those of modules, and what is held among these."""
         for held, values in self.attributes:
             for name in held.keys() - values.keys() - _KEPT:
                 del held[name]
             held.update({name: value for name, value in values.items() if held.get(name, held) is not value})
-        for held, values in self.containers.values():
-            if isinstance(held, list):
-                held[:] = values
-            elif isinstance(held, set) or not _identical(held, values):
-                held.clear()
-                held.update(values)
+        for one in self.held:
+            one.restore()
 
     def _restore_inputs(self) -> None:
+        for one in self.given:
+            one.restore()
         for place, (t, value, version, node) in enumerate(self.inputs):
             if t._version == version:
                 continue
-            if t.grad_fn is not node:
+            in_graph = t.grad_fn is not node
+            if in_graph and (t._is_view() or t.retains_grad):
                 raise ValueError(
-                    f"`{self.name}` changes an input in place that requires grad, and has to be run again"
-                    " to find out which rows are whose: give it a clone, as in model(x.clone()), or an"
-                    " example batch before, convert_model(model, example=x)."
+                    f"`{self.name}` changes an input in place that is a view or retains its grad, and has to"
+                    " be run again to find out which rows are whose: give it a clone, as in model(x.clone()),"
+                    " or an example batch before, convert_model(model, example=x)."
                 )
-            t.copy_(value)
-            self.inputs[place] = t, value, t._version, node
+            with torch.set_grad_enabled(in_graph):
+                (t.detach_() if in_graph else t).copy_(value)
+            self.inputs[place] = t, value, t._version, t.grad_fn
 
 
 class _Writes(TorchFunctionMode):

@@ -1,5 +1,6 @@
 """A forward that runs with a `PerSample` in the place of each parameter of a module."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from torch import nn
 from ..core.context import NoRuleError, Place, in_place_of, local, places_of
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import refuse_rows
+from ..core.held import Held, reached
 from .kept import kept
 from .per_sample import UNFOLLOWED, PerSample, Standing
 
@@ -63,7 +65,7 @@ def _values_left(value: Any, prefix: str, settings: Any) -> Any:
 
 
 def replace_held(module: nn.Module, change: Callable[[Any], Any]) -> bool:
-    """Change what modules hold as attributes, and in lists and dicts among these; whether something was."""
+    """Change what modules hold, where `held_by` finds it; whether something was."""
     found = [
         (held, key, new)
         for held in held_by(module)
@@ -75,7 +77,16 @@ def replace_held(module: nn.Module, change: Callable[[Any], Any]) -> bool:
     return bool(found)
 
 
+_OF_MODULES = frozenset(nn.Module().__dict__)
+
+
 def held_by(module: nn.Module) -> list[Any]:
-    """The dicts that hold the attributes of all modules below, and the lists and dicts among these."""
-    held: list[Any] = [vars(m) for m in module.modules()]
-    return held + [value for each in held for value in each.values() if isinstance(value, (list, dict))]
+    """The dicts that hold the attributes, parameters and buffers of all modules below, and the dicts, lists,
+    deques and attributes of objects that are reached from these.
+    """
+    held: list[Any] = [d for m in module.modules() for d in (vars(m), m._parameters, m._buffers)]
+    own = [value for each in held for name, value in each.items() if name not in _OF_MODULES]
+    for value in [one.value for one in reached(own) if isinstance(one, Held)]:
+        held += [value] if isinstance(value, (list, dict, deque)) else []
+        held += [vars(value)] if isinstance(getattr(value, "__dict__", None), dict) else []
+    return held

@@ -1,8 +1,13 @@
 """Runs that were only trials leave nothing behind."""
 
 import copy
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +16,7 @@ from torch.nn import functional as F
 import pslayers as ps
 from pslayers.attribution.snapshot import unchanged
 
-from ..oracle import assert_rows, assert_rows_right, loop, true_rows
+from ..oracle import assert_rows, assert_rows_right, loop, square, squares, true_rows
 
 
 class CachesBias(nn.Module):
@@ -165,3 +170,92 @@ def test_hooks_that_a_forward_installs(size: int) -> None:
         assert [len(layer._forward_hooks) for layer in ours.layers] == [1, 1]
         out.square().sum((1, 2, 3)).mean().backward()
         assert_rows(ours, loop(model, lambda out, _: out.square().sum(), (x,)))
+
+
+class Schedule:
+    """A warm-up, which is over after three steps."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self) -> float:
+        self.steps += 1
+        return 1.0 if self.steps < 4 else 0.5
+
+
+@dataclasses.dataclass
+class Memory:
+    value: Any = 0.0
+    steps: int = 0
+
+
+class Segment(nn.Module):
+    """Time first inside, which has to be found out; adds what is kept of the call before, or of how many
+    there were.
+    """
+
+    def __init__(self, held: Any, step: Callable[[Any, Tensor], Any], general: bool) -> None:
+        super().__init__()
+        self.f, self.g, self.step, self.held = nn.Linear(4, 4), nn.Linear(4, 4), step, held
+        self.scale = nn.Parameter(torch.rand(4) + 0.5) if general else 1.0
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 4)
+        h = self.f(x.transpose(0, 1).reshape(-1, 4)).tanh()
+        h = self.g(h + self.step(self.held, h.detach())) * self.scale
+        return h.view(x.shape[1], x.shape[0], 4).transpose(0, 1)
+
+
+def remember(memory: Any, h: Tensor) -> Any:
+    old, memory.value, memory.steps = memory.value, h.mean(), memory.steps + 1
+    return old + memory.steps
+
+
+def push(last: deque[Tensor], h: Tensor) -> Any:
+    old = sum(last)
+    last.append(h.mean())
+    return old
+
+
+def add_to_array(array: Any, h: Tensor) -> float:
+    array += 1
+    return float(array)
+
+
+def add_to_counter(counter: Counter[str], h: Tensor) -> float:
+    counter.update(["calls"])
+    return float(counter["calls"])
+
+
+KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
+    "a schedule": (Schedule, lambda schedule, h: schedule()),
+    "a dataclass": (Memory, remember),
+    "a namespace": (lambda: SimpleNamespace(value=0.0, steps=0), remember),
+    "an object in a tuple": (lambda: (Memory(),), lambda held, h: remember(held[0], h)),
+    "a tensor in a tuple": (lambda: (torch.zeros(()),), lambda held, h: held[0].add_(1).item()),
+    "a deque": (lambda: deque(maxlen=2), push),
+    "a Counter": (Counter, add_to_counter),
+    "an array": (lambda: np.zeros(()), add_to_array),
+}
+
+
+@pytest.mark.parametrize("general", [False, True])
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_is_kept_in_objects_is_of_real_calls_alone(kind: str, general: bool) -> None:
+    make, step = KEPT[kind]
+    model = Segment(make(), step, general).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in (3, 3, 4, 2):
+        x, before = torch.randn(n, 3, 4, dtype=torch.float64), copy.deepcopy(model.held)
+
+        def one(i: int, x: Tensor = x, before: Any = before) -> Tensor:
+            # what a mean over the batch has been kept for is the batch's own, from the call before
+            model.held = copy.deepcopy(before)
+            return square(model(x[i : i + 1]), i)
+
+        expected = true_rows(one, model, n)
+        model.held = before
+        ours.zero_grad()
+        out = ours(x)
+        torch.testing.assert_close(out, model(x))
+        squares(out).mean().backward()
+        assert_rows(ours, expected)

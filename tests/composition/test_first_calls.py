@@ -487,16 +487,118 @@ def test_an_input_that_a_forward_changes_in_place_is_changed_once(around: str, g
             torch.testing.assert_close(p.grad_sample, expected[name])
 
 
-def test_an_input_in_a_graph_that_a_first_call_changes_in_place_is_refused_by_name() -> None:
-    _, ours = both(ChangesItsInput())
-    x = batch(4, 4, 4).requires_grad_()
+class AddsToItsInput(nn.Module):
+    """As EGNN moves its coordinates: by what has a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 4)
+        x += self.fc(x.clone().transpose(0, 1).reshape(-1, 4)).view(x.shape[1], x.shape[0], 4).transpose(0, 1)
+        return self.head(torch.tanh(x)).sum(1)
+
+
+@pytest.mark.parametrize("module", [ChangesItsInput, AddsToItsInput])
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("general", [False, True])
+def test_an_input_that_a_first_call_changes_in_place_with_its_graph(
+    module: type[nn.Module], in_graph: bool, general: bool
+) -> None:
+    model, ours = both(nn.Sequential(module(), Rooted() if general else nn.Identity()))
+    for n in (4, 4, 3):
+        x = batch(n, 4, 4).requires_grad_(in_graph)
+        expected = loop(model, square, (x.detach().clone(),))
+        plain, given = x * 1, x * 1
+        squares(model(plain)).sum().backward()
+        theirs, x.grad = x.grad, None
+        ours.zero_grad()
+        squares(ours(given)).mean().backward()
+        torch.testing.assert_close(given, plain)
+        assert_rows(ours, expected)
+        if in_graph:
+            torch.testing.assert_close(x.grad, theirs / n)
+
+
+@pytest.mark.parametrize("module", [ChangesItsInput, AddsToItsInput])
+@pytest.mark.parametrize("how", ["a view", "retains its grad"])
+def test_an_input_that_cannot_be_taken_out_of_a_graph_is_refused_by_name(
+    module: type[nn.Module], how: str
+) -> None:
+    _, ours = both(module())
+    x = batch(4, 5, 4).requires_grad_(how != "a view" or module is ChangesItsInput)
+    given = (x * 1)[:, :4]
+    if how != "a view":
+        given = given.clone()
+        given.retain_grad()
     with pytest.raises(
-        ValueError, match=r"`ChangesItsInput` changes an input in place .* model\(x\.clone\(\)\)"
+        ValueError, match=rf"`{module.__name__}` changes an input in place .* model\(x\.clone\(\)\)"
     ):
-        ours(x * 1)
-    ps.convert_model(ours, example=batch(4, 4, 4))
-    squares(ours(x * 1)).sum().backward()
-    assert x.grad is not None and ours.head.weight.grad_sample.shape == (4, 4, 4)
+        ours(given)
+    squares(ours((x * 1)[:, :4].clone())).sum().backward()
+    assert ours.head.weight.grad_sample.shape == (4, 4, 4)
+
+
+class Log:
+    """Of what a model's calls have computed, as caches of keys are."""
+
+    def __init__(self) -> None:
+        self.calls, self.entries = 0, list[Tensor]()
+
+
+class WritesALog(nn.Module):
+    """Steps first inside; scaled by how much it was given, and has written so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, log: Any) -> Tensor:  # (B, T, 4)
+        h = self.head(torch.tanh(self.fc(x.transpose(0, 1).reshape(-1, 4))))
+        h = h.view(x.shape[1], x.shape[0], 4).transpose(0, 1)
+        entries = log if isinstance(log, list) else log["entries"] if isinstance(log, dict) else log.entries
+        entries.append(h.detach())
+        if isinstance(log, Log):
+            log.calls += 1
+        return h * len(entries) * getattr(log, "calls", 1)
+
+
+class Twice(nn.Module):
+    """Has two modules write to one log."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.tail, self.make = WritesALog(), WritesALog(), Rooted(), make
+
+    def forward(self, x: Tensor) -> Tensor:
+        log = self.make()
+        return self.tail(self.second(self.first(x, log), log).sum(1))
+
+
+LOGS: list[Callable[[], Any]] = [Log, list, lambda: {"entries": []}]
+
+
+@pytest.mark.parametrize("make", LOGS)
+def test_what_a_call_is_given_is_written_to_once(make: Callable[[], Any]) -> None:
+    model, ours = both(WritesALog())
+    for n in (4, 4, 3):
+        x, log, theirs = batch(n, 4, 4), make(), make()
+        expected = true_rows(lambda i, x=x: square(model(x[i : i + 1], make()), i), model, n)
+        ours.zero_grad()
+        output = ours(x, log)
+        torch.testing.assert_close(output, model(x, theirs))
+        squares(output).mean().backward()
+        assert_rows(ours, expected)
+        for one in (log, theirs):
+            held = one if isinstance(one, list) else one["entries"] if isinstance(one, dict) else one.entries
+            assert len(held) == 1 and getattr(one, "calls", 1) == 1
+
+
+@pytest.mark.parametrize("make", LOGS)
+def test_what_modules_below_are_given_is_written_to_once(make: Callable[[], Any]) -> None:
+    model, ours = both(Twice(make))
+    for n in (4, 4, 3):
+        right(ours, model, batch(n, 4, 4))
 
 
 class Flipped(nn.Module):
