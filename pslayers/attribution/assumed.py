@@ -38,7 +38,7 @@ _ROWWISE = {
     *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED, *op_kinds.CONVERTED),
     "scaled_dot_product_attention",
 }
-_TURNED = {"permute", "transpose", "movedim", "swapaxes"}
+_TURNED = {*op_kinds.TURNED}
 _OF_FIRST = {*op_kinds.OF_FIRST, *_TURNED, "embedding", "pad", "unsqueeze", "expand"}
 _RESHAPED = {*op_kinds.RESHAPED, "unsqueeze"}
 _OF_STATES = {

@@ -95,7 +95,10 @@ class GatheredRows(TorchFunctionMode):
         """Note of what a tensor is a part of that rows were written there that may be others than `before`:
         it is not followed where they lie.
         """
-        if not isinstance(part, Tensor) or part._base is None or (now := self.picked(part)) is None:
+        if not isinstance(part, Tensor) or part._base is None:
+            return
+        self.second.of.pop(id(part._base), None)
+        if (now := self.picked(part)) is None:
             return
         numbered = any(o.rows is not None for t in tensors_in(values) if (o := self.picked(t)) is not None)
         if before is None or not now.same(before) or numbered:
@@ -149,6 +152,7 @@ class GatheredRows(TorchFunctionMode):
     def tag(self, t: Any, owners: RowProvenance | None) -> None:
         """Note whose the rows of a tensor are."""
         if owners is not None and isinstance(t, Tensor) and t.ndim:
+            self.second.of.pop(id(t), None)
             self.tags[t] = (
                 owners if owners.sample_ids is None or len(t) == len(owners.sample_ids) else owners.lost()
             )
@@ -158,7 +162,8 @@ class GatheredRows(TorchFunctionMode):
         if owners is not None and isinstance(t, Tensor) and t.ndim > 1:
             one = owners.of_one() if len(t) == 1 else None
             self.tag(t, owners.lost() if one is None else RowProvenance(one, 1, one=one))
-            self.second[t] = owners
+            told = owners.sample_ids is None or t.shape[1] == len(owners.sample_ids)
+            self.second[t] = owners if told else None
 
     def tag_second_batch(self, t: Tensor) -> None:
         """Note that the rows in dim 1 are the batch's, one a sample."""
@@ -224,6 +229,8 @@ class GatheredRows(TorchFunctionMode):
                 or (t.ndim > 1 and t.shape[0] == self.size != t.shape[1])
             ):
                 self.tag_batch(t)
+            elif not batch_first and t.shape[1:2] == (self.size,) and (place == 0 or known == ("dim", 1)):
+                self.tag_second_batch(t)
             elif place == 0 or self.size in t.shape:
                 self.tag(t, WEAK)
 
@@ -297,13 +304,20 @@ class GatheredRows(TorchFunctionMode):
         if module._ps_state().settings.batch_first:
             self.assumed.note_call(module, call, (args, kwargs), output)
         if module._ps_layer and tensors and (owners := self.owners(tensors[0])) is not None:
-            returned = tensors_in(output)
+            returned, second = tensors_in(output), self._second_of(module, tensors[0])
             self.tag(returned[0] if returned else None, owners)
+            self.tag_second(returned[0] if returned else None, second)
             for t in returned[1:] if isinstance(module, nn.RNNBase) else ():
-                self.tag_second(t, owners)
+                self.tag_second(t, second or owners)
         elif isinstance(module, nn.RNNBase):
             self._of_packed(args, kwargs, output)
         return output
+
+    def _second_of(self, module: ConvertedModule, x: Tensor) -> RowProvenance | None:
+        """Whose the rows in dim 1 of what a layer is given are, if they are so of what it returns."""
+        event_dims: int | None = getattr(module, "event_dims", None)
+        apart = event_dims is not None and x.ndim - event_dims > 1
+        return self.second.get(x) if apart or not getattr(module, "batch_first", True) else None
 
     def _picked_among(self, tensors: list[Tensor]) -> list[RowProvenance]:
         """Whose the rows are of those that were picked; but for numbers of which it is not known, beside what
@@ -441,6 +455,8 @@ def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]
             if (known := picks.owners(t)) is not None:
                 set_aside.append((t, known))
                 picks.tags[t] = None
+        elif layout == ("dim", 1):
+            picks.tag_second_batch(t)
         elif layout != PICKED:
             picks.tag(t, WEAK)
     try:

@@ -70,14 +70,33 @@ def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
         default_rule(picks, result, name, args, kwargs)
     elif parts[0] is None:
         picks.tag_second(result, picks.pick(of if len(parts) == 1 else _indexed(picks, x, parts[1:])))
-    elif isinstance(parts[0], int) and picks.second.get(x) is not None:
-        picks.tag(result, picks.second.get(x))
+    elif (second := picks.second.get(x)) is not None:
+        _index_second(picks, result, second, x, parts)
     elif isinstance(parts[0], int):  # all of it is that sample's
         if of is not None and result.ndim:
             by_number = by_number or picks.numbers_by_data
             picks.tag(result, picks.pick(of.of_row(parts[0], len(result), by_number)))
     else:
         picks.tag(result, picks.pick(_indexed(picks, x, parts)))
+
+
+def _index_second(
+    picks: "GatheredRows", result: Tensor, second: RowProvenance, x: Tensor, parts: tuple[Any, ...]
+) -> None:
+    """Of rows in dim 1, what is indexed in dim 0 and in those behind, or by the numbers of rows."""
+    first, rest = parts[0], [i for i in parts[1:] if i is not Ellipsis]
+    by_tensors = any(isinstance(i, (Tensor, list)) for i in rest)
+    if (
+        isinstance(first, (int, slice))
+        and not by_tensors
+        and (not rest or (parts[1] is not Ellipsis and rest[0] == slice(None)))
+    ):
+        (picks.tag if isinstance(first, int) else picks.tag_second)(result, second)
+        return
+    picks.tag(result, picks.pick(_indexed(picks, x, parts)))
+    rows = rest[0] if isinstance(first, slice) and len(parts) == 2 and by_tensors else None
+    if isinstance(rows, Tensor) and rows.ndim == 1 and not _is_mask(rows):
+        picks.tag_second(result, picks.pick(second.at(rows)))
 
 
 def _indexed(picks: "GatheredRows", x: Tensor, parts: tuple[Any, ...]) -> RowProvenance | None:
@@ -234,6 +253,8 @@ def _index_select(picks: "GatheredRows", result: Any, name: str, args: Args, kwa
     of = picks.owners(args[0])
     if _given(args, kwargs, 1, "dim") in (0, -args[0].ndim):
         picks.tag(result, picks.pick(_indexed(picks, args[0], (index,))))
+    elif (second := picks.second.get(args[0])) is not None and _given(args, kwargs, 1, "dim") == 1:
+        picks.tag_second(result, picks.pick(second.at(index)))
     elif of is not None and of.sample_ids is None and picks.owners(index) is not None:
         picks.tag(result, UNKNOWN)  # the batch may be in that dim
     else:
@@ -355,7 +376,7 @@ def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: 
     found, lost = _followed(picks, args, kwargs)
     if lost is UNKNOWN and picks.numbers_alone(result, args, kwargs) is False:
         return
-    second = None if lost is WEAK else _second(picks, [t for _, t in found])
+    second = _second(picks, [t for _, t in found]) if RULES[name] in _BY_VALUE else None
     if second is not None and (result.ndim, result.shape[1]) == (found[0][1].ndim, found[0][1].shape[1]):
         picks.tag_second(result, second)
         return
@@ -428,10 +449,27 @@ def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
 
 
 def _unsqueeze(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    if _given(args, kwargs, 1, "dim") in (0, -result.ndim):
+    dim = _given(args, kwargs, 1, "dim") % result.ndim
+    if dim == 0:
         picks.tag_second(result, picks.owners(args[0]))
     else:
         picks.tag(result, picks.owners(args[0]))
+        picks.tag_second(result, picks.second.get(args[0]) if dim > 1 else None)
+
+
+def _turned(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Dims in another order: rows may go to dim 1, and from there to dim 0."""
+    x, of = args[0], picks.owners(args[0])
+    marks = torch.empty(*range(1, x.ndim + 1), device="meta")  # which dims they are, by how long they are
+    first, *others = getattr(Tensor, name)(marks, *args[1:], **kwargs).shape
+    if first == 2 and (second := picks.second.get(x)) is not None:
+        picks.tag(result, second)
+    elif others[:1] == [1] and of is not None and of.sample_ids is not None:
+        picks.tag_second(result, of)
+    else:
+        default_rule(picks, result, name, args, kwargs)
+        if first == 1 and others[:1] == [2]:
+            picks.tag_second(result, picks.second.get(x))
 
 
 def _repeat(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
@@ -522,7 +560,7 @@ def _converted(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs
 
 
 def _recurrent(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    if len(args) == 9 and args[8] is True:  # batch_first, not packed
+    if len(args) == 9 and args[8] is True and isinstance(args[3], bool):  # batch_first, not packed
         picks.tag(result[0], picks.owners(args[0]))
         for t in result[1:]:
             picks.tag_second(t, picks.owners(args[0]))
@@ -548,6 +586,8 @@ def default_rule(picks: "GatheredRows", result: Any, name: str, args: Args, kwar
                 if o.sample_ids is not None and s.ndim and len(t) == len(s) and (len(t) == 1 or lies_in(t, s))
             ]
             picks.tag(t, kept[0] if kept and len(found) == 1 else lost)
+        elif isinstance(t, Tensor):  # in place
+            picks.second.of.pop(id(t), None)
 
 
 _KINDS: dict[Callable[..., None], Iterable[str]] = {
@@ -571,6 +611,7 @@ _KINDS: dict[Callable[..., None], Iterable[str]] = {
     _gather: op_kinds.GATHERED,
     _recurrent: op_kinds.RECURRENT,
     _repeat: ["expand"],
+    _turned: op_kinds.TURNED,
     _einsum: ["einsum"],
     _packed: ["_pack_padded_sequence"],
     _padded: ["_pad_packed_sequence"],
@@ -587,3 +628,4 @@ _KINDS: dict[Callable[..., None], Iterable[str]] = {
 RULES = {name: rule for rule, names in _KINDS.items() for name in names}
 # some go by another name in torch: F.logsigmoid is `log_sigmoid`, Tensor.__rtruediv__ is `__rdiv__`
 RULES |= {f.__name__: rule for name, rule in RULES.items() for f in op_kinds.functions([name])}
+_BY_VALUE = {_rowwise, _converted, _cat, _where}  # which leave rows in dim 1 where they are

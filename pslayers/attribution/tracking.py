@@ -632,7 +632,7 @@ def _changed(
                 value = moved(own)
             else:
                 others = (t.narrow(dim, (sample + i) % batch.size * k, k) for i in range(1, batch.size))
-                value = _other_ids(own, others, valid)
+                value = _other_ids(own, others, valid, longest=len(samples) == batch.size and not sample)
                 value = torch.where(own == own.round(), value, moved(own)) if numbers else value
             new.narrow(dim, sample * k, k).copy_(value)
         return new
@@ -646,11 +646,13 @@ def moved(t: Tensor) -> Tensor:
     return t * (1 + (some := noise(t))) + some / 4
 
 
-def _other_ids(own: Tensor, others: Iterable[Tensor], valid: int) -> Tensor:
+def _other_ids(own: Tensor, others: Iterable[Tensor], valid: int, longest: bool) -> Tensor:
     """The ids of another sample; where all have the same, as many of each, which a mask may have to have, or
-    such as tables of their own have, or (the most `valid`) such as tables of one entry have.
+    such as tables of their own have, or (the most `valid`) such as tables of one entry have. They may be
+    lengths: one stays the `longest`, as it does among others' (a batch of shorter ones has other shapes).
     """
-    alike = own.roll(1, -1), torch.where(own > 0, own - 1, own + 1), torch.where(own > 0, own - 1, own)
+    less = () if longest else (torch.where(own > 0, own - 1, own + 1), torch.where(own > 0, own - 1, own))
+    alike = own.roll(1, -1), *less
     return next((other for other in (*others, *alike[valid:]) if not torch.equal(other, own)), own)
 
 

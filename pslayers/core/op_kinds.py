@@ -109,6 +109,7 @@ ALONG: dict[str, tuple[int, int | None]] = {
 
 # ----------------------------------------------------------------------------------- shapes, indices, makers
 RESHAPED = _names("view reshape view_as reshape_as flatten unflatten ravel squeeze")
+TURNED = _names("permute transpose movedim moveaxis swapaxes swapdims t")
 JOINED = _names("cat concat concatenate")
 MOVED = _names("flip roll repeat_interleave repeat tile")
 GATHERED = _names("gather take_along_dim")

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 from pslayers.modules.first_call import ModelCall
 
 from ..combinations import every
-from ..oracle import assert_rows, loop, square, squares
+from ..oracle import assert_rows, loop, square, squares, true_rows
 
 Forward = Callable[["Picking", Tensor, Tensor], Tensor]
 
@@ -772,3 +773,95 @@ def test_parts_of_a_batch_are_proved_once(monkeypatch: pytest.MonkeyPatch) -> No
         squares(ours(x)).mean().backward()
         assert_rows(ours, loop(model, square, (x,)))
     assert len(calls) == 1
+
+
+class PackedTimeFirst(nn.Module):
+    """Sequences are sorted and packed with the batch in dim 1, and put back; `inside`: it is in dim 0
+    before and behind.
+    """
+
+    def __init__(self, order: str, flat: bool, inside: bool) -> None:
+        super().__init__()
+        self.order, self.flat, self.inside = order, flat, inside
+        self.tok, self.rnn, self.out = nn.Embedding(9, 4), nn.LSTM(4, 3, bidirectional=True), nn.Linear(6, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = torch.tanh(self.tok(ids)) * (ids > 2).unsqueeze(2)
+        h, lengths = (h.transpose(0, 1), (ids > 0).sum(1)) if self.inside else (h, (ids > 0).sum(0))
+        if self.order == "torch":
+            h = self.rnn(pack_padded_sequence(h, lengths, enforce_sorted=False))[0]
+            h = pad_packed_sequence(h)[0]
+        else:
+            lengths, order = lengths.sort(descending=True)
+            take = (lambda h, i: h[:, i]) if self.order == "index" else (lambda h, i: h.index_select(1, i))
+            h = take(
+                pad_packed_sequence(self.rnn(pack_padded_sequence(take(h, order), lengths))[0])[0],
+                order.argsort(),
+            )
+        h = self.out(h.reshape(-1, 6)).view(*h.shape[:2], 2) if self.flat else self.out(h)
+        return h.transpose(0, 1) if self.inside else h
+
+
+@pytest.mark.parametrize("first", [(5, 2, 4), (3, 3, 3), (2, 5), (1, 2, 3, 4)])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("order", ["torch", "index", "index_select"])
+def test_sequences_that_are_sorted_in_dim_1(
+    order: str, flat: bool, inside: bool, first: tuple[int, ...]
+) -> None:
+    model = PackedTimeFirst(order, flat, inside).double()
+    ours = ps.convert_model(copy.deepcopy(model), batch_first=inside)
+    for lengths in (first, (5, 3, 1), (1, 4, 2, 5), (2, 2)):
+        steps = torch.arange(5) < torch.tensor(lengths).unsqueeze(1)
+        ids = torch.randint(1, 9, steps.shape) * steps
+
+        def loss(model: nn.Module, ids: Tensor) -> Tensor:
+            output = model(ids) if inside else model(ids.t().contiguous()).transpose(0, 1)
+            return (output.sin() * (ids > 0)[:, : output.shape[1], None]).sum((1, 2))
+
+        ours.zero_grad()
+        loss(ours, ids).mean().backward()
+        each = [loss(model, one.unsqueeze(0)).sum() for one in ids]
+        assert_rows(ours, true_rows(each.__getitem__, model, len(ids)))
+
+
+class WrittenInDim1(nn.Module):
+    """Samples' columns are put into another order in place, and a step of them is taken."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.before, self.out = way, nn.Linear(3, 4), nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x).sin()
+        order = x[0, :, 0].argsort()
+        moved = h.clone()
+        if self.way == "set":
+            moved[:, order] = h
+        elif self.way == "view":
+            moved.view(moved.shape)[:, order] = h
+        elif self.way == "copy":
+            moved.index_copy_(1, order, h)
+        else:
+            moved = h.gather(1, order.view(1, -1, 1).expand_as(h))
+        last = self.out(moved[-1] * self.scale)
+        return (last[order] if self.way != "gather" else last[order.argsort()]).sin().unsqueeze(0)
+
+
+@pytest.mark.parametrize("way", ["set", "view", "copy", "gather"])
+@pytest.mark.filterwarnings("ignore:.* is run sample by sample")
+def test_columns_that_are_written_are_right_or_refused(way: str) -> None:
+    """In the order of the batch at first: what was noted of them then is not true of another."""
+    model = WrittenInDim1(way).double()
+    ours = ps.convert_model(copy.deepcopy(model), batch_first=False)
+    for order in ((0, 1, 2, 3), (2, 0, 3, 1), (1, 0)):
+        x = torch.randn(5, len(order), 3).double()
+        x[0, :, 0] = torch.tensor(order)
+        ours.zero_grad()
+        try:
+            ours(x).square().sum((0, 2)).mean().backward()
+        except (ValueError, RuntimeError):
+            continue
+        each = [model(x[:, i : i + 1]).square().sum() for i in range(len(order))]
+        assert_rows(ours, true_rows(each.__getitem__, model, len(order)))

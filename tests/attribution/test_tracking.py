@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 import pslayers as ps
 
@@ -620,3 +620,80 @@ def test_ids_among_numbers(size: int) -> None:
         ids = torch.stack([torch.randint(25, 50, (size,)), torch.randint(20, 40, (size,))], 1)
         x = torch.cat([ids.double(), torch.randn(size, 2, dtype=torch.float64)], 1)
         assert_rows_right(model, x, converted=ps.convert_model(copy.deepcopy(model)))
+
+
+class OfLengths(nn.Module):
+    """Lengths say how long the batch is, which step is the last, in which order samples are."""
+
+    def __init__(self, way: str, own: bool) -> None:
+        super().__init__()
+        self.way, self.tok, self.rnn = way, nn.Embedding(9, 4), nn.GRU(4, 4, batch_first=True)
+        self.out = nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.rand(4)) if own else 1.0
+
+    def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+        h = self.tok(ids).sin()
+        if self.way == "parts":
+            h = pad_sequence([h[i, : lengths[i]] for i in range(len(h))], batch_first=True)
+        elif self.way == "last":
+            h = self.rnn(h[:, : int(lengths.max())])[0][torch.arange(len(h)), lengths - 1].unsqueeze(1)
+        else:
+            order = torch.arange(len(h))
+            if self.way == "sorted":
+                lengths, order = lengths.sort(descending=True)
+            packed = pack_padded_sequence(h[order], lengths, batch_first=True, enforce_sorted=False)
+            h = pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0][order.argsort()]
+        h = h * self.scale
+        return self.out(h) if self.way == "parts" else self.out(h.reshape(-1, 4)).view(*h.shape[:2], 2)
+
+
+@pytest.mark.parametrize("first", [(5, 5, 5), (3, 3, 3), (4, 4, 4), (2, 2), (1, 1, 1)])
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("way", ["flat", "last", "sorted", "parts"])
+def test_a_first_batch_of_one_length(way: str, own: bool, first: tuple[int, ...]) -> None:
+    """Runs on trial leave one of that length: in a batch of shorter ones all would be of other shapes."""
+    model = OfLengths(way, own).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for each in (first, (4, 4, 4, 4), (2, 5, 3)):
+        ids, lengths = torch.randint(0, 9, (len(each), 5)), torch.tensor(each)
+
+        def loss(output: Tensor, lengths: Tensor) -> Tensor:
+            steps = torch.arange(output.shape[1]) < lengths.unsqueeze(1)
+            return (output.sin() * steps.unsqueeze(2)).sum((1, 2))
+
+        ours.zero_grad()
+        loss(ours(ids, lengths), lengths).mean().backward()
+
+        def of(i: int, ids: Tensor = ids, lengths: Tensor = lengths) -> Tensor:
+            return loss(model(ids[i : i + 1], lengths[i : i + 1]), lengths[i : i + 1]).sum()
+
+        assert_rows(ours, true_rows(of, model, len(each)))
+
+
+class Counted(nn.Module):
+    """As many rows of each sample as is said, in a way that is not followed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        h, places = self.before(x), torch.arange(x.shape[1]).numpy()
+        mine = (places[None] < counts.numpy()[:, None]).reshape(-1).nonzero()[0]
+        rows = self.out(h.reshape(-1, 4)[mine]).sin()
+        ids = torch.arange(len(x)).repeat_interleave(counts)
+        return torch.zeros(len(x), 2, dtype=x.dtype).index_add(0, ids, rows)
+
+
+@pytest.mark.parametrize("first", [(3, 3, 3), (2, 2), (1, 1, 1, 1)])
+def test_equal_counts_of_the_first_batch_teach_nothing_wrong(first: tuple[int, ...]) -> None:
+    model = Counted().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for each in (first, (1, 5, 3), (4, 1), (5, 1, 2, 4)):
+        x, counts = torch.randn(len(each), 5, 3).double(), torch.tensor(each)
+        ours.zero_grad()
+        try:
+            squares(ours(x, counts)).mean().backward()
+        except (ValueError, RuntimeError):
+            continue
+        assert_rows(ours, loop(model, square, (x, counts)))
