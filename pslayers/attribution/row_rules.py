@@ -227,7 +227,9 @@ def _put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwar
     """index_add(x, dim, index, source), scatter and the like."""
     index, source = _given(args, kwargs, 2, "index"), _given(args, kwargs, 3, "src", kwargs.get("source"))
     if _given(args, kwargs, 1, "dim") not in (0, -args[0].ndim):
-        _rowwise(picks, result, name, (args[0], source), {})
+        # each row of the indices says where that row's values go
+        by_row = (index,) if name.startswith("scatter") else ()
+        _rowwise(picks, result, name, (args[0], *by_row, source), {})
         return
     adds = not name.startswith("index_copy") and name.rstrip("_") != "scatter"
     picks.tag(numbers := _numbers(index), picks.owners(index))

@@ -138,25 +138,31 @@ def test_log_probabilities_of_samples_that_interact(own: bool) -> None:
 class Codebook(nn.Module):
     """Codes by a product with one-hot choices; they reach nothing but a loss, a mean over all rows."""
 
-    def __init__(self, looked_up: bool) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.encoder, self.codes, self.decoder = nn.Linear(5, 4), nn.Embedding(6, 4), nn.Linear(4, 3)
-        self.looked_up = looked_up
+        self.how = how
+
+    def picked(self, chosen: Tensor) -> Tensor:
+        if self.how == "looked-up":
+            return self.codes(chosen)  # type: ignore[no-any-return]
+        if self.how == "one-hot":
+            return F.one_hot(chosen, 6).to(self.codes.weight) @ self.codes.weight
+        one_hot = torch.zeros(len(chosen), 6, dtype=self.codes.weight.dtype)
+        return one_hot.scatter_(1, chosen.unsqueeze(1), 1) @ self.codes.weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         z = self.encoder(x)
         rows, codes = z.reshape(-1, 4), self.codes.weight
         distances = rows.square().sum(1, keepdim=True) + codes.square().sum(1) - 2 * rows @ codes.t()
-        chosen = distances.argmin(1)
-        q = self.codes(chosen) if self.looked_up else F.one_hot(chosen, 6).to(z) @ codes
-        q = q.view(z.shape)
+        q = self.picked(distances.argmin(1)).view(z.shape)
         loss = F.mse_loss(q.detach(), z) / 4 + F.mse_loss(q, z.detach())
         return self.decoder(z + (q - z).detach()), loss
 
 
-@pytest.mark.parametrize("looked_up", [False, True])
-def test_codes_that_reach_but_the_loss_that_a_model_returns(looked_up: bool) -> None:
-    model = Codebook(looked_up).double()
+@pytest.mark.parametrize("how", ["looked-up", "one-hot", "scattered"])
+def test_codes_that_reach_but_the_loss_that_a_model_returns(how: str) -> None:
+    model = Codebook(how).double()
     ours = ps.convert_model(copy.deepcopy(model))
     for n in (4, 3, 1):
         x = torch.randn(n, 2, 5, dtype=torch.float64)
