@@ -176,7 +176,9 @@ class Expansion:
             sink = UNRECORDED if recorder is None else recorder.sink
             at_once = recorder is not None and self.at_once(recorder)
             rows = (sink.put if at_once else sink.make)(recorder, factor, self.rows, scale.rows)  # type: ignore[arg-type]
-        if need_weight and (recorder is None or recorder.settings.sums):
+        if need_weight and recorder is not None and not recorder.settings.sums:
+            total = self.nothing(recorder)
+        elif need_weight:
             total = plain.total() if rows is None else plain.total_of(rows, scale.rows)
             if total.dtype is not self.weight.dtype:
                 total = total.to(self.weight.dtype)
@@ -190,19 +192,32 @@ class Expansion:
         self, weight_grad: Tensor | None, rows_grad: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """The gradients of (weight, rows) as they leave the call, from those that autograd sees inside it."""
-        if weight_grad is not None:
-            wanted = self.recorder is None or self.recorder.settings.sums
-            weight_grad = rescale_grad(weight_grad, self.scale, False, self.scale.weight) if wanted else None
+        recorder = self.recorder
+        if weight_grad is not None and recorder is not None and not recorder.settings.sums:
+            weight_grad = self.nothing(recorder)
+        elif weight_grad is not None:
+            weight_grad = rescale_grad(weight_grad, self.scale, False, self.scale.weight)
+            if recorder is not None:
+                self.note(recorder, weight_grad)
         if rows_grad is not None:
             rows_grad = rescale_grad(rows_grad, self.scale, False, self.scale.rows)
-        if (recorder := self.recorder) is None:
+        if recorder is None:
             return weight_grad, rows_grad
-        if weight_grad is not None:
-            self.note(recorder, weight_grad)
         if rows_grad is not None and self.at_once(recorder):
             recorder.store(rows_grad)
             rows_grad = None
         return weight_grad, rows_grad
+
+    def nothing(self, recorder: "Recorder") -> Tensor | None:
+        """Zeros, for a torch.autograd.Function that asks for a gradient which is not wanted, by
+        torch.autograd.grad, and returns it as the parameter's; None where nobody asks.
+        """
+        if will_execute(torch.autograd.graph.get_gradient_edge(self.weight).node, False):
+            return None
+        zeros = self.weight.new_zeros(()).expand_as(self.weight)
+        self.note(recorder, zeros)
+        recorder.leave_blank()
+        return zeros
 
     def note(self, recorder: "Recorder", weight_grad: Tensor) -> None:
         """Note a summed gradient, scaled, on its way to the parameter: that nothing else reaches it is

@@ -37,6 +37,7 @@ class Recorder:
         self.pass_id = -1
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
         self.repeats = 0  # of these, that were made while a backward pass ran, by checkpoints
+        self.made_in = -1  # the last such pass
         self.joined = False  # one of these stands for an ordinary tensor, which several ops may take
         self.counted = -1  # the last pass after which they were counted anew, of those without sums
         self.notes: dict[int, list[tuple[int, int] | Tensor]] = {}  # of each pass that runs, by its number
@@ -66,6 +67,7 @@ class Recorder:
         self.uses += 1
         if batch.outer_pass != -1:
             self.repeats += 1
+            self.made_in = torch_api.current_pass()
         return Expansion(shared, self.rows_leaf(batch.size), scale, self)
 
     def rows_leaf(self, size: int) -> Tensor:
@@ -186,9 +188,10 @@ class Recorder:
         torch.autograd.Function has asked for it, by torch.autograd.grad, to return it as the parameter's
         gradient.
         """
-        param = self.param()
+        param, pass_id = self.param(), torch_api.current_pass()
         if param is not None and not will_execute(torch.autograd.graph.get_gradient_edge(param).node, False):
-            self.notes.setdefault(torch_api.running_pass(), []).append(grad)
+            around = self.made_in if -1 < self.made_in < pass_id else torch_api.running_pass()
+            self.notes.setdefault(around, []).append(grad)
 
     def of_past_layer(self) -> RuntimeError:
         """What is said of a gradient that no expansion has passed on."""
@@ -261,7 +264,7 @@ class Recorder:
         """Note that zeros will arrive in the place of a gradient that is not wanted."""
         self.blank = (param := self.param()) is not None and param.grad is None
         if self.blank:
-            torch_api.after_pass(self.drop_blank)
+            torch_api.after_outer_pass(self.drop_blank)
 
     def drop_blank(self) -> None:
         """Have no `.grad` again where there was none, and nothing was added to the zeros since."""
