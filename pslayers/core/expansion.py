@@ -212,11 +212,14 @@ class Expansion:
         """Zeros, for a torch.autograd.Function that asks for a gradient which is not wanted, by
         torch.autograd.grad, and returns it as the parameter's; None where nobody asks.
         """
-        if will_execute(torch.autograd.graph.get_gradient_edge(self.weight).node, False):
+        weight = self.weight
+        if not weight.requires_grad or will_execute(
+            torch.autograd.graph.get_gradient_edge(weight).node, False
+        ):
             return None
-        zeros = self.weight.new_zeros(()).expand_as(self.weight)
+        zeros = weight.new_zeros(()).expand_as(weight)
         self.note(recorder, zeros)
-        recorder.leave_blank()
+        recorder.leave_blank(passed_on=True)
         return zeros
 
     def note(self, recorder: "Recorder", weight_grad: Tensor) -> None:

@@ -260,11 +260,13 @@ class Recorder:
                 settings.line_up(size)
             settings.rows = size
 
-    def leave_blank(self) -> None:
-        """Note that zeros will arrive in the place of a gradient that is not wanted."""
+    def leave_blank(self, passed_on: bool = False) -> None:
+        """Note that zeros will arrive in the place of a gradient that is not wanted, in the outermost pass if
+        they are `passed_on` to it.
+        """
         self.blank = (param := self.param()) is not None and param.grad is None
         if self.blank:
-            torch_api.after_outer_pass(self.drop_blank)
+            (torch_api.after_outer_pass if passed_on else torch_api.after_pass)(self.drop_blank)
 
     def drop_blank(self) -> None:
         """Have no `.grad` again where there was none, and nothing was added to the zeros since."""
