@@ -20,7 +20,7 @@ from ..core.trees import tensors_in, tensors_of
 from ..parameters.per_sample import PUTS, of_parameter
 from .indices import MASKS
 from .notes import Notes
-from .row_rules import dims_along
+from .row_rules import dims_along, joins_rows
 from .tracking import BATCH_MAJOR
 
 if TYPE_CHECKING:
@@ -38,11 +38,10 @@ _ROWWISE = {
     *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED, *op_kinds.CONVERTED),
     "scaled_dot_product_attention",
 }
-_TURNED = {*op_kinds.TURNED}
-_OF_FIRST = {*op_kinds.OF_FIRST, *_TURNED, "embedding", "pad", "unsqueeze", "expand"}
+_OF_FIRST = {*op_kinds.OF_FIRST, *op_kinds.TURNED, "embedding", "pad", "unsqueeze", "expand"}
 _RESHAPED = {*op_kinds.RESHAPED, "unsqueeze"}
 _OF_STATES = {
-    *(*op_kinds.RESHAPED, *_TURNED, *op_kinds.JOINED),
+    *(*op_kinds.RESHAPED, *op_kinds.TURNED, *op_kinds.JOINED),
     *("__getitem__", "select", "unbind", "sum", "mean", "contiguous"),
 }
 _PACKS, _ORDERS = {"_pack_padded_sequence", "_pad_packed_sequence"}, {"index_select", "__getitem__"}
@@ -87,10 +86,17 @@ def _along_rows(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     return not all(isinstance(d, int) and d % max(args[0].ndim, 1) for d in dims)
 
 
-def _joins_features(name: str, result: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function puts tensors together row by row."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    return name in op_kinds.JOINED and dim not in (0, -result.ndim)
+def _alone_in_first(name: str, args: Any, kwargs: dict[str, Any], rows: list[Tensor]) -> bool:
+    """Whether rows are the first argument's alone, and each stays by itself there."""
+    return (
+        rows[0] is args[0]
+        and len(rows) == 1
+        and (
+            name in _OF_FIRST
+            or (name in op_kinds.ALONG and not _along_rows(name, args, kwargs))
+            or (name == "__getitem__" and not _moves(name, rows, args, kwargs))
+        )
+    )
 
 
 class AssumedRows:
@@ -163,7 +169,10 @@ class AssumedRows:
     def _note_sequences(self, made: Any, count: int) -> None:
         """Note packed sequences, and the states behind them."""
         self.ordered[made[0]] = count
-        for t in made[1:]:
+        self._note_states(made[1:], count)
+
+    def _note_states(self, made: Any, count: int) -> None:
+        for t in made:
             self.states[t] = count
 
     def _note_made(self, t: Tensor, count: int, rows_first: bool) -> None:
@@ -213,16 +222,10 @@ class AssumedRows:
     def _follow_several(
         self, name: str, result: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor], made: bool
     ) -> None:
-        alone = name in _ROWWISE or _joins_features(name, result, args, kwargs)
-        alone = alone or (
-            given[0] is args[0]
-            and len(given) == 1
-            and (
-                name in _OF_FIRST
-                or (name in op_kinds.ALONG and not _along_rows(name, args, kwargs))
-                or (name == "__getitem__" and not _moves(name, given, args, kwargs))
-            )
-        )
+        if name in op_kinds.JOINED:
+            alone = not joins_rows(result, args, kwargs)
+        else:
+            alone = name in _ROWWISE or _alone_in_first(name, args, kwargs, given)
         for t in tensors_of(result):
             if name in _RESHAPED and t.ndim and len(t) % self.picks.size == 0:
                 if len(t) != self.picks.size:
@@ -280,8 +283,7 @@ class AssumedRows:
             self._note_sequences([made[0].data, *made[1:]], rows)
         elif batch_first:
             self.rows[made[0]] = True
-            for t in made[1:]:
-                self.states[t] = rows
+            self._note_states(made[1:], rows)
         else:
             self.unsure = self.unsure or several
 

@@ -251,20 +251,21 @@ def rows_agree(
     try:
         if not outputs or not layers.edges:
             return True  # nothing to be told here
+        last = [] if anew is not None else last_edges(layers.edges)
 
         def back(grads: Sequence[Tensor]) -> None:
             if anew is None:
-                walk(layers, outputs, grads)
+                walk(outputs, grads, last)
                 return
             probe, others = anew()
             probe.look, probe.met = layers.look, layers.met
             try:
-                walk(probe, others, grads)
+                walk(others, grads, last_edges(probe.edges))
             finally:
                 probe.close()
 
-        def walk(probe: GradientProbe, outputs: Outputs, grads: Sequence[Tensor]) -> None:
-            tensors, last = [t for t, *_ in outputs], last_edges(probe.edges)
+        def walk(outputs: Outputs, grads: Sequence[Tensor], last: Sequence[GradientEdge]) -> None:
+            tensors = [t for t, *_ in outputs]
             if wrapped:
                 torch.autograd.grad(tensors, last, grads, retain_graph=True, allow_unused=True)
             else:

@@ -301,9 +301,14 @@ def _masked_select(picks: "GatheredRows", result: Any, name: str, args: Args, kw
     picks.tag(result, picks.pick(_masked(of, by, mask.expand(shape))))
 
 
+def joins_rows(result: Tensor, args: Args, kwargs: Kwargs) -> bool:
+    """Whether `torch.cat` puts rows behind rows, and not beside each other what they hold."""
+    return _given(args, kwargs, 1, "dim", 0) in (0, -result.ndim)
+
+
 def _cat(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     found = [picks.owners(t) for t in args[0]]
-    if _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
+    if not joins_rows(result, args, kwargs):
         _rowwise(picks, result, name, args, kwargs)
     elif len(found) == 1:
         picks.note(result, picks.notes_of(args[0][0]))

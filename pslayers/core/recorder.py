@@ -57,8 +57,8 @@ class Recorder:
     def expansion(self, param: Tensor, batch: Batch, scale: Scale) -> Expansion:
         """The parameter, expanded to a batch. Where its plain gradient is not wanted, none can reach it."""
         shared, scale.sums = param, self.settings.sums
-        # in a pass that runs, a torch.autograd.Function may ask for the parameter's gradient: it gets none
-        if not self.settings.sums and batch.outer_pass == -1:
+        # in a pass that runs, a torch.autograd.Function may ask for the parameter's gradient: it gets zeros
+        if not scale.sums and batch.outer_pass == -1:
             shared = param.detach()
             if self.counted != self.pass_id:  # which nothing has checked
                 self.counted, self.checked = self.pass_id, True
