@@ -4,6 +4,7 @@ import pkgutil
 from collections.abc import Iterable
 
 from . import (
+    captured,  # noqa: F401 -- they register themselves
     cases,  # noqa: F401 -- they register themselves
     engines,
     peers,  # noqa: F401 -- they register themselves

@@ -11,7 +11,7 @@ from .engines import TASKS
 Cell = dict[str, Any]
 Document = dict[str, Any]
 
-YARDSTICKS = ("plain", "limit", "plain-compiled")
+YARDSTICKS = ("plain", "limit", "plain-compiled", "plain-captured")
 MEASURES = {"time": ("median",), "memory": ("peak", "memory_error")}  # and what tells that it was measured
 NOTICEABLE = 64 * 2**20  # bytes: where less is expected, a process's own few MiB decide the ratio
 # groups that are no part of means: they repeat a model at many sizes, for lines and pictures, or are networks

@@ -75,7 +75,8 @@ def blocks(known: list[Machine]) -> dict[str, tuple[str, list[tuple[str, Path]]]
         tables.readme(known),
         tables.short(known),
         tables.drawn(known),
-        tables.compiled(others("compiled")),
+        tables.not_eager(others("compiled"), "torch.compile", "compiled"),
+        tables.not_eager(others("captured"), "CUDA graphs", "captured"),
         tables.architectures(others("architectures")),
         tables.regret(others("regret")),
     ]

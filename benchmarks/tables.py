@@ -302,22 +302,19 @@ def measured(document: Document, tasks: Iterable[str], groups: Iterable[str] | N
     return "\n".join([*said, *([f"Not reached in time: {'; '.join(late)}.\n"] if late else [])])
 
 
-def compiled(results: Measured) -> str:
-    """For the documentation: what torch.compile does to a step's time; nothing where it was not measured."""
-    pairs = (
-        ("plain-compiled", "plain"),
-        ("pslayers-compiled", "pslayers"),
-        ("pslayers-compiled", "plain-compiled"),
-    )
-    rows = [
-        (label(c), machine, *(number(ratio(c, *pair)) for pair in pairs))
-        for machine, document in results
-        for c in document["cells"]
-        if "pslayers-compiled" in c["engines"]
-    ]
-    ratios = "plain: compiled / eager", "ours: compiled / eager", "compiled: ours / plain"
-    head = "torch.compile", "machine", *ratios
-    return markdown_table(head, rows) if rows else ""
+def not_eager(results: Measured, tool: str, how: str) -> str:
+    """For the documentation: what a tool (torch.compile: "compiled", CUDA graphs: "captured") does to a
+    step's time; nothing where it was not measured.
+    """
+    rows = []
+    for machine, document in results:
+        for c in document["cells"]:
+            ours, plain = TASKS[task(c)], f"plain-{how}"
+            if f"{ours}-{how}" in c["engines"]:
+                pairs = (plain, "plain"), (f"{ours}-{how}", ours), (ours, "plain"), (f"{ours}-{how}", plain)
+                rows.append((label(c), machine, *(number(ratio(c, *pair)) for pair in pairs)))
+    ratios = f"plain: {how} / eager", f"ours: {how} / eager", "eager: ours / plain", f"{how}: ours / plain"
+    return markdown_table((tool, "machine", *ratios), rows) if rows else ""
 
 
 def architectures(results: Measured) -> str:

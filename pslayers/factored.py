@@ -641,7 +641,8 @@ def _divided(recorder: Recorder, size: int) -> float:
 def _share(weights: Tensor, size: int, times: float, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
     """(which samples have one, None where all have; their weights times a number)."""
     weights, index = _weights(weights, size).to(dtype), None
-    if not bool(weights.all()):  # what is left out may hold what is not finite
+    # what is left out may hold what is not finite
+    if not torch_api.capturing() and not bool(weights.all()):
         index = weights.nonzero().squeeze(1)
         weights = weights[index]
     return index, weights if times == 1 else weights * times
@@ -650,7 +651,11 @@ def _share(weights: Tensor, size: int, times: float, dtype: torch.dtype) -> tupl
 def _weighted_sum(factor: Factor, index: Tensor | None, weights: Tensor) -> Tensor:
     """Of the samples at `index`, or of all."""
     factor = factor if index is None else factor.select(index)
-    return factor.weighted_sum(weights) if weights.numel() else factor.like().new_zeros(factor.shape[1:])
+    if not weights.numel():
+        return factor.like().new_zeros(factor.shape[1:])
+    if torch_api.capturing():
+        return factor.masked(weights).weighted_sum(weights).where(weights.any(), 0)
+    return factor.weighted_sum(weights)
 
 
 def _weights(weights: Tensor, size: int) -> Tensor:

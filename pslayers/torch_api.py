@@ -367,12 +367,16 @@ dispatch_mode = _find("utils._python_dispatch.TorchDispatchMode")  # sees every 
 dispatch_modes: Callable[[], int] = _find("_C._len_torch_dispatch_stack")  # how many of them are on
 
 
+def capturing() -> bool:
+    """Whether ops go into a CUDA graph, and do not run yet: no value can be looked at."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def watched() -> bool:
     """Whether somebody sees every op that runs: a dispatch mode (that counts, or traces), the capture of a
     CUDA graph.
     """
-    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return capturing or bool(dispatch_modes()) or torch.compiler.is_compiling()
+    return capturing() or bool(dispatch_modes()) or torch.compiler.is_compiling()
 
 
 def synchronize() -> None:

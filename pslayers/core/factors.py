@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import torch_api
 from .products import add_gram, mirrored, number, summed, weighted_sum
 from .tuning import tuning
 
@@ -208,6 +209,13 @@ class Factor:
         """That of some of the samples."""
         raise NotImplementedError
 
+    def masked(self, weights: Tensor) -> "Factor":
+        """That of as many samples, in which those of weight 0 hold the finite numbers of another one: in a
+        capture, where they cannot be left out.
+        """
+        every = torch.arange(len(weights), device=weights.device)
+        return self.select(every.where(weights != 0, weights.abs().argmax()))
+
     def regrouped(self, owners: Owners) -> "Factor":
         """Of R rows taken for samples, that of those whose rows they are."""
         raise NotImplementedError
@@ -243,6 +251,15 @@ class Factor:
     def sq_norms(self) -> Tensor:
         """The squared norm of each sample's gradient, (B,)."""
         return _stacked([squares(rows) for _, rows in self.chunks()], self.like())
+
+    def anew(self, squares: Tensor, lost: Tensor) -> Tensor:
+        """Squared norms (B,), those that are `lost` (B,) in the rounding of what they were computed from by
+        dense rows.
+        """
+        index = lost.nonzero().squeeze(1)
+        if len(index):
+            squares[index] = Factor.sq_norms(self.select(index))
+        return squares
 
     def kin(self) -> tuple[Any, ...] | None:
         """What small factors have in common of which one may take the place (`end_to_end`); None: it has
@@ -501,6 +518,9 @@ class OfParts(Factor):
     def select(self, index: slice | Tensor) -> Factor:
         return self._of([part.select(index) for part in self.parts])
 
+    def masked(self, weights: Tensor) -> Factor:
+        return self._of([part.masked(weights) for part in self.parts])
+
     def regrouped(self, owners: Owners) -> Factor:
         return self._of([part.regrouped(owners) for part in self.parts])
 
@@ -618,7 +638,7 @@ class Apart(OfParts):
         return parts[0].of_groups(groups, parts, self.shape[0])
 
     # not part by part: each is of other samples
-    regrouped, stack = Factor.regrouped, Factor.stack
+    masked, regrouped, stack = Factor.masked, Factor.regrouped, Factor.stack
 
     def _of(self, parts: Sequence[Factor]) -> Factor:
         return Apart(self.groups, parts, self.shape)
@@ -708,15 +728,14 @@ class Sum(OfParts):
 
     def sq_norms(self) -> Tensor:
         pairs = list(zip(self.scales, self.parts, strict=True))
+        if len(pairs) > 1 and torch_api.capturing():
+            return super().sq_norms()
         found = [part.sq_norms() if s == 1 else part.sq_norms() * (s * s) for s, part in pairs]
         for i, (s, part) in enumerate(pairs):
             found += [2 * s * r * part.inner(other) for r, other in pairs[:i]]
         squares, apart = added(found), added(found[: len(pairs)])
-        if len(pairs) > 1:  # uses that cancel each other leave what is lost in their rounding
-            lost = (~(squares >= apart * CANCELLED)).nonzero().squeeze(1)
-            if len(lost):
-                squares[lost] = Factor.sq_norms(self.select(lost))
-        return squares
+        # uses that cancel each other leave what is lost in their rounding
+        return self.anew(squares, ~(squares >= apart * CANCELLED)) if len(pairs) > 1 else squares
 
     def meet(self, other: Factor) -> Tensor | None:
         return added([s * part.inner(other) for s, part in zip(self.scales, self.parts, strict=True)])

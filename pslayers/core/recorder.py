@@ -169,6 +169,8 @@ class Recorder:
         # a second note means that an older graph took part: its value is gone
         elif isinstance(notes[0], tuple):
             whole = len(notes) > 1 or notes[0] == (grad.data_ptr(), grad._version)
+        elif torch_api.capturing():  # values cannot be looked at: the steps before it have been checked
+            whole = True
         else:  # several uses: the engine has added them up in this order
             total = notes[0].detach()
             for note in notes[1:]:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import torch_api
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from ..core.factors import Dense, Factor, Owners, renumbered, squares
-from .common import check_rows, owned, weighed
+from .common import check_rows, of_rows, owned, weighed
 from .embedding import Gather, repeats
 
 MODES = "sum", "mean", "max"  # by torch's numbers
@@ -261,12 +262,12 @@ class Bagged(Factor):
         self.gathered.add_projected(out, numbers, start)
 
     def to(self, dtype: torch.dtype) -> Factor:
-        return Bagged(self.bags, self.gy.to(dtype), self.factors, self.chosen, self.shape)
+        return self._of(self.gy.to(dtype))
 
     def sq_norms(self) -> Tensor:
         """Where a sample has one bag, each entry gets the bag's gradient as often as it is in there."""
         bags, (size, entries, _) = self.bags, self.shape
-        if bags.mode == "max" or bags.count != size:
+        if bags.mode == "max" or bags.count != size or torch_api.capturing():
             return self.gathered.sq_norms()
         again, first = repeats(self.entries, size * entries)
         times = self.gy.new_ones(len(bags.ids)) if self.factors is None else self.factors.to(self.gy.dtype)
@@ -296,8 +297,13 @@ class Bagged(Factor):
         return self.gathered.stack([factor.gathered for factor in factors])  # type: ignore[attr-defined]
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        gy = weighed(self.gy, weights)
-        return Bagged(self.bags, gy, self.factors, self.chosen, self.shape).total()
+        return self._of(weighed(self.gy, weights)).total()
+
+    def masked(self, weights: Tensor) -> Factor:
+        return self._of(self.gy.masked_fill(of_rows(weights == 0, self.gy), 0))
+
+    def _of(self, gy: Tensor) -> "Bagged":
+        return Bagged(self.bags, gy, self.factors, self.chosen, self.shape)
 
     def dot(self, direction: Tensor) -> Tensor:
         return self.gathered.dot(direction.reshape(self.gathered.shape[1:]))

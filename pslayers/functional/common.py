@@ -46,8 +46,13 @@ def by_sample(t: Tensor, size: int, width: int) -> Tensor:
 
 def weighed(t: Tensor, weights: Tensor) -> Tensor:
     """`t` (N, ...), each row times the weight of its sample, (B,)."""
-    each = weights.to(t.dtype).repeat_interleave(len(t) // max(len(weights), 1))
-    return t * each.view(-1, *[1] * (t.ndim - 1))
+    return t * of_rows(weights.to(t.dtype), t)
+
+
+def of_rows(each: Tensor, t: Tensor) -> Tensor:
+    """What is each sample's, (B,), for every row of `t` (N, ...): (N, 1, ...)."""
+    each = each.repeat_interleave(len(t) // max(len(each), 1))
+    return each.view(-1, *[1] * (t.ndim - 1))
 
 
 def owned(t: Tensor) -> Tensor:

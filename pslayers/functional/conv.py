@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import torch_api
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
 from ..core.factors import Blocks, Factor, Owners, at_once, beside, by_size
 from ..core.products import of_dtype
@@ -361,15 +362,11 @@ class Patches(Factor):
         gy = self.gy.unflatten(0, (size, -1)).unflatten(2, (groups, o // groups)).movedim(1, 3)
         gy = gy.reshape(size * groups, o // groups, of_x.shape[2])
         found, lost = norms_of_products(gy.transpose(1, 2) @ gy, of_x)
-        found = found.view(size, groups).sum(1)
-        if len(lost):
-            lost = (lost // groups).unique()
-            found[lost] = Factor.sq_norms(self.select(lost))
-        return found
+        return self.anew(found.view(size, groups).sum(1), lost.view(size, groups).any(1))
 
     def sq_norms(self) -> Tensor:
         """By the products of positions with each other, where these are few."""
-        values = self._by_values()
+        values = 0 if torch_api.capturing() else self._by_values()
         found = [
             part._norms_of_products()
             if values

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import torch_api
 from ..core.context import in_ragged
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads
 from ..core.factors import CHUNK_BYTES, Dense, Factor, Owners, at_once, beside, renumbered, squares
 from ..core.products import of_dtype
-from .common import by_position, check_rows, owned, weighed
+from .common import by_position, check_rows, of_rows, owned, weighed
 from .linear_factor import Outer
 
 
@@ -228,7 +229,10 @@ class Gather(Factor):
 
     def sq_norms(self) -> Tensor:
         """Of each look-up, but that what was looked up again counts as a sum, where it came first."""
-        ids, (again, first) = self.ids.reshape(-1), self.repeated
+        ids = self.ids.reshape(-1)
+        if torch_api.capturing():
+            return self._norms_by_sorting(ids)
+        again, first = self.repeated
         each = squares(self._each())  # (M,)
         if len(again):
             firsts = torch.zeros_like(ids, dtype=torch.bool).index_fill_(0, first, True)
@@ -237,6 +241,17 @@ class Gather(Factor):
         if self.padding_idx is not None:
             each.masked_fill_(ids == self.padding_idx, 0)
         return self.look_ups_by_sample(each)
+
+    def _norms_by_sorting(self, ids: Tensor) -> Tensor:
+        """The same, by ops whose results are as large whatever the ids (M,) are."""
+        keys, order = self.entries.sort()
+        firsts = torch.ones_like(keys, dtype=torch.bool)
+        torch.ne(keys[1:], keys[:-1], out=firsts[1:])
+        at, gy = firsts.cumsum(0) - 1, self._each().index_select(0, order)
+        if self.padding_idx is not None:
+            gy = gy.masked_fill((ids == self.padding_idx).index_select(0, order).unsqueeze(1), 0)
+        each = squares(torch.zeros_like(gy).index_add_(0, at, gy)).index_select(0, at).mul_(firsts)
+        return each.new_zeros(self.shape[0]).index_add_(0, keys // max(self.shape[1], 1), each)
 
     def look_ups_by_sample(self, each: Tensor) -> Tensor:
         """The sum over each sample's look-ups, (M,): (B,)."""
@@ -334,6 +349,11 @@ class Gather(Factor):
 
     def _weighed(self, weights: Tensor) -> "Gather":
         gy = weighed(self.gy, weights if self.samples is None else weights[self.samples])
+        return self._of(self.ids, gy, self.samples, self.shape[0])
+
+    def masked(self, weights: Tensor) -> Factor:
+        out = weights == 0
+        gy = self.gy.masked_fill(of_rows(out if self.samples is None else out[self.samples], self.gy), 0)
         return self._of(self.ids, gy, self.samples, self.shape[0])
 
     def add_weighted(self, out: Tensor, weights: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .. import torch_api
 from ..core.factors import CHUNK_BYTES, FEW, Factor, Owners, at_once, beside, by_size, squares
 from ..core.products import add_gram, affine, mirrored, of_dtype, outer, outer_each, outer_one
 from .common import by_sample
@@ -114,16 +115,12 @@ class Outer(Factor):
         gy, x = (self.gy, self.x) if self.row_a_sample else self.batch()
         if gy.ndim == 2 or gy.shape[1] == 1:
             return squares(gy) * squares(x)
-        if gy.shape[1] * (gy.shape[2] + x.shape[2]) > gy.shape[2] * x.shape[2]:
+        if gy.shape[1] * (gy.shape[2] + x.shape[2]) > gy.shape[2] * x.shape[2] or torch_api.capturing():
             return super().sq_norms()
         step = at_once(2 * gy.shape[1] ** 2, gy)
         parts = zip(gy.split(step), x.split(step), strict=True)
         pairs = [norms_of_products(g @ g.transpose(1, 2), h @ h.transpose(1, 2)) for g, h in parts]
-        found = torch.cat([norms for norms, _ in pairs])
-        lost = torch.cat([some + i * step for i, (_, some) in enumerate(pairs)])
-        if len(lost):
-            found[lost] = Factor.sq_norms(self.select(lost))
-        return found
+        return self.anew(*map(torch.cat, zip(*pairs, strict=True)))
 
     def meet(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Outer):
@@ -190,7 +187,7 @@ class Outer(Factor):
 
 def norms_of_products(of_gy: Tensor, of_x: Tensor) -> tuple[Tensor, Tensor]:
     """The squared norms (n,) of sums over positions of outer products, from the products of positions on both
-    sides (n, t, t), the first of which is written over; and for which of them these cancel.
+    sides (n, t, t), the first of which is written over; and whether these cancel, of each (n,).
 
     Torch's own sum is by pairs; a product of vectors, as einsum takes here, adds up one after the other.
     """
@@ -239,7 +236,7 @@ def _cancels(sides: Sides) -> bool:
     c, step = gy.shape[1], at_once(2 * gy.shape[1] * t**2, gy)
     for g, h in zip(gy.split(step), x.split(step), strict=True):
         of_x = (h @ h.transpose(1, 2)).unsqueeze(1).expand(-1, c, -1, -1)
-        if len(norms_of_products((g @ g.transpose(2, 3)).flatten(0, 1), of_x.flatten(0, 1))[1]):
+        if norms_of_products((g @ g.transpose(2, 3)).flatten(0, 1), of_x.flatten(0, 1))[1].any():
             return True
     return False
 
@@ -304,8 +301,8 @@ def _rows(gy: Tensor, x: Tensor) -> Tensor:
 
 
 def cancelled(each: Tensor, found: Tensor) -> Tensor:
-    """Samples whose squared norm (B,), from products of positions, may be lost in the rounding of these;
-    `each` (B, t) is that of one position alone, |gy_t|^2 |x_t|^2.
+    """Whether each squared norm (B,), from products of positions, may be lost in the rounding of these; `each`
+    (B, t) is that of one position alone, |gy_t|^2 |x_t|^2.
 
     A sum over positions t and s of products that are each right to u (the precision's unit) is right to
     u * (sum_t |gy_t| |x_t|)^2 at worst, and to about u * sum_t |gy_t|^2 |x_t|^2, as errors have any sign
@@ -316,7 +313,7 @@ def cancelled(each: Tensor, found: Tensor) -> Tensor:
     kept = each.sum(1) <= LIKELY / unit * found
     if each.shape[1] * LIKELY > WORST:
         kept &= each.sqrt().sum(1).square() <= WORST / unit * found
-    return (~kept).nonzero().squeeze(1)
+    return ~kept
 
 
 # how far a squared norm may be off, relatively

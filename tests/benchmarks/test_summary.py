@@ -52,6 +52,9 @@ def test_two_machines(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = cell("one", 2.5)
     one["engines"] |= {f"{k}-compiled": {**one["engines"][k], "times": [3.0]} for k in ("plain", "pslayers")}
     write(results / "one-tm-7-2-threads", "compiled", {"cells": [one]})
+    steps, ours = clipped(), "pslayers-clipping"
+    steps["engines"] |= {f"{k}-captured": {**steps["engines"][k], "times": [0.5]} for k in ("plain", ours)}
+    write(results / "one-tm-7-2-threads", "captured", {"cells": [steps]})
     public = {"cells": [cell("benchmarks.architectures:vit", 2.5)]}
     write(results / "one-tm-7-2-threads", "architectures", public)
 
@@ -69,7 +72,8 @@ def test_two_machines(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| our time / limit, worst cell | at most 1.6x | 2.00x (two, B=16), missed | 0.50x" in text
     assert "| one | One (TM) 7, 2 threads | 1 | 2.00x (2.00x) | 1.25x (1.25x) | 0.54x |" in text
     assert "| one | Another, 1 thread | 1 | 5.00x (5.00x) | 0.50x (0.50x) | 0.54x |" in text
-    assert "| one, B=16 | One (TM) 7, 2 threads | 3.00x | 1.20x | 1.00x |" in text
+    assert "| one, B=16 | One (TM) 7, 2 threads | 3.00x | 1.20x | 2.50x | 1.00x |" in text
+    assert "| mine, B=16 | One (TM) 7, 2 threads | 0.50x | 0.38x | 1.30x | 1.00x |" in text
     assert "| vit, B=16 | One (TM) 7, 2 threads | 4.19 M | torch.func | 2.00x | 1.25x | 2.50x |" in text
     assert "Not reached in time: three, B=16.\n" in text
     assert "Not reached in time: one, B=16 (memory of loop).\n" in text
