@@ -11,7 +11,7 @@ from typing import Any
 from .report import Cell, Document, key
 
 RESULTS = Path(__file__).parent / "results"
-OTHERS = "compiled", "captured", "architectures", "regret"  # files beside study.json, where they were measured
+OTHERS = "compiled", "captured", "architectures", "regret"  # files beside study.json, where there are any
 
 
 @dataclass(frozen=True)

@@ -301,8 +301,9 @@ def _rows(gy: Tensor, x: Tensor) -> Tensor:
 
 
 def cancelled(each: Tensor, found: Tensor) -> Tensor:
-    """Whether each squared norm (B,), from products of positions, may be lost in the rounding of these; `each`
-    (B, t) is that of one position alone, |gy_t|^2 |x_t|^2.
+    """Whether each squared norm (B,), from products of positions, may be lost in the rounding of these.
+
+    `each` (B, t) is that of one position alone, |gy_t|^2 |x_t|^2.
 
     A sum over positions t and s of products that are each right to u (the precision's unit) is right to
     u * (sum_t |gy_t| |x_t|)^2 at worst, and to about u * sum_t |gy_t|^2 |x_t|^2, as errors have any sign
