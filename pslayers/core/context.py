@@ -73,6 +73,7 @@ class Settings:
     # modules are called with rows that masks have picked
     has_gathered_rows: bool = field(default=False, repr=False)
     pass_id: int = -1
+    captured: bool = field(default=False, repr=False)  # it goes into a CUDA graph
     rows: int = field(default=-1, repr=False)  # samples in the pass that is running
     appended: int = field(default=0, repr=False)  # samples of the passes before it whose rows are kept
     recorded: dict[int, Callable[[], Tensor | None]] = field(default_factory=dict, repr=False)
@@ -138,7 +139,7 @@ class Settings:
         """At the first row of a backward pass, forget what the earlier one left (a pass may not reach every
         parameter).
         """
-        self.pass_id, self.rows = pass_id, -1
+        self.pass_id, self.rows, self.captured = pass_id, -1, torch_api.capturing()
         if self.accumulation == "replace":
             self.clear()
 

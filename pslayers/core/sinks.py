@@ -121,9 +121,11 @@ class DenseRows(Sink):
         self.memory = self.leaf = self.written = self.lent = None
 
     def buffer(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
-        """The last rows' memory, unless somebody holds it, or rows are to be kept beside them."""
+        """The last rows' memory, unless somebody holds it, or rows are to be kept beside them, or in a graph
+        that is captured, which writes to them whenever it is replayed.
+        """
         memory, self.lent = self.memory, None
-        if memory is None or like is not self.leaf or recorder is None:
+        if memory is None or like is not self.leaf or recorder is None or torch_api.capturing():
             return super().buffer(recorder, like)
         if recorder.settings.accumulation == "replace" and recorder.pass_id != torch_api.running_pass():
             if (holder := recorder.holder.tensor()) is not None:
@@ -144,6 +146,7 @@ class DenseRows(Sink):
             or (first and factor.entries is not None)
             or recorder.settings.accumulation != "replace"
             or (holder := recorder.enter(pass_id)) is None
+            or recorder.settings.captured
         ):
             return super().put(recorder, factor, like, scale)
         if not first:
@@ -191,7 +194,7 @@ class DenseRows(Sink):
         """Put them on the parameter, by the rules of accumulation."""
         settings = recorder.settings
         recorder.count(rows.shape[0])
-        if rows is not self.lent:
+        if rows is not self.lent and not settings.captured:
             self._remember(rows, recorder.leaf)
         self.lent = self.written = None
         if first:
@@ -199,7 +202,7 @@ class DenseRows(Sink):
         if not first or settings.accumulation != "replace":
             rows = self._accumulated(recorder, holder, rows, first)
         holder.grad_sample = rows  # type: ignore[attr-defined]
-        if entries is not None and self.memory is not None:
+        if entries is not None and self.memory is not None and not settings.captured:
             self.written = entries, self.memory._version
 
     def _remember(self, rows: Tensor, leaf: Tensor | None) -> None:

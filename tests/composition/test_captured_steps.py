@@ -45,16 +45,19 @@ def _on_a_stream() -> Iterator[None]:
         yield
 
 
-def captured(step: Callable[[], Any], patch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """What does the step again, after it was run some times and captured."""
+Made = dict[str, Tensor]
+
+
+def captured(step: Callable[[], Made], patch: pytest.MonkeyPatch) -> Callable[[], Made]:
+    """What does the step again, after it was run some times and captured, and returns what the step does."""
     if not torch.empty(0).is_cuda:
         for _ in range(3):
             step()
 
-        def again() -> None:
+        def again() -> Made:
             with patch.context() as inside, Refuse():
                 inside.setattr(torch_api, "capturing", lambda: True)
-                step()
+                return step()
 
         return again
     for _ in range(20):
@@ -62,26 +65,37 @@ def captured(step: Callable[[], Any], patch: pytest.MonkeyPatch) -> Callable[[],
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-        step()
-    return graph.replay
+        made = step()
+
+    def replayed() -> Made:
+        graph.replay()
+        return made
+
+    return replayed
 
 
 def steps(
     ours: nn.Module, inputs: tuple[Tensor, ...], loss: Callable[..., Tensor], patch: pytest.MonkeyPatch
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """One with rows, and one that clips to half."""
+) -> tuple[Callable[[], Made], Callable[[], Made]]:
+    """One that gives rows, and one that gives sums of what is clipped to half."""
 
-    def with_rows() -> None:
+    def with_rows() -> Made:
         ours.zero_grad()
         loss(ours(*inputs)).backward()
+        return {n: p.grad_sample for n, p in ours.named_parameters()}  # type: ignore[attr-defined]
 
-    def clipping() -> None:
+    def clipping() -> Made:
         ours.zero_grad()
         with ps.clipping(ours, 0.5):
             loss(ours(*inputs)).backward()
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in ours.named_parameters()}
 
-    # each stays with the gradients that it has made
     return captured(with_rows, patch), captured(clipping, patch)
+
+
+def near_all(made: Made, expected: Made, times: float = 1.0) -> None:
+    for name, t in expected.items():
+        near(times * made[name], t)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -92,11 +106,8 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with_rows, clipping = steps(ours, (x,), lambda out: squares(out).mean(), monkeypatch)
     x.copy_(new)
     rows = loop(model, square, (new,))
-    with_rows()
-    near({n: p.grad_sample for n, p in ours.named_parameters() if n in rows}, rows)  # type: ignore[attr-defined]
-    clipping()
-    _, expected = clipped(rows, 0.5)
-    near({n: 4 * p.grad for n, p in ours.named_parameters() if n in rows}, expected)  # type: ignore[operator]
+    near_all(with_rows(), rows)
+    near_all(clipping(), clipped(rows, 0.5)[1], 4)
 
 
 # torch's own looks at how many targets are in each cluster
@@ -107,12 +118,8 @@ def test_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, n = suite.converted(layer), suite.batch
     with_rows, clipping = steps(ours, inputs, lambda out: suite.losses(out, n).mean(), monkeypatch)
     rows = suite.loop(layer, inputs, n)
-    with_rows()
-    suite.assert_rows(ours, rows)
-    clipping()
-    _, expected = clipped(rows, 0.5)
-    for param, p in ours.named_parameters():
-        near(torch.zeros_like(p) if p.grad is None else n * p.grad, expected[param])
+    near_all(with_rows(), rows)
+    near_all(clipping(), clipped(rows, 0.5)[1], n)
 
 
 @pytest.mark.parametrize("finite", [2, 0])
@@ -121,9 +128,7 @@ def test_samples_that_are_not_finite_are_left_out(finite: int, monkeypatch: pyte
     ours = ps.convert_model(copy.deepcopy(model))
     _, clipping = steps(ours, (x,), lambda out: squares(out).mean(), monkeypatch)
     x[finite:, 1] = torch.nan
-    clipping()
-    _, expected = clipped(loop(model, square, (x[:finite],), zeros=True), 0.5)
-    near({n: 4 * p.grad for n, p in ours.named_parameters()}, expected)  # type: ignore[operator]
+    near_all(clipping(), clipped(loop(model, square, (x[:finite],), zeros=True), 0.5)[1], 4)
 
 
 def test_weights_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,15 +136,37 @@ def test_weights_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = ps.convert_model(nn.Linear(5, 3).double())
     x, weights = floats(4, 5), torch.tensor([0.0, 2.0, 0.0, 1.0]).double()
 
-    def step() -> None:
+    def step() -> Made:
         ours.zero_grad()
         with ps.reweighting(ours, lambda grads: weights):
             squares(ours(x)).mean().backward()
+        assert ours.weight.grad is not None
+        return {"weight": ours.weight.grad}
 
     again = captured(step, monkeypatch)
     x[0] = torch.nan
-    again()
-    assert ours.weight.grad is not None and ours.weight.grad.isfinite().all()
+    assert again()["weight"].isfinite().all()
     x[3] = torch.nan
-    again()
-    assert ours.weight.grad is not None and ours.weight.grad.isnan().any()
+    assert again()["weight"].isnan().any()
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(5, 3), nn.Embedding(5, 3)])
+def test_rows_of_a_graph_are_in_memory_of_its_own(layer: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager steps after it, of a batch of another size, too, let go of theirs, which it would write to."""
+    ours = ps.convert_model(layer.double())
+    x, others = (floats(n, 5) if isinstance(layer, nn.Linear) else torch.arange(n) for n in (4, 3))
+
+    def step(x: Tensor = x) -> Made:
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        return {"weight": ours.weight.grad_sample}
+
+    again = captured(step, monkeypatch)
+    ours.zero_grad()
+    made = again()
+    rows, place = made["weight"].clone(), made["weight"].data_ptr()
+    assert place != ours.weight._ps_recorder.dense.memory.data_ptr()  # type: ignore[union-attr]
+    for given in (x, others, x):
+        near(step(given)["weight"], loop(layer, square, (given,))["weight"])
+        assert ours.weight.grad_sample.data_ptr() != place
+    near(made["weight"], rows)
