@@ -17,7 +17,7 @@ from . import torch_api
 from .attribution.ragged import of_jagged
 from .attribution.snapshot import trial
 from .core import sharding
-from .core.context import Settings, changed, clear, form_of, local
+from .core.context import Settings, changed, clear, local
 from .core.recorder import forget, recorder_of
 from .core.trees import callable_module, cloned, own_parameters, trainable_parameters
 from .layers.batch_norm import why_mixed
@@ -197,7 +197,7 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
                 try_ragged(model, PSContainer._ps_run, args, kwargs)
             # one sample tells nothing
             elif (size := model._ps_batch_size(args, kwargs)) is not None and size > 1:
-                with changed(form=form_of(args, kwargs)):
+                with changed(form=model._ps_form(args, kwargs)):
                     kind = model._ps_kind(model._ps_sizes(args, kwargs), size)
                     ModelCall(model, PSContainer._ps_run, args, kwargs, size, kind).learn()
         except ValueError as error:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from .. import torch_api
 from ..attribution.snapshot import trial
 from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
-from ..core.context import UNSCALED, Batch, Call, Form, Settings, form_of, local
+from ..core.context import UNSCALED, Batch, Call, Form, Settings, local
 from ..core.converted_module import ConvertedLayer, ConvertedModule, state_of
 from .layers import FAST
 from .registry import modules
@@ -90,7 +90,7 @@ def _is_proved(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str,
     """Whether such a call was proved; or is now, by inputs of these shapes: one that is traced depends on
     nothing else.
     """
-    number, training, form = state_of(module).number, module.training, form_of(args, kwargs)
+    number, training, form = state_of(module).number, module.training, module._ps_form(args, kwargs)
     if _known(number, training, form):
         return True
     told = _told((args, kwargs))
@@ -144,7 +144,7 @@ def _known(number: int, training: bool, form: Form) -> bool:
 @torch_api.mark_constant
 def _prove(number: int, told: Any) -> bool:
     """Prove a kind of call by a recorded one that is given such; whether that could be done."""
-    module = modules[number]
+    module: Any = modules[number]
     try:
         with torch_api.not_compiling(), trial(module), torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")  # of what is run sample by sample, and cannot be compiled
@@ -153,7 +153,7 @@ def _prove(number: int, told: Any) -> bool:
     except Exception:
         return False
     state_of(module).proved_in = torch_api.compile_id()
-    return _proved(module, form_of(args, kwargs))
+    return _proved(module, module._ps_form(args, kwargs))
 
 
 @torch_api.mark_constant
@@ -304,7 +304,7 @@ def _outermost(
     size = local.explicit if local.explicit is not None else module._ps_batch_size(*taken)
     if size is None:
         return run(module, *args, **kwargs)
-    local.batch = Traced(size, state_of(module).settings, trackable, form_of(args, kwargs))
+    local.batch = Traced(size, state_of(module).settings, trackable, module._ps_form(args, kwargs))
     try:
         return run(module, *args, **kwargs)
     finally:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import torch_api
 from .converted_module import ConvertedLayer, ConvertedModule
+from .switches import Switches
 from .thread_turns import Turns
 from .trees import ndims, tensors_of
 
@@ -85,6 +86,7 @@ class Settings:
     # recorders of what arrived in that pass past expansions
     bare: list[Any] = field(default_factory=list, repr=False)
     turns: Turns = field(default_factory=Turns, repr=False)  # of threads that call the model
+    switches: Switches = field(default_factory=Switches, repr=False)  # that were set on its modules
     on_unsupported: str = "general"  # what convert_model was told about modules without a replacement
 
     # a copy agrees on the same things, and has recorded nothing yet
@@ -96,6 +98,7 @@ class Settings:
             "partial",
             "has_gathered_rows",
             "on_unsupported",
+            "switches",
         )
         return {name: self.__dict__[name] for name in kept}
 

@@ -53,6 +53,10 @@ class ConvertedModule(nn.Module):
         """What lies below it now."""
         raise NotImplementedError
 
+    def _ps_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What of a call its forward may go by."""
+        raise NotImplementedError
+
     def _ps_layout(self, call: int, place: tuple[str, int], ndim: int) -> Any:
         """How a tensor of a call that is as this one holds the samples, as tracked; None where that is not
         known.

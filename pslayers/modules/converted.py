@@ -4,6 +4,7 @@ The batch size is decided (`_ps_in_turn`, `_ps_size`); all that follows for a wh
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain
@@ -25,6 +26,7 @@ from ..core.context import Batch, Form, Settings, changed, clear, form_of, local
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import refuse_rows
 from ..core.recorder import Recorder, let_go, recorder_of
+from ..core.switches import setting, settings_of_hooks
 from ..core.trees import own_parameters, tensors_in, tensors_of
 from .batch_of_one import run_alone, run_plain
 from .first_call import Kind, ModelCall
@@ -33,6 +35,7 @@ from .ragged_call import call_ragged
 
 ASIDE = 8  # sets of trained parameters of which it is remembered what was proved, beside the last one
 
+Mode = tuple[bool, str]  # training, and how switches are set
 # training, the form of the outermost call, the number of the call, the place of a tensor, its dims
 LayoutKey = tuple[bool, Form, int, tuple[str, int], int]
 
@@ -75,8 +78,8 @@ class State:
         self.ragged_whole = False
         self.ragged_hooks = False  # its forward puts hooks on tensors
         self.ragged_shared: set[str] = set()  # parameters that meet what all samples share
-        self.ragged_seen: dict[bool, Seen] = {True: {}, False: {}}  # in each mode
-        self.ragged_proved: set[bool] = set()  # in which modes it was looked for that
+        self.ragged_seen: dict[Mode, Seen] = {}
+        self.ragged_proved: set[Mode] = set()  # in which it was looked for that
         # callers of layers that take what all samples share, in these ways, are run whole
         self.shared: set[Layout] = set()
         # how: (number of the call, training, whether per-sample weights were given, the form of the outermost
@@ -166,7 +169,44 @@ class Converted(_Mixin):
         if type(value) is nn.Parameter and (local.batch is not None or local.use_original_forward):
             state = self._ps_state()
             refuse_rows(value, f"{state.prefix}{name}", state.settings)
+        compiling, own = torch.compiler.is_compiling(), self.__dict__
+        if not compiling and own.get("_ps") is not None and not isinstance(value, nn.Module):
+            self._ps_switched(name, setting(own.get(name)), setting(value))
         super().__setattr__(name, value)
+
+    def _ps_switched(self, what: str, before: Any, now: Any) -> None:
+        """Note something that is set between calls, on which a forward may depend; but for what torch sets,
+        and we do.
+        """
+        if before == now or local.form or local.use_original_forward or torch_api.current_pass() != -1:
+            return
+        setter = sys._getframe(2).f_globals.get("__name__", "")
+        if setter.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
+            state = self._ps_state()
+            state.settings.switches.note(f"{state.prefix}{what}", before, now)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's."""
+        before = settings_of_hooks(self)
+        handle = super().register_forward_hook(*args, **kwargs)
+        self._ps_switched("a hook", before, settings_of_hooks(self))
+        return handle
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's."""
+        before = settings_of_hooks(self)
+        handle = super().register_forward_pre_hook(*args, **kwargs)
+        self._ps_switched("a hook", before, settings_of_hooks(self))
+        return handle
+
+    @property
+    def _ps_mode(self) -> Mode:
+        return self.training, self._ps_state().settings.switches.now
+
+    def _ps_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+        """The form of an outermost call, and how switches are set."""
+        form, now = form_of(args, kwargs), self._ps_state().settings.switches.now
+        return (*form, now) if now else form
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
         super().__setstate__(state)
@@ -251,7 +291,7 @@ class Converted(_Mixin):
         if unrecorded and not self._ps_given():
             with nullcontext() if nested else settings.turns.reading():
                 return run_plain(self, args, kwargs)
-        before, local.form = local.form, form_of(args, kwargs)
+        before, local.form = local.form, self._ps_form(args, kwargs)
         local.call = None  # an interrupt may have left one
         try:
             with torch_api.own_parametrized():

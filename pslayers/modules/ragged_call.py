@@ -34,7 +34,7 @@ def _call(
     if not size and not sharding.apart(model):
         return run_alone(model, inventory, args, kwargs, 0, True), None
     model._ps_make_room(size)
-    if model._ps_layer or model.training in model._ps_state().ragged_proved:
+    if model._ps_layer or model._ps_mode in model._ps_state().ragged_proved:
         return _output(model, run, args, kwargs)
     return _first_call(model, inventory, run, args, kwargs)
 
@@ -47,7 +47,7 @@ def _inventory(model: Any) -> Inventory:
             f"`{state.path}` ({type(model).__name__}) is called inside a transform of torch.func, which"
             " ps.sample_ids does not go into: call it outside, and take rows from .grad_sample."
         )
-    if sharding.apart(model) and not local.ragged.trusts(state.ragged_seen[model.training]):
+    if sharding.apart(model) and not local.ragged.trusts(state.ragged_seen.get(model._ps_mode, {})):
         raise ValueError(
             f"`{state.path}` ({type(model).__name__}) has parts that are sharded by themselves, whose"
             " parameters are not there when a batch is verified. Verify an example before it is sharded, in"
@@ -107,7 +107,7 @@ def _first_call(
         state.ragged_whole = state.ragged_whole or past or bool(state.ragged_shared)
     state.ragged_whole = state.ragged_whole and not past
     if len(local.ragged.known[0][0].unique()) > 1:  # one sample tells nothing
-        state.ragged_proved.add(model.training)
+        state.ragged_proved.add(model._ps_mode)
         state.unproved = inventory.frozen()
     return output, call
 
@@ -143,7 +143,8 @@ def _output(
     either.
     """
     state = model._ps_state()
-    call = RaggedCall(local.ragged, model, state.ragged_seen[model.training], state.ragged_shared)
+    seen = state.ragged_seen.setdefault(model._ps_mode, {})
+    call = RaggedCall(local.ragged, model, seen, state.ragged_shared)
     call.proving = proving
     if proving and not call.trusted:
         args, kwargs = call.enter((args, kwargs))

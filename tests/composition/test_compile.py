@@ -583,3 +583,27 @@ def test_export_of_a_restored_model(name: str) -> None:
     x = inputs(5)
     exported = torch.export.export(ps.restore_model(ours), (x,))
     torch.testing.assert_close(exported.module()(x), model(x))
+
+
+class Turned(nn.Module):
+    """Goes by a flag: x (B, 3, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.turned, self.calls = nn.Linear(4, 2), False, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if not self.turned:
+            return self.fc(x)
+        return self.fc(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (3, -1)).transpose(0, 1)
+
+
+def test_flags_that_are_set_between_calls() -> None:
+    model, ours = pair(Turned(), torch.randn(5, 3, 4).double())
+    ours.turned = True
+    squares(ours(torch.randn(5, 3, 4).double())).mean().backward()  # proved
+    run = compiled(ours)
+    for turned in (True, False, True):
+        model.turned = ours.turned = turned
+        assert_right(run, ours, model, torch.randn(4, 3, 4).double())
