@@ -165,6 +165,37 @@ def test_uses_that_cancel_each_other() -> None:
     torch.testing.assert_close(grads.norms().double(), norms, rtol=1e-3, atol=0)
 
 
+class Predicting(nn.Module):
+    """A tied table, and nothing else that is trained: x (B, t)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.between = nn.Embedding(64, 64), nn.Linear(64, 64).requires_grad_(False)
+        self.out = nn.Linear(64, 64, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.between(self.table(x))))
+
+
+@pytest.mark.parametrize("left", [1e-2, 1e-3, 1e-4])
+def test_positions_of_a_tied_table_that_cancel(left: float) -> None:
+    """In single precision, to the last of four terms, but for a part of it, each use by itself and both."""
+
+    def losses(out: Tensor) -> Tensor:
+        return (out[:, 0] - out[:, 1] + out[:, 2] - out[:, 3] + left * out[:, 4]).sum(1)
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model, x = Predicting(), torch.randint(0, 64, (4, 6))
+        x[:, 1], x[:, 3] = x[:, 0], x[:, 2]
+        ours = ps.convert_model(copy.deepcopy(model))
+        with ps.clipping(ours, 1e-6) as clip:
+            losses(ours(x)).mean().backward()
+        norms = flat(loop(model.double(), lambda out, i: losses(out).sum(), (x,))).norm(dim=1)
+        torch.testing.assert_close(clip.norms.double(), norms, rtol=1e-4, atol=0)
+
+
 def test_norms_in_single_precision_where_products_cancel() -> None:
     """Inputs with a large common part, whose gradients add up to almost nothing."""
     torch.manual_seed(0)

@@ -252,6 +252,12 @@ class Factor:
         """The squared norm of each sample's gradient, (B,)."""
         return _stacked([squares(rows) for _, rows in self.chunks()], self.like())
 
+    def by_position(self) -> Tensor:
+        """The squared norms (B, t) of what is added up to each sample's gradient, to which the rounding of
+        products with it is relative; of dense rows that of the sum itself.
+        """
+        return self.sq_norms().unsqueeze(1)
+
     def anew(self, squares: Tensor, lost: Tensor) -> Tensor:
         """Squared norms (B,), those that are `lost` (B,) in the rounding of what they were computed from by
         dense rows.
@@ -377,6 +383,27 @@ def beside(tensors: Sequence[Tensor], size: int) -> Tensor:
     """Tensors (N, ...) of so many samples as one (N * C, ...), those of a sample side by side."""
     by_sample = size, len(tensors[0]) // max(size, 1)
     return torch.stack([t.unflatten(0, by_sample) for t in tensors], 1).flatten(0, 2)
+
+
+# how far a squared norm may be off, relatively
+WORST, LIKELY = 3e-5, 2e-6
+
+
+def cancelled(each: Tensor, found: Tensor) -> Tensor:
+    """Whether each squared norm (B,), from products of positions, may be lost in the rounding of these.
+
+    `each` (B, t) is that of one position alone, |gy_t|^2 |x_t|^2.
+
+    A sum over positions t and s of products that are each right to u (the precision's unit) is right to
+    u * (sum_t |gy_t| |x_t|)^2 at worst, and to about u * sum_t |gy_t|^2 |x_t|^2, as errors have any sign
+    (direct derivation). Both are held against the squared norm itself; of few positions the first is small
+    where the second is, which it is at most t times.
+    """
+    unit = torch.finfo(each.dtype).eps
+    kept = each.sum(1) <= LIKELY / unit * found
+    if each.shape[1] * LIKELY > WORST:
+        kept &= each.sqrt().sum(1).square() <= WORST / unit * found
+    return ~kept
 
 
 BLOCK = 256
@@ -734,8 +761,11 @@ class Sum(OfParts):
         for i, (s, part) in enumerate(pairs):
             found += [2 * s * r * part.inner(other) for r, other in pairs[:i]]
         squares, apart = added(found), added(found[: len(pairs)])
-        # uses that cancel each other leave what is lost in their rounding
-        return self.anew(squares, ~(squares >= apart * CANCELLED)) if len(pairs) > 1 else squares
+        if len(pairs) == 1:
+            return squares
+        # uses that cancel each other leave what is lost in their rounding, and so do their positions
+        each = torch.cat([part.by_position() * (s * s) for s, part in pairs], 1)
+        return self.anew(squares, ~(squares >= apart * CANCELLED) | cancelled(each, squares))
 
     def meet(self, other: Factor) -> Tensor | None:
         return added([s * part.inner(other) for s, part in zip(self.scales, self.parts, strict=True)])

@@ -253,6 +253,11 @@ class Gather(Factor):
         each = squares(torch.zeros_like(gy).index_add_(0, at, gy)).index_select(0, at).mul_(firsts)
         return each.new_zeros(self.shape[0]).index_add_(0, keys // max(self.shape[1], 1), each)
 
+    def by_position(self) -> Tensor:
+        if self.samples is not None:
+            return super().by_position()
+        return squares(self._values()).view(self.shape[0], -1)
+
     def look_ups_by_sample(self, each: Tensor) -> Tensor:
         """The sum over each sample's look-ups, (M,): (B,)."""
         size = self.shape[0]

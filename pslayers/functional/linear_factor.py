@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..core.factors import CHUNK_BYTES, FEW, Factor, Owners, at_once, beside, by_size, squares
+from ..core.factors import CHUNK_BYTES, FEW, Factor, Owners, at_once, beside, by_size, cancelled, squares
 from ..core.products import add_gram, affine, mirrored, of_dtype, outer, outer_each, outer_one
 from .common import by_sample
 
@@ -121,6 +121,11 @@ class Outer(Factor):
         parts = zip(gy.split(step), x.split(step), strict=True)
         pairs = [norms_of_products(g @ g.transpose(1, 2), h @ h.transpose(1, 2)) for g, h in parts]
         return self.anew(*map(torch.cat, zip(*pairs, strict=True)))
+
+    def by_position(self) -> Tensor:
+        gy, x = self.batch()
+        of_gy, of_x = (torch.linalg.vector_norm(side, dim=2).square() for side in (gy, x))
+        return of_gy * of_x
 
     def meet(self, other: Factor) -> Tensor | None:
         if not isinstance(other, Outer):
@@ -298,27 +303,6 @@ def _rows(gy: Tensor, x: Tensor) -> Tensor:
     if c == 1:
         return outer_each(gy.squeeze(1), x, 1.0, x.new_empty(b, q, x.shape[2])).flatten(1)
     return (gy.transpose(2, 3).reshape(b, c * q, t) @ x).view(b * c, q * x.shape[2])
-
-
-def cancelled(each: Tensor, found: Tensor) -> Tensor:
-    """Whether each squared norm (B,), from products of positions, may be lost in the rounding of these.
-
-    `each` (B, t) is that of one position alone, |gy_t|^2 |x_t|^2.
-
-    A sum over positions t and s of products that are each right to u (the precision's unit) is right to
-    u * (sum_t |gy_t| |x_t|)^2 at worst, and to about u * sum_t |gy_t|^2 |x_t|^2, as errors have any sign
-    (direct derivation). Both are held against the squared norm itself; of few positions the first is small
-    where the second is, which it is at most t times.
-    """
-    unit = torch.finfo(each.dtype).eps
-    kept = each.sum(1) <= LIKELY / unit * found
-    if each.shape[1] * LIKELY > WORST:
-        kept &= each.sqrt().sum(1).square() <= WORST / unit * found
-    return ~kept
-
-
-# how far a squared norm may be off, relatively
-WORST, LIKELY = 3e-5, 2e-6
 
 
 def product(gy: Tensor, x: Tensor) -> Tensor:

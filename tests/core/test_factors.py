@@ -405,10 +405,10 @@ def test_what_cancels_is_told_by_both_bounds(positions: int) -> None:
     found = each.sum(1) * 10 ** -torch.arange(63).div(10)  # from next to nothing cancels to nearly all
     found[-2:] = torch.tensor([torch.nan, -1])
     expected = [
-        not (w <= linear_factor.WORST * s and q <= linear_factor.LIKELY * s)
+        not (w <= factors.WORST * s and q <= factors.LIKELY * s)
         for w, q, s in zip(worst.tolist(), likely.tolist(), found.tolist(), strict=True)
     ]
-    assert linear_factor.cancelled(each.float(), found.float()).tolist() == expected
+    assert factors.cancelled(each.float(), found.float()).tolist() == expected
     assert any(expected[:60]) and not all(expected[:60])
 
 
