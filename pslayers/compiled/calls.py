@@ -86,11 +86,23 @@ def call_container(
     return _outermost(module, True, original, args, kwargs)
 
 
+def _form(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+    """As eager calls have it."""
+    modes = _modes(state_of(module).number)
+    return (*module._ps_form(args, kwargs), modes) if modes else module._ps_form(args, kwargs)
+
+
+@torch_api.mark_constant
+def _modes(number: int) -> str:
+    module: Any = modules[number]
+    return module._ps_inventory().modes(module.training)  # type: ignore[no-any-return]
+
+
 def _is_proved(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether such a call was proved; or is now, by inputs of these shapes: one that is traced depends on
     nothing else.
     """
-    number, training, form = state_of(module).number, module.training, module._ps_form(args, kwargs)
+    number, training, form = state_of(module).number, module.training, _form(module, args, kwargs)
     if _known(number, training, form):
         return True
     told = _told((args, kwargs))
@@ -153,7 +165,7 @@ def _prove(number: int, told: Any) -> bool:
     except Exception:
         return False
     state_of(module).proved_in = torch_api.compile_id()
-    return _proved(module, module._ps_form(args, kwargs))
+    return _proved(module, _form(module, args, kwargs))
 
 
 @torch_api.mark_constant
@@ -304,7 +316,7 @@ def _outermost(
     size = local.explicit if local.explicit is not None else module._ps_batch_size(*taken)
     if size is None:
         return run(module, *args, **kwargs)
-    local.batch = Traced(size, state_of(module).settings, trackable, module._ps_form(args, kwargs))
+    local.batch = Traced(size, state_of(module).settings, trackable, _form(module, args, kwargs))
     try:
         return run(module, *args, **kwargs)
     finally:

@@ -5,6 +5,7 @@ A checkpoint computes a part of the forward again in the backward pass: `situati
 the part had in the forward, and `inputs_noted` what was known of its inputs.
 """
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from .. import torch_api
 from .converted_module import ConvertedLayer, ConvertedModule
 from .switches import Switches
 from .thread_turns import Turns
-from .trees import ndims, tensors_of
+from .trees import structure, tensors_of
 
 if TYPE_CHECKING:
     from .sinks import Sink
@@ -58,6 +59,9 @@ class Scale:
 UNSCALED = Scale()
 
 
+_numbers = itertools.count()
+
+
 @dataclass(eq=False)
 class Settings:
     """What one converted model agrees on; every module of the model holds the same object."""
@@ -87,6 +91,7 @@ class Settings:
     bare: list[Any] = field(default_factory=list, repr=False)
     turns: Turns = field(default_factory=Turns, repr=False)  # of threads that call the model
     switches: Switches = field(default_factory=Switches, repr=False)  # that were set on its modules
+    name: str = field(default_factory=lambda: str(next(_numbers)), repr=False)
     on_unsupported: str = "general"  # what convert_model was told about modules without a replacement
 
     # a copy agrees on the same things, and has recorded nothing yet
@@ -99,6 +104,7 @@ class Settings:
             "has_gathered_rows",
             "on_unsupported",
             "switches",
+            "name",
         )
         return {name: self.__dict__[name] for name in kept}
 
@@ -302,14 +308,12 @@ Place = tuple[Any, Any, Any]
 Form = tuple[Any, ...]
 
 
-def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+def form_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int = 0) -> Form:
     """What a call is given that its forward may go by, but for sizes and numbers, which may be others in
-    every call: flags, and how many dims tensors have.
+    every call; `batch` is the dim of the samples.
     """
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # by far the most
-        return (args[0].ndim,)
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    return tuple([(n, v if v is None or isinstance(v, (bool, str)) else ndims(v)) for n, v in named])
+    return tuple([(n, v if isinstance(v, str) else structure(v, batch)) for n, v in named])
 
 
 class _Local(threading.local):

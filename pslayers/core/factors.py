@@ -711,6 +711,7 @@ class Spent(Factor):
     write = weighted_sum = dot = meet = meet_all = select  # type: ignore[assignment]
 
 
+PAIRED = 4  # uses of a weight at most whose products with each other are taken: of more, dense rows cost less
 CANCELLED = 0.05  # of the squared norms of several uses, below which that of their sum is computed anew
 
 
@@ -755,7 +756,7 @@ class Sum(OfParts):
 
     def sq_norms(self) -> Tensor:
         pairs = list(zip(self.scales, self.parts, strict=True))
-        if len(pairs) > 1 and torch_api.capturing():
+        if len(pairs) > PAIRED or (len(pairs) > 1 and torch_api.capturing()):
             return super().sq_norms()
         found = [part.sq_norms() if s == 1 else part.sq_norms() * (s * s) for s, part in pairs]
         for i, (s, part) in enumerate(pairs):
@@ -771,6 +772,8 @@ class Sum(OfParts):
         return added([s * part.inner(other) for s, part in zip(self.scales, self.parts, strict=True)])
 
     def meet_all(self, other: Factor) -> Tensor | None:
+        if len(self.parts) > PAIRED:
+            return None
         return added([s * part.gram(other) for s, part in zip(self.scales, self.parts, strict=True)])
 
     def weighted_sum(self, weights: Tensor) -> Tensor:

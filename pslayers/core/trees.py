@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
+from enum import Enum
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -72,9 +73,34 @@ def _traced_tensors(value: Any) -> list[Any]:
     return [t for item in items for t in _traced_tensors(item)]
 
 
-def ndims(value: Any) -> tuple[int, ...]:
-    """The number of dims of every tensor in a value."""
-    return tuple(t.ndim if isinstance(t, Tensor) else -1 for t in tensors_in(value))
+DEEPEST = 8  # containers and objects inside one another that are looked into for what a forward may go by
+
+
+def structure(value: Any, batch: int = 0, depth: int = 0) -> Any:
+    """What of a value a forward may go by, but for sizes and numbers: of tensors, how many dims they have,
+    and which of these but the `batch`'s are of size 1; of containers and objects the keys, and what is in
+    them. Names in there are data, as of files; so is what a list holds beside tensors.
+    """
+    if isinstance(value, Tensor):
+        return ("t", value.ndim, *[i for i, n in enumerate(value.shape) if i != batch and n == 1])
+    if value is None or isinstance(value, bool):
+        return type(value).__name__, value
+    if isinstance(value, Enum):
+        return str(value)
+    if type(value) in _LEAVES or depth == DEEPEST:
+        return ()
+    held: Any = None
+    if isinstance(value, list):
+        held = [(None, v) for v in value if v is not None and not isinstance(v, bool)]
+    elif isinstance(value, tuple):
+        held = [(None, v) for v in value]
+    elif isinstance(value, Mapping):
+        held = value.items()
+    elif not torch.compiler.is_compiling() and opens(value):
+        held = vars(value).items()
+    if held is None:
+        return ()
+    return tuple([(k if isinstance(k, str) else None, structure(v, batch, depth + 1)) for k, v in held])
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, Any] | None = None) -> Any:

@@ -277,6 +277,9 @@ class Bagged(Factor):
             found = bags.over_sizes(bags.over_sizes(found))
         return found * squares(self.gy)
 
+    def by_position(self) -> Tensor:
+        return self.gathered.by_position()
+
     def _like_it(self, other: Factor) -> Factor | None:
         """What `gathered` can be compared with: maxima are entries of one value, with others such alone."""
         if isinstance(other, Bagged):

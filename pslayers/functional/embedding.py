@@ -254,9 +254,10 @@ class Gather(Factor):
         return each.new_zeros(self.shape[0]).index_add_(0, keys // max(self.shape[1], 1), each)
 
     def by_position(self) -> Tensor:
-        if self.samples is not None:
-            return super().by_position()
-        return squares(self._values()).view(self.shape[0], -1)
+        each = squares(self._values())
+        if self.samples is None:
+            return each.view(self.shape[0], len(each) // max(self.shape[0], 1))
+        return self.look_ups_by_sample(each).unsqueeze(1)
 
     def look_ups_by_sample(self, each: Tensor) -> Tensor:
         """The sum over each sample's look-ups, (M,): (B,)."""

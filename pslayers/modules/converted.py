@@ -29,7 +29,7 @@ from ..core.recorder import Recorder, let_go, recorder_of
 from ..core.switches import setting, settings_of_hooks
 from ..core.trees import own_parameters, tensors_in, tensors_of
 from .batch_of_one import run_alone, run_plain
-from .first_call import Kind, ModelCall
+from .first_call import Kind, ModelCall, Ways
 from .inventory import Inventory
 from .ragged_call import call_ragged
 
@@ -60,17 +60,18 @@ class State:
         self.unproved: frozenset[str] = frozenset()  # parameters that were not trained then
         # by these: what was proved and learned while others were, as where two parts are trained in turn
         self.aside: dict[frozenset[str], tuple[Any, Any, list[tuple[State, Any]]]] = {}
+        self.ways: dict[Kind, Ways] = {}  # which layers they have met
         self.drawless: set[Kind] = set()  # that draw no random numbers
         # in which data say which rows are whose: what they have told, by its digest
         self.by_data: dict[Kind, set[int]] = {}
         # what torch.compile was at when the last of these was proved while it traced
         self.proved_in: Any = ""
-        # dims of the inputs: which of them may hold the batch, all as long as it so far; else the first
-        self.places: dict[tuple[int, ...], set[int]] = {}
+        # which of the inputs may hold the batch, all as long as it so far; else the first
+        self.places: dict[Form, set[int]] = {}
         self.keeps = False  # a forward changes what modules hold (a counter, statistics)
         self.rebuilds = False  # or which modules there are, and where
         # it gives parameters to functions that somebody has written; None: that was not looked at yet
-        self.functions: bool | None = None
+        self.functions: dict[Form, bool] = {}
         self.writes = False  # or what it is called with
         # run with per-sample parameters: its own, or all below it too
         self.per_sample_forward = self.includes_children = False
@@ -100,7 +101,24 @@ class State:
         self.preallocated_size = -1  # the batch size that there is memory for
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "inventory": None, "preallocated_size": -1, "proved_in": "", "aside": {}}
+        fresh: dict[str, Any] = {
+            "inventory": None,
+            "preallocated_size": -1,
+            "proved_in": "",
+            "aside": {},
+            "ways": {},
+        }
+        return {**self.__dict__, **fresh}
+
+    def uneven(self) -> bool:
+        """Whether calls in one form take what holds the samples in several ways."""
+        found: dict[Any, Layout] = {}
+        known = *self.layouts.items(), *self.by_shape.items()
+        return any(
+            found.setdefault((mode, form, slot, ndim), layout) != layout
+            for (mode, form, _, (slot, place), ndim), layout in known
+            if slot == "in" and place == 0
+        )
 
     def layouts_of(self, training: bool, call: int, slot: str, ndim: int) -> list[Layout]:
         """The layouts of what a call takes ("in") or returns ("out")."""
@@ -204,9 +222,10 @@ class Converted(_Mixin):
         return self.training, self._ps_state().settings.switches.now
 
     def _ps_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
-        """The form of an outermost call, and how switches are set."""
-        form, now = form_of(args, kwargs), self._ps_state().settings.switches.now
-        return (*form, now) if now else form
+        """The form of an outermost call: of which module, what it is given, and how switches are set."""
+        state = self._ps_state()
+        settings, batch = state.settings, 0 if state.settings.batch_first else 1
+        return settings.name, state.prefix, settings.switches.now, *form_of(args, kwargs, batch)
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
         super().__setstate__(state)
@@ -244,7 +263,7 @@ class Converted(_Mixin):
         tensor.
         """
         sizes = self._ps_sizes(args, kwargs)
-        return self._ps_told(sizes) if sizes else None
+        return self._ps_told(sizes, form_of(args, kwargs)) if sizes else None
 
     def _ps_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
         """(dims, the size of the one that would be the batch's) of every tensor that has dims."""
@@ -267,13 +286,13 @@ class Converted(_Mixin):
         form = local.form if local.batch is None else local.batch.form
         return self.training, form, call, place, ndim
 
-    def _ps_told(self, sizes: list[tuple[int, int]]) -> int:
+    def _ps_told(self, sizes: list[tuple[int, int]], form: Form) -> int:
         """The batch size that inputs of these sizes tell: the first one's, unless another's was seen to be
-        the outputs', too.
+        the outputs', too, in a call of this form.
         """
         if len(sizes) == 1:
             return sizes[0][1]
-        return sizes[min(self._ps_state().places.get(tuple([ndim for ndim, _ in sizes]), {0}))][1]
+        return sizes[min(self._ps_state().places.get(form, {0}))][1]
 
     @torch_api.leave_alone
     def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -327,6 +346,8 @@ class Converted(_Mixin):
             if (inventory.strangers or inventory.rebuilt) and trackable:
                 inventory = self._ps_adopt()
             self._ps_look_at_trained()
+            if modes := inventory.modes(self.training):
+                local.form = (*local.form, modes)
         if recomputed:  # by something else than torch's checkpoints, which would have said of which call
             size: int | None = self._ps_recomputed_size(settings)
             local.form = settings.last_form()
@@ -342,9 +363,10 @@ class Converted(_Mixin):
             return run(self, *args, **kwargs)
         apart = sharding.apart(self)
         small = size == 1 or (size == 0 and not self._ps_layer)
-        if small and not (apart or transforming() or recomputed or self._ps_state().functions):
+        functions = self._ps_state().functions
+        if small and not (apart or transforming() or recomputed or functions.get(local.form)):
             output = self._ps_alone(inventory or self._ps_inventory(), args, kwargs, size, recorded)
-            if not self._ps_state().functions:
+            if not functions.get(local.form):
                 return output
         kind = self._ps_kind(sizes, size) if trackable and size > 1 else None
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
@@ -371,12 +393,12 @@ class Converted(_Mixin):
         where it is found out that functions of somebody's are given the parameters: these want the model's.
         """
         state = self._ps_state()
-        if self._ps_layer or not (recorded and size) or state.functions is not None:
+        if self._ps_layer or not (recorded and size) or local.form in state.functions:
             return run_alone(self, inventory, args, kwargs, size, recorded)
         before, random = Snapshot(self, (args, kwargs)), random_state()
         output = run_alone(self, inventory, args, kwargs, size, recorded)
-        state.functions = parameters_given(output)
-        if state.functions:
+        state.functions[local.form] = given = parameters_given(output)
+        if given:
             before.restore()
             set_random_state(random)
         return output
@@ -428,7 +450,7 @@ class Converted(_Mixin):
                 return lengths.pop()
             if look and not (local.again or sharding.apart(self)):
                 self._ps_look_for_batch(run, args, kwargs, sizes)
-        return self._ps_told(sizes) if sizes else None
+        return self._ps_told(sizes, form_of(args, kwargs)) if sizes else None
 
     def _ps_kind(self, sizes: list[tuple[int, int]], size: int) -> Kind:
         """The kind of a call with inputs of these sizes."""
@@ -468,11 +490,11 @@ class Converted(_Mixin):
     def _ps_look_for_batch(
         self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]
     ) -> None:
-        """Remember which of inputs of several sizes holds the batch, as the outputs tell: of calls with
-        tensors of such dims.
+        """Remember which of inputs of several sizes holds the batch, as the outputs tell: of calls of this
+        form.
         """
-        state, dims = self._ps_state(), tuple([ndim for ndim, _ in sizes])
-        known = state.places.get(dims, set())
+        state, form = self._ps_state(), form_of(args, kwargs)
+        known = state.places.get(form, set())
         if len({sizes[place][1] for place in known}) == 1:
             return
         with without_gathered_rows():
@@ -492,7 +514,7 @@ class Converted(_Mixin):
             )
         # others that are as long now may tell the same: until they do not
         alike = {i for i, (_, n) in enumerate(sizes) if n == sizes[place][1]}
-        state.places[dims] = alike & known or alike
+        state.places[form] = alike & known or alike
 
     def _ps_no_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueError:
         given = [

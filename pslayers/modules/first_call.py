@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -77,6 +77,33 @@ MANY = 1000  # things that data have told, after which they are forgotten
 _log = logging.getLogger(__name__.partition(".")[0])
 
 
+class Ways:
+    """Which layers calls of a kind that were proved have met: each once, or several times; or so many times,
+    where its calls take inputs that hold the samples in several ways.
+    """
+
+    def __init__(self) -> None:
+        self.met: set[tuple[int, bool]] = set()
+        self.last: dict[int, int] = {}  # the numbers of the last calls of each that were found among these
+        self.numbers: dict[int, set[int]] = {}  # that these may be
+
+    def add(self, calls: dict[int, int], uneven: Iterable[int]) -> None:
+        """Of one more; `uneven` are those whose calls differ."""
+        self.met |= {(module, more) for module, last in calls.items() for more in {False, last > 0}}
+        for module in uneven:
+            self.numbers.setdefault(module, set()).add(calls.get(module, -1))
+
+    def hold(self, calls: dict[int, int]) -> bool:
+        """Whether a call has met none but these."""
+        if calls != self.last:
+            if not all((module, last > 0) in self.met for module, last in calls.items()):
+                return False
+            if not all(calls.get(module, -1) in numbers for module, numbers in self.numbers.items()):
+                return False
+            self.last = calls
+        return True
+
+
 class ModelCall:
     """A call of a converted model, `run(model, *args, **kwargs)`, for `size` samples, more than one."""
 
@@ -98,6 +125,7 @@ class ModelCall:
         self.others: Randomness | None = None  # likewise, of a first call
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
         self.told = 0  # by data, of which rows are whose: their digest
+        self.strayed = False  # to layers that no proved call of the kind has met
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
@@ -109,6 +137,8 @@ class ModelCall:
             before = Snapshot(self.model, inputs)
         if told != set() and (output := self._attempt(None, told)) is not UNDECIDED:
             return output
+        if self.strayed:
+            return self._undone(before).first()
         self.forget = self.model._ps_count_from_here()
         if told is not None and (output := self._undone(before)._attempt(before)) is not UNDECIDED:
             return output
@@ -253,7 +283,8 @@ class ModelCall:
         try:
             if not (proving or self.settings.has_gathered_rows or told is not None):
                 output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
-                return UNDECIDED if batch.undecided else output
+                self.strayed = not (batch.undecided or self._met(batch))
+                return UNDECIDED if batch.undecided or self.strayed else output
             with ExitStack() as around:
                 noting = proving or told is not None
                 around.enter_context(gathering(self.size, self.model, self.args, self.kwargs, noting))
@@ -263,7 +294,8 @@ class ModelCall:
                 output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
                 if before is not None:
                     self._note_what_changed(before)
-                if batch.undecided or (told is not None and self.told not in told):
+                self.strayed = before is None and not (batch.undecided or self._met(batch))
+                if batch.undecided or self.strayed or (told is not None and self.told not in told):
                     return UNDECIDED
                 return output if before is None or self._verified(batch, output) else UNDECIDED
         except Exception:
@@ -278,6 +310,15 @@ class ModelCall:
             local.batch, local.use_original_forward = None, False
             if batch.outputs is not None:
                 batch.outputs.close()
+
+    def _met(self, batch: Batch) -> bool:
+        """Whether a run has called no layer that those of a proved call did not, and none several times that
+        was called once there: of such a call it was taken by its shape whose the rows are.
+        """
+        ways = self.state.ways.get(self.kind)
+        if ways is None or local.again or not (self.settings.recording and torch.is_grad_enabled()):
+            return True
+        return ways.hold(batch.calls) or sharding.apart(self.model)
 
     def _returned(self, batch: Batch, output: Any) -> Any:
         """The output, of which is noted whose its rows are, if something that a loss may use beside it was
@@ -326,7 +367,7 @@ class ModelCall:
         if self.settings.has_gathered_rows and not again:
             return agree is None
         if agree:
-            self._note_proved(bool(model._ps_given()), anew=False)
+            self._note_proved(bool(model._ps_given()), batch, anew=False)
             if self.random is not None and not drawn_since(self.random):
                 state.drawless.add(self.kind)
         return True
@@ -500,7 +541,7 @@ class ModelCall:
                 " for each sample, in order."
             )
         if agree:
-            self._note_proved(bool(given), anew=True)
+            self._note_proved(bool(given), batch, anew=True)
         return output
 
     def _anew(self, told: Sequence[Layout | None]) -> tuple[GradientProbe, Outputs]:
@@ -531,9 +572,12 @@ class ModelCall:
         recorded = self.settings.recording and torch.is_grad_enabled()
         return self.state.by_data.get(self.kind) if recorded else None
 
-    def _note_proved(self, given: bool, anew: bool) -> None:
+    def _note_proved(self, given: bool, batch: Batch, anew: bool) -> None:
         """Note that calls of this kind are right, by what was learned `anew` or is known."""
         self.state.proved.add((*self.kind, given))
+        states = ((id(m), getattr(m, "_ps", None)) for m in self.model.modules())
+        uneven = [module for module, state in states if state is not None and state.uneven()]
+        self.state.ways.setdefault(self.kind, Ways()).add(batch.calls, uneven)
         self.state.unproved = self.model._ps_inventory().frozen()
         if local.gathered_rows is None:
             return

@@ -95,6 +95,11 @@ class Inventory:
                 return False
         return True
 
+    def modes(self, training: bool) -> str:
+        """Which of the modules below are in another mode (training or not) than the one above; "" if none."""
+        others = [m.training is not training for _, kept in self.modules for m in kept if m is not None]
+        return ",".join([str(i) for i, other in enumerate(others) if other]) if True in others else ""
+
     def rebuilds(self, known: "Inventory") -> bool:
         """Whether other modules lie below the same root (not a replica of it) than were `known`, or in other
         places.

@@ -290,9 +290,10 @@ def test_random_stream_and_buffers_are_those_of_the_plain_model() -> None:
 
 def test_example_at_conversion_tracks_before_training() -> None:
     model, x = Flat(time_major=True).double(), torch.randn(4, 8, 4, dtype=torch.float64)
-    ours = ps.convert_model(copy.deepcopy(model), example=x)
-    calls = []
+    ours, calls = copy.deepcopy(model), []
     ours.fc.register_forward_hook(lambda *_: calls.append(1))
+    ps.convert_model(ours, example=x)
+    calls.clear()
     assert_rows_right(model, x, converted=ours)
     assert len(calls) == 1
 
