@@ -312,6 +312,8 @@ def form_of(args: tuple[Any, ...], kwargs: dict[str, Any], batch: int = 0) -> Fo
     """What a call is given that its forward may go by, but for sizes and numbers, which may be others in
     every call; `batch` is the dim of the samples.
     """
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # by far the most
+        return (structure(args[0], batch),)
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     return tuple([(n, v if isinstance(v, str) else structure(v, batch)) for n, v in named])
 

@@ -82,7 +82,9 @@ def structure(value: Any, batch: int = 0, depth: int = 0) -> Any:
     them. Names in there are data, as of files; so is what a list holds beside tensors.
     """
     if isinstance(value, Tensor):
-        return ("t", value.ndim, *[i for i, n in enumerate(value.shape) if i != batch and n == 1])
+        shape = value.shape
+        ones = [i for i, n in enumerate(shape) if n == 1 and i != batch] if 1 in shape else ()
+        return ("t", len(shape), *ones)
     if value is None or isinstance(value, bool):
         return type(value).__name__, value
     if isinstance(value, Enum):

@@ -263,7 +263,7 @@ class Converted(_Mixin):
         tensor.
         """
         sizes = self._ps_sizes(args, kwargs)
-        return self._ps_told(sizes, form_of(args, kwargs)) if sizes else None
+        return self._ps_told(sizes, args, kwargs) if sizes else None
 
     def _ps_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
         """(dims, the size of the one that would be the batch's) of every tensor that has dims."""
@@ -286,13 +286,13 @@ class Converted(_Mixin):
         form = local.form if local.batch is None else local.batch.form
         return self.training, form, call, place, ndim
 
-    def _ps_told(self, sizes: list[tuple[int, int]], form: Form) -> int:
+    def _ps_told(self, sizes: list[tuple[int, int]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The batch size that inputs of these sizes tell: the first one's, unless another's was seen to be
         the outputs', too, in a call of this form.
         """
         if len(sizes) == 1:
             return sizes[0][1]
-        return sizes[min(self._ps_state().places.get(form, {0}))][1]
+        return sizes[min(self._ps_state().places.get(form_of(args, kwargs), {0}))][1]
 
     @torch_api.leave_alone
     def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -450,7 +450,7 @@ class Converted(_Mixin):
                 return lengths.pop()
             if look and not (local.again or sharding.apart(self)):
                 self._ps_look_for_batch(run, args, kwargs, sizes)
-        return self._ps_told(sizes, form_of(args, kwargs)) if sizes else None
+        return self._ps_told(sizes, args, kwargs) if sizes else None
 
     def _ps_kind(self, sizes: list[tuple[int, int]], size: int) -> Kind:
         """The kind of a call with inputs of these sizes."""
