@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import get_ident
+from threading import current_thread, get_ident, local, main_thread
 from typing import Any, TypeVar
 
 import torch
@@ -120,21 +120,34 @@ _has_kept, _kept = _find("_C._is_key_in_tls"), _find("_C._get_obj_in_tls")
 _keep: Callable[[str, object], None] = _find("_C._stash_obj_in_tls")
 
 
+_own = local()  # what is kept of a thread by itself, and is not handed on
 # of passes that were begun in threads of which nothing was kept: there it is only until a node has run
 _begun_elsewhere: dict[int, Thread] = {}
 
 
 def thread() -> Thread:
     """That which runs; of a node of a backward pass, that in which the pass was begun."""
-    if not _has_kept("pslayers"):
-        if (task := current_pass()) == -1:
-            here = Thread()
-        elif (here := _begun_elsewhere.get(task)) is None:  # type: ignore[assignment]
-            here = _begun_elsewhere[task] = Thread()
-            # after all that is called back
-            after_pass(lambda: after_pass(lambda: _begun_elsewhere.pop(task, None)))
+    if _has_kept("pslayers"):
+        return _kept("pslayers")  # type: ignore[no-any-return]
+    here: Thread | None = getattr(_own, "thread", None)
+    if here is None and (task := current_pass()) == -1:
+        here = Thread()
+        if current_thread() is not main_thread():
+            _own.thread = here
+    elif here is None and (here := _begun_elsewhere.get(task)) is None:
+        here = _begun_elsewhere[task] = Thread()
+        # after all that is called back
+        after_pass(lambda: after_pass(lambda: _begun_elsewhere.pop(task, None)))
+    # what torch keeps for a thread it lets go of after Python has joined that: where Python is gone by then,
+    # at the end of the process, this is aborted
+    if not hasattr(_own, "thread") or _elsewhere_too():
         keep_for_thread(here)
-    return _kept("pslayers")  # type: ignore[no-any-return]
+    return here
+
+
+def _elsewhere_too() -> bool:
+    """Whether nodes of backward passes may run in other threads than these are begun in: a GPU's do."""
+    return torch.accelerator.is_available()
 
 
 def keep_for_thread(here: Thread) -> None:

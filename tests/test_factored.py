@@ -196,6 +196,34 @@ def test_positions_of_a_tied_table_that_cancel(left: float) -> None:
         torch.testing.assert_close(clip.norms.double(), norms, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("uses", [2, 12])
+def test_a_layer_that_is_used_many_times(uses: int) -> None:
+    """A convolution step after step: of many uses dense rows are formed, of few their products."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv1d(2, 2, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(uses):
+                x = torch.tanh(self.conv(x)) + x
+            return x
+
+    (model, ours), x = pair(Steps().double()), floats(4, 2, 5)
+    rows = loop(model, square, (x,))
+    norms, sums = clipped(rows, 0.5)
+    with ps.factored(ours) as grads:
+        squares(ours(x)).mean().backward()
+    near(grads.norms(), norms)
+    near(grads.gram(), flat(rows) @ flat(rows).t())
+    ours.zero_grad()
+    with ps.clipping(ours, 0.5):
+        squares(ours(x)).mean().backward()
+    for name, p in ours.named_parameters():
+        near(p.grad, sums[name] / 4)
+
+
 def test_norms_in_single_precision_where_products_cancel() -> None:
     """Inputs with a large common part, whose gradients add up to almost nothing."""
     torch.manual_seed(0)

@@ -77,7 +77,7 @@ def batched_outputs(
     """
     found: list[tuple[Tensor, int, Tensor]] = []
     for place, t in enumerate(tensors_in(output)):
-        if not isinstance(t, Tensor) or not t.requires_grad or not t.ndim or not t.numel() or t.is_complex():
+        if not isinstance(t, Tensor) or not t.requires_grad or t.numel() < 2 or t.is_complex():
             continue
         picked = picked_by(t)
         # one row of each sample in another's place is that one's to whoever takes the loss

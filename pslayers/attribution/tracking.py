@@ -479,7 +479,7 @@ class Coarsest(TorchFunctionMode):
         self.eps = 0.0  # the relative error of one number
         given = [t for t in (*tensors_in(call), *params) if isinstance(t, Tensor)]
         self._look(given)
-        for device in {t.device.type for t in given}:
+        for device in {t.device.type for t in given} - {"meta"}:  # on which nothing is computed
             if torch.is_autocast_enabled(device):
                 self.eps = max(self.eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
 

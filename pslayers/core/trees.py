@@ -93,8 +93,9 @@ def structure(value: Any, batch: int = 0, depth: int = 0) -> Any:
         return ()
     held: Any = None
     if isinstance(value, list):
-        held = [(None, v) for v in value if v is not None and not isinstance(v, bool)]
-    elif isinstance(value, tuple):
+        each = [structure(v, batch, depth + 1) for v in value if v is not None and not isinstance(v, bool)]
+        return tuple([one for one in each if one])
+    if isinstance(value, tuple):
         held = [(None, v) for v in value]
     elif isinstance(value, Mapping):
         held = value.items()

@@ -85,20 +85,19 @@ class Ways:
     def __init__(self) -> None:
         self.met: set[tuple[int, bool]] = set()
         self.last: dict[int, int] = {}  # the numbers of the last calls of each that were found among these
-        self.numbers: dict[int, set[int]] = {}  # that these may be
+        self.numbers: dict[int, int] = {}  # that these are to be
 
     def add(self, calls: dict[int, int], uneven: Iterable[int]) -> None:
         """Of one more; `uneven` are those whose calls differ."""
         self.met |= {(module, more) for module, last in calls.items() for more in {False, last > 0}}
-        for module in uneven:
-            self.numbers.setdefault(module, set()).add(calls.get(module, -1))
+        self.numbers = {module: calls.get(module, -1) for module in uneven}
 
     def hold(self, calls: dict[int, int]) -> bool:
         """Whether a call has met none but these."""
         if calls != self.last:
             if not all((module, last > 0) in self.met for module, last in calls.items()):
                 return False
-            if not all(calls.get(module, -1) in numbers for module, numbers in self.numbers.items()):
+            if not all(calls.get(module, -1) == number for module, number in self.numbers.items()):
                 return False
             self.last = calls
         return True
@@ -479,7 +478,10 @@ class ModelCall:
                 del self.state.layouts[key]
             for (key, call, place, ndim), layout in found.items():
                 module = modules[key]
-                module._ps_state().layouts[module.training, local.form, call, place, ndim] = layout
+                state, layout_key = module._ps_state(), (module.training, local.form, call, place, ndim)
+                if state.layouts.get(layout_key, layout) != layout:  # by which others were proved
+                    self._forget_proofs()
+                state.layouts[layout_key] = layout
             choose_how_modules_run(model, run, self.args, self.kwargs, tracker, batch)
         for shape in tracker.as_many:
             warnings.warn(
@@ -489,6 +491,11 @@ class ModelCall:
                 " in-batch negatives), samples interact, and no per-sample gradient is of one sample alone.",
                 stacklevel=2,
             )
+
+    def _forget_proofs(self) -> None:
+        """Of all calls that are like this one, but for the sizes of what they are given."""
+        self.state.proved = {proved for proved in self.state.proved if proved[:2] != self.kind[:2]}
+        self.state.ways = {kind: ways for kind, ways in self.state.ways.items() if kind[:2] != self.kind[:2]}
 
     def _proved(self) -> Any:
         """The output of a run that is compared with one by the original layers.
@@ -507,7 +514,7 @@ class ModelCall:
         tensors, layouts, told = tensors_in(output), self._layouts(output), self._told_layouts(output)
         own = batched_outputs(output, batch, told)
         numbers = all(
-            isinstance(t, Tensor) and not t.ndim
+            isinstance(t, Tensor) and t.numel() == 1
             for t, layout in zip(tensors, layouts, strict=True)
             if layout == MIXED
         )

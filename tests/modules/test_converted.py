@@ -13,7 +13,7 @@ import pslayers as ps
 from pslayers.modules.first_call import ModelCall
 
 from ..layers.suite import floats
-from ..oracle import assert_rows, loop, square, squares
+from ..oracle import assert_rows, loop, square, squares, true_rows
 
 
 def as_it_is(h: Tensor) -> Tensor:
@@ -148,3 +148,301 @@ def test_copies(again: Callable[[Any], Any]) -> None:
         other(floats(5, 3, 4))
     model.order = "time"
     right(ours, model, 3)
+
+
+# ------------------------------------------------------------------------------------- the form of a call
+def rows_of(model: nn.Module, *inputs: Any, shared: Any = None) -> dict[str, Tensor]:
+    """By a loop over the samples of the first input, which all others but the `shared` hold, too."""
+    options: dict[str, Any] = {} if shared is None else {"shared": shared}
+
+    def loss(i: int) -> Tensor:
+        return square(model(*(t[i : i + 1] for t in inputs), **options), i)
+
+    return true_rows(loss, model, len(inputs[0]))
+
+
+def step(ours: Any, *args: Any, **kwargs: Any) -> None:
+    ours.zero_grad()
+    squares(ours(*args, **kwargs)).mean().backward()
+
+
+class Agents(nn.Module):
+    """x (B, T, A, 2), its rows (T * B * A, 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.out = nn.Linear(2, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, a, _ = x.shape
+        h = self.out(torch.tanh(self.one(x.transpose(0, 1).reshape(-1, 2))))
+        return h.view(t, b, a, 2).transpose(0, 1)
+
+
+@pytest.mark.parametrize("first", [(1, 3), (3, 1), (1, 1), (2, 2)])
+def test_dims_of_one_tell_less_than_others(first: tuple[int, int]) -> None:
+    model = Agents().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for t, a in (first, (2, 3), (3, 2), first):
+        x = floats(4, t, a, 2)
+        step(ours, x)
+        assert_rows(ours, rows_of(model, x))
+
+
+class Reads(nn.Module):
+    """Rows of the samples' own, or of a table that all share, by what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def compute(self, x: Tensor, own: Tensor | None = None, shared: Tensor | None = None) -> Tensor:
+        h = torch.tanh(self.a(x))
+        if shared is not None:
+            h = h + h @ self.a(shared).t() @ shared
+        return self.b(h if own is None else h + torch.sin(self.a(own)))
+
+    def forward(self, given: Any) -> Tensor:
+        if isinstance(given, tuple):
+            return self.compute(*given)
+        held = given if isinstance(given, dict) else vars(given)
+        return self.compute(held["x"], held.get("own"), held.get("shared"))
+
+
+class Given:
+    def __init__(self, x: Tensor, own: Tensor | None, shared: Tensor | None) -> None:
+        self.x, self.own, self.shared = x, own, shared
+
+
+GIVEN: dict[str, Callable[..., Any]] = {
+    "a tuple": lambda x, own, shared: (x, own, shared),
+    "an object": Given,
+    "a dict": lambda x, own, shared: {"x": x, "own": own, "shared": shared},
+    "a dict of what there is": lambda x, own, shared: {
+        name: t for name, t in {"x": x, "own": own, "shared": shared}.items() if t is not None
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*a further input with as many rows")
+@pytest.mark.parametrize("given", GIVEN)
+def test_what_is_in_containers(given: str) -> None:
+    model, make = Reads().double(), GIVEN[given]
+    ours = ps.convert_model(copy.deepcopy(model))
+    x, own, shared = floats(4, 3), floats(4, 3), floats(4, 3)
+
+    def expected(own: Tensor | None, shared: Tensor | None) -> dict[str, Tensor]:
+        def loss(i: int) -> Tensor:
+            return square(model.compute(x[i : i + 1], own if own is None else own[i : i + 1], shared), i)
+
+        return true_rows(loss, model, 4)
+
+    for _ in range(2):
+        step(ours, make(x, own, None))
+        assert_rows(ours, expected(own, None))
+        step(ours, make(x, None, shared))
+        assert_rows(ours, expected(None, shared))
+
+
+def test_names_beside_tensors_are_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of files: each batch has others, and is of no kind of its own."""
+    ours, firsts, first = ps.convert_model(Reads().double()), [], ModelCall.first
+    monkeypatch.setattr(ModelCall, "first", lambda self: (firsts.append(1), first(self))[1])
+    for n in range(4):
+        given = {"x": floats(3, 3), "file": f"{n}.png", "labels": ["a"] * n, "flags": [True, n > 2], "n": n}
+        step(ours, given)
+    assert len(firsts) == 1
+
+
+class Frames(nn.Module):
+    """x (B, T, 3), by an encoder of frames, which other models may share."""
+
+    def __init__(self, encoder: nn.Module, time_first: bool) -> None:
+        super().__init__()
+        self.encoder, self.out, self.time_first = encoder, nn.Linear(4, 2), time_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1) if self.time_first else x
+        h = self.out(self.encoder(x.flatten(0, 1)).unflatten(0, x.shape[:2]))
+        return h.transpose(0, 1) if self.time_first else h
+
+
+def test_a_part_that_models_share_or_that_is_called_alone() -> None:
+    encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    models = nn.ModuleList([Frames(encoder, False).double(), Frames(encoder, True).double()])
+    plain = copy.deepcopy(models)
+    for model in models:
+        ps.convert_model(model)
+    x, h = floats(4, 3, 3), floats(4, 3)
+    for k in (0, 1, 0, 1, 0):
+        step(models[k], x)
+        assert_rows(models[k], rows_of(plain[k], x))
+        step(encoder, h)
+        assert_rows(encoder, rows_of(plain[0].encoder, h))
+
+
+def test_inputs_in_another_order() -> None:
+    class Shares(Reads):
+        def forward(self, x: Tensor, shared: Tensor) -> Tensor:  # type: ignore[override]
+            return self.compute(x, None, shared)
+
+    model = Shares().double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), floats(4, 3)
+    for rows in (5, 1, 6, 5):
+        shared = floats(rows, 3)
+        for given in ({"shared": shared, "x": x}, {"x": x, "shared": shared}):
+            step(ours, **given)
+            assert_rows(ours, rows_of(model, x, shared=shared))
+
+
+# --------------------------------------------------------------------------- modes of parts, and new ways
+class Centers(nn.Module):
+    """Has no parameters, hence no class of ours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if self.training else x
+
+
+def test_the_mode_of_a_part() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), Centers(), nn.Tanh(), nn.Linear(4, 2)).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    model[1].eval(), ours[1].eval()
+    x = floats(5, 3)
+    for _ in range(2):
+        step(ours, x)
+        assert_rows(ours, rows_of(model, x))
+    ours[1].train()
+    with pytest.raises(ValueError, match="depend on more than one"):
+        ours(x)
+    ours.eval(), model.eval()
+    step(ours, x)
+    assert_rows(ours, rows_of(model, x))
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.positions = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.0))
+        self.register_buffer("table", floats(9, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.a(x) + self.positions(self.table[: x.shape[1]])))
+
+
+def test_the_mode_of_a_part_in_which_nothing_was_learned() -> None:
+    """Of four samples of four steps, no shape tells what all share."""
+    model = Positions().double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), floats(4, 4, 3)
+    for change in ("train", "eval", "train"):
+        getattr(ours.positions, change)()
+        step(ours, x)
+        assert_rows(ours, rows_of(model, x))
+
+
+class Bank(nn.Module):
+    """Attends to what is in a bank, if there is one: as many as there are samples, which all share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.bank: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.query(x)
+        for held in self.bank:
+            z = z + (z @ self.key(held).t()).softmax(-1) @ held
+        return z
+
+
+@pytest.mark.filterwarnings("ignore:.*a further input with as many rows")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_layers_that_are_met_later(keeps: bool) -> None:
+    model = Bank().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for size, held in ((4, 0), (4, 1), (4, 2), (5, 1), (3, 0), (3, 3)):
+        x = floats(size, 3)
+        model.bank[:] = ours.bank[:] = [floats(size, 3) for _ in range(held)]
+        step(ours, x)
+        assert_rows(ours, rows_of(model, x))
+
+
+class Skips(nn.Module):
+    """A layer of which one use takes the rows sample by sample, in long sequences alone, the other one step
+    by step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.out = nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        h = self.proj(x.reshape(-1, 3)).view(b, t, 3) if t > 3 else 0
+        by_time = x.transpose(0, 1).cumsum(0)
+        return self.out(h + torch.tanh(self.proj(by_time.reshape(-1, 3)).view(t, b, 3).transpose(0, 1)))
+
+
+def test_a_use_that_is_skipped() -> None:
+    model = Skips().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for time in (4, 2, 5, 3):
+        x = floats(4, time, 3)
+        step(ours, x)
+        assert_rows(ours, rows_of(model, x))
+
+
+def test_steps_of_a_loop_are_no_new_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.out = nn.GRUCell(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x.new_zeros(len(x), 4)
+            for t in range(x.shape[1]):
+                h = self.cell(x[:, t], h)
+            return self.out(h)
+
+    model = Loops().double()
+    ours, firsts, first = ps.convert_model(copy.deepcopy(model)), [], ModelCall.first
+    monkeypatch.setattr(ModelCall, "first", lambda self: (firsts.append(1), first(self))[1])
+    for time in (3, 5, 2, 7):
+        x = floats(4, time, 3)
+        step(ours, x)
+        assert_rows(ours, rows_of(model, x))
+    assert len(firsts) == 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_losses_in_whatever_shape(shape: tuple[int, ...]) -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return squares(self.fc(x)).mean().view(shape)
+
+    model, x = Loss().double(), floats(4, 3)
+    ours = ps.convert_model(copy.deepcopy(model))
+    for _ in range(2):
+        ours.zero_grad()
+        ours(x).sum().backward()
+        assert_rows(ours, true_rows(lambda i: model(x[i : i + 1]).sum(), model, 4))
+
+
+def test_a_template_on_the_meta_device() -> None:
+    class Members(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.template = nn.Linear(3, 2), nn.Linear(2, 2).to("meta").requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:  # what shapes leave open is tracked
+            return self.fc(x.transpose(0, 1).reshape(-1, 3)).unflatten(0, (x.shape[1], -1)).transpose(0, 1)
+
+    model, x = Members(), floats(4, 4, 3)
+    model.fc.double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    step(ours, x)
+    assert_rows(ours, rows_of(model, x))

@@ -662,12 +662,12 @@ def test_another_path_in_a_later_call(path: str) -> None:
 
 def test_paths_that_alternate_are_proved_once_each() -> None:
     model = Paths("sum").double()
-    ours = ps.convert_model(copy.deepcopy(model))
+    ours, calls = ps.convert_model(copy.deepcopy(model)), list[int]()
+    ours.first.register_forward_hook(lambda *_: calls.append(1))
     for _ in range(2):
         for time in (1, 5):
             ours(torch.randn(4, time, 3, dtype=torch.float64)).square().sum(1).mean().backward()
-    calls: list[int] = []
-    ours.first.register_forward_hook(lambda *_: calls.append(1))
+    calls.clear()
     for time in (1, 5, 1, 5):
         ours(torch.randn(4, time, 3, dtype=torch.float64)).square().sum(1).mean().backward()
     assert len(calls) == 4
