@@ -70,7 +70,7 @@ class State:
         self.places: dict[Form, set[int]] = {}
         self.keeps = False  # a forward changes what modules hold (a counter, statistics)
         self.rebuilds = False  # or which modules there are, and where
-        # it gives parameters to functions that somebody has written; None: that was not looked at yet
+        # of calls for one sample, by their forms: whether they give parameters to functions of somebody's
         self.functions: dict[Form, bool] = {}
         self.writes = False  # or what it is called with
         # run with per-sample parameters: its own, or all below it too

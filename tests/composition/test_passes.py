@@ -5,6 +5,8 @@ break off.
 import contextlib
 import copy
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -503,3 +505,23 @@ def test_two_calls_in_one_loss_through_reentrant_checkpoints() -> None:
         sum((squares(ours(x)) for x in xs), torch.zeros(3)).mean().backward()
         parts = [rows_by_loop(model, x.detach().requires_grad_()) for x in xs]
         assert_same(rows_of(ours), {k: parts[0][k] + parts[1][k] for k in parts[0]})
+
+
+IN_A_THREAD = """
+import threading, torch, pslayers as ps
+
+def work():
+    model = ps.convert_model(torch.nn.Linear(3, 2))
+    for _ in range(3):
+        model(torch.randn(4, 3)).sum(1).mean().backward()
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def test_a_process_ends_well_after_passes_in_threads() -> None:
+    """Most were aborted, as torch let go of what it kept for the thread when Python was gone."""
+    for _ in range(4):
+        subprocess.run([sys.executable, "-c", IN_A_THREAD], check=True)
