@@ -5,12 +5,13 @@ import operator
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from .trees import attributes, drop_attribute, put_attribute
 
 # by far the most of what there is
 _LEAVES = {
@@ -111,27 +112,11 @@ _CONTAINERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]
 }
 
 
-def _attributes(held: Any) -> dict[Any, Any]:
-    """An object's attributes by their names, those in slots by the slots' descriptors."""
-    found: dict[Any, Any] = dict(getattr(held, "__dict__", ()))
-    for each in [vars(cls) for cls in type(held).__mro__ if "__slots__" in vars(cls)]:
-        for slot in [one for one in each.values() if isinstance(one, MemberDescriptorType)]:
-            with suppress(AttributeError):  # nothing was put there
-                found[slot] = slot.__get__(held)
-    return found
-
-
 def _put_attributes(held: Any, then: dict[Any, Any]) -> None:
-    for name in _attributes(held).keys() - then.keys():
-        if isinstance(name, MemberDescriptorType):
-            name.__delete__(held)
-        else:
-            del vars(held)[name]
+    for name in attributes(held).keys() - then.keys():
+        drop_attribute(held, name)
     for name, value in then.items():
-        if isinstance(name, MemberDescriptorType):
-            name.__set__(held, value)
-        else:
-            vars(held)[name] = value
+        put_attribute(held, name, value)
 
 
 def _somebodys(value: Any) -> bool:
@@ -157,9 +142,9 @@ def _held(value: Any, opened: bool) -> Iterator[Held]:
     elif _is_array(value):
         yield Held(value, kind.tobytes, _put_array, value.tobytes())
     if opened and kind is not base and _somebodys(value):
-        attributes = _attributes(value)
-        if not any(_root(type(one)) in _OF_THREADS for one in attributes.values()):
-            yield Held(value, _attributes, _put_attributes, attributes)
+        own = attributes(value)
+        if not any(_root(type(one)) in _OF_THREADS for one in own.values()):
+            yield Held(value, attributes, _put_attributes, own)
 
 
 def reached(values: Iterable[Any]) -> Iterator[Any]:

@@ -2,9 +2,10 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +23,41 @@ def opens(value: Any) -> bool:
     as attributes.
     """
     return (
-        hasattr(value, "__dict__")
+        (hasattr(value, "__dict__") or is_dataclass(value))
         and not isinstance(value, _CLOSED)
         and type(value).__module__.partition(".")[0] not in ("torch", "builtins", "enum", "functools")
     )
+
+
+def attributes(held: Any) -> dict[Any, Any]:
+    """An object's attributes by their names, those in slots by the slots' descriptors, in the order in which
+    the class names them.
+    """
+    found: dict[Any, Any] = dict(getattr(held, "__dict__", ()))
+    for each in [vars(cls) for cls in type(held).__mro__ if "__slots__" in vars(cls)]:
+        named = [*each["__slots__"]]
+        slots = [one for one in each.values() if isinstance(one, MemberDescriptorType)]
+        slots.sort(key=lambda slot: named.index(slot.__name__) if slot.__name__ in named else -1)
+        for slot in slots:
+            with suppress(AttributeError):  # nothing was put there
+                found[slot] = slot.__get__(held)
+    return found
+
+
+def put_attribute(held: Any, name: Any, value: Any) -> None:
+    """Set one of these, whatever its class has to say of that."""
+    if isinstance(name, MemberDescriptorType):
+        name.__set__(held, value)
+    else:
+        vars(held)[name] = value
+
+
+def drop_attribute(held: Any, name: Any) -> None:
+    """Let an object have one of these no longer."""
+    if isinstance(name, MemberDescriptorType):
+        name.__delete__(held)
+    else:
+        del vars(held)[name]
 
 
 def tensors_in(value: Any) -> list[Tensor | PackedSequence]:
@@ -49,7 +81,7 @@ def _collect(value: Any, found: list[Tensor | PackedSequence], seen: set[int]) -
         return
     elif isinstance(value, (list, dict, Mapping)) or opens(value):
         seen.add(id(value))
-        held = value if isinstance(value, (list, dict, Mapping)) else vars(value)
+        held = value if isinstance(value, (list, dict, Mapping)) else attributes(value)
         for item in list(held if isinstance(held, list) else held.values()):
             _collect(item, found, seen)
 
@@ -100,7 +132,7 @@ def structure(value: Any, batch: int = 0, depth: int = 0) -> Any:
     elif isinstance(value, Mapping):
         held = value.items()
     elif not torch.compiler.is_compiling() and opens(value):
-        held = vars(value).items()
+        held = [(getattr(name, "__name__", name), v) for name, v in attributes(value).items()]
     if held is None:
         return ()
     return tuple([(k if isinstance(k, str) else None, structure(v, batch, depth + 1)) for k, v in held])
@@ -144,8 +176,8 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, An
             except TypeError:  # types.SimpleNamespace
                 new = copy.copy(value)
             copies[id(value)] = new
-            for name, item in list(vars(value).items()):
-                vars(new)[name] = map_tensors(fn, item, copies)
+            for name, item in attributes(value).items():
+                put_attribute(new, name, map_tensors(fn, item, copies))
     return copies[id(value)]
 
 
@@ -183,13 +215,19 @@ def assign(
         target[:] = [
             assign(target[i] if i < len(target) else None, s, tensor, done) for i, s in enumerate(source)
         ]
-    elif isinstance(source, Mapping) or opens(source):
-        into, values = (target, source) if isinstance(source, Mapping) else (vars(target), vars(source))
+    elif isinstance(source, Mapping):
         done[id(source)] = target
-        for name in [name for name in into if name not in values]:
-            del into[name]
+        for name in [name for name in target if name not in source]:
+            del target[name]
+        for name, value in source.items():
+            target[name] = assign(target.get(name), value, tensor, done)
+    elif opens(source):
+        done[id(source)] = target
+        into, values = attributes(target), attributes(source)
+        for name in into.keys() - values.keys():
+            drop_attribute(target, name)
         for name, value in values.items():
-            into[name] = assign(into.get(name), value, tensor, done)
+            put_attribute(target, name, assign(into.get(name), value, tensor, done))
     else:
         return source
     return target

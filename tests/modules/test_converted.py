@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -205,8 +206,9 @@ class Reads(nn.Module):
     def forward(self, given: Any) -> Tensor:
         if isinstance(given, tuple):
             return self.compute(*given)
-        held = given if isinstance(given, dict) else vars(given)
-        return self.compute(held["x"], held.get("own"), held.get("shared"))
+        if isinstance(given, dict):
+            return self.compute(given["x"], given.get("own"), given.get("shared"))
+        return self.compute(given.x, given.own, given.shared)
 
 
 class Given:
@@ -214,9 +216,17 @@ class Given:
         self.x, self.own, self.shared = x, own, shared
 
 
+@dataclass(slots=True)
+class InSlots:
+    x: Tensor
+    own: Tensor | None
+    shared: Tensor | None
+
+
 GIVEN: dict[str, Callable[..., Any]] = {
     "a tuple": lambda x, own, shared: (x, own, shared),
     "an object": Given,
+    "an object with slots": InSlots,
     "a dict": lambda x, own, shared: {"x": x, "own": own, "shared": shared},
     "a dict of what there is": lambda x, own, shared: {
         name: t for name, t in {"x": x, "own": own, "shared": shared}.items() if t is not None
