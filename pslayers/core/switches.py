@@ -3,12 +3,19 @@ numbers, functions, hooks. They are part of the form of a call, as the flags amo
 another way through the model nothing was proved.
 """
 
+import functools
+import weakref
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-MANY = 5  # values of one, after which it is taken for a counter, or a name, that no forward goes by
+from .trees import structure
+
+# values of one, after which it is taken for a counter, or a name, that no forward goes by; settings of all of
+# them, after which others are not told from one another; items of a container that are looked at
+MANY, SETTINGS, ITEMS = 5, 32, 100
 
 
 class Switches:
@@ -19,35 +26,60 @@ class Switches:
         self.values: dict[str, list[Any]] = {}  # that each has had, in order
         self.others: dict[str, Any] = {}  # that are not as they were at first
         self.names = {frozenset[tuple[str, Any]](): now}
+        self.hooked: dict[str, weakref.ref[nn.Module]] = {}  # modules that have got hooks
 
     def __reduce__(self) -> Any:  # copies go on from how they are set
         return Switches, (self.now, self.count)
 
     def note(self, key: str, before: Any, value: Any) -> None:
         """One is set."""
-        if before == value:
-            return
-        had = self.values.setdefault(key, [before])
-        if value not in had:
+        had = self.values.get(key)
+        if had is None:
+            if before == value:
+                return
+            had = self.values[key] = [before]
+        if value not in had and len(had) <= MANY:
             had.append(value)
         self.others.pop(key, None)
         if value != had[0] and len(had) <= MANY:
             self.others[key] = value
         how = frozenset(self.others.items())
-        if how not in self.names:
+        if how not in self.names and len(self.names) <= SETTINGS:
             self.count += 1
             self.names[how] = str(self.count)
-        self.now = self.names[how]
+        self.now = self.names.get(how, "any other")
+
+    def note_hooks(self, key: str, module: nn.Module, before: Any) -> None:
+        """One has got a forward hook, which may be taken away again without a word."""
+        self.hooked[key] = weakref.ref(module)
+        self.note(key, before, settings_of_hooks(module))
+
+    def look_at_hooks(self) -> None:
+        """Note those that are there now."""
+        for key, module in self.hooked.items():
+            if (hooked := module()) is not None:
+                self.note(key, (), settings_of_hooks(hooked))
 
 
 def setting(value: Any) -> Any:
-    """What of a value a forward may go by: itself, the code of a function, else its type."""
+    """What of a value a forward may go by: itself, the code of a function, flags in a container, else its
+    class.
+    """
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if value is None or isinstance(value, bool | int | str):
-        return type(value), value
+        return kind, value
+    if isinstance(value, Enum):
+        return kind, str(value)
     if isinstance(value, BuiltinFunctionType):
         return value
+    if isinstance(value, functools.partial):
+        return kind, setting(value.func)
+    if isinstance(value, dict | tuple) and len(value) <= ITEMS:
+        return kind, structure(value)
+    if isinstance(value, list):
+        return kind, bool(value)
     function = value.__func__ if isinstance(value, MethodType) else value
-    return function.__code__ if isinstance(function, FunctionType) else type(value)
+    return function.__code__ if isinstance(function, FunctionType) else kind
 
 
 def settings_of_hooks(module: nn.Module) -> tuple[Any, ...]:

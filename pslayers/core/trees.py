@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 V = TypeVar("V")
 
 _LEAVES = {type(None), bool, int, float, str}  # by far the most of what holds none
-_CLOSED = (nn.Module, type, FunctionType, MethodType, ModuleType, str, int, float, complex, bytes)
+_CLOSED = (nn.Module, type, FunctionType, MethodType, ModuleType, Enum, str, int, float, complex, bytes)
 
 
 def opens(value: Any) -> bool:
@@ -25,7 +25,7 @@ def opens(value: Any) -> bool:
     return (
         (hasattr(value, "__dict__") or is_dataclass(value))
         and not isinstance(value, _CLOSED)
-        and type(value).__module__.partition(".")[0] not in ("torch", "builtins", "enum", "functools")
+        and type(value).__module__.partition(".")[0] not in ("torch", "builtins", "functools")
     )
 
 
@@ -105,10 +105,7 @@ def _traced_tensors(value: Any) -> list[Any]:
     return [t for item in items for t in _traced_tensors(item)]
 
 
-DEEPEST = 8  # containers and objects inside one another that are looked into for what a forward may go by
-
-
-def structure(value: Any, batch: int = 0, depth: int = 0) -> Any:
+def structure(value: Any, batch: int = 0, seen: set[int] | None = None) -> Any:
     """What of a value a forward may go by, but for sizes and numbers: of tensors, how many dims they have,
     and which of these but the `batch`'s are of size 1; of containers and objects the keys, and what is in
     them. Names in there are data, as of files; so is what a list holds beside tensors.
@@ -121,21 +118,23 @@ def structure(value: Any, batch: int = 0, depth: int = 0) -> Any:
         return type(value).__name__, value
     if isinstance(value, Enum):
         return str(value)
-    if type(value) in _LEAVES or depth == DEEPEST:
-        return ()
-    held: Any = None
     if isinstance(value, list):
-        each = [structure(v, batch, depth + 1) for v in value if v is not None and not isinstance(v, bool)]
-        return tuple([one for one in each if one])
+        return tuple([structure(t, batch) for t in tensors_in(value)])
+    held: Any = None
     if isinstance(value, tuple):
         held = [(None, v) for v in value]
     elif isinstance(value, Mapping):
         held = value.items()
-    elif not torch.compiler.is_compiling() and opens(value):
+    elif type(value) not in _LEAVES and not torch.compiler.is_compiling() and opens(value):
         held = [(getattr(name, "__name__", name), v) for name, v in attributes(value).items()]
     if held is None:
         return ()
-    return tuple([(k if isinstance(k, str) else None, structure(v, batch, depth + 1)) for k, v in held])
+    if not torch.compiler.is_compiling():  # each once
+        seen = set() if seen is None else seen
+        if id(value) in seen:
+            return ()
+        seen.add(id(value))
+    return tuple([(k if isinstance(k, str) else None, structure(v, batch, seen)) for k, v in held])
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, Any] | None = None) -> Any:

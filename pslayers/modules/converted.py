@@ -192,29 +192,37 @@ class Converted(_Mixin):
             self._ps_switched(name, setting(own.get(name)), setting(value))
         super().__setattr__(name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if self.__dict__.get("_ps") is not None and name in self.__dict__:
+            self._ps_switched(name, setting(self.__dict__[name]), setting(None))
+        super().__delattr__(name)
+
     def _ps_switched(self, what: str, before: Any, now: Any) -> None:
-        """Note something that is set between calls, on which a forward may depend; but for what torch sets,
-        and we do.
-        """
-        if before == now or local.form or local.use_original_forward or torch_api.current_pass() != -1:
-            return
-        setter = sys._getframe(2).f_globals.get("__name__", "")
-        if setter.partition(".")[0] not in ("torch", __name__.partition(".")[0]):
+        """Note something that is set between calls, on which a forward may depend."""
+        if before != now and self._ps_set_from_outside():
             state = self._ps_state()
             state.settings.switches.note(f"{state.prefix}{what}", before, now)
 
+    def _ps_set_from_outside(self) -> bool:
+        """Whether whoever sets something is neither the forward, nor torch, nor we."""
+        if local.form or local.use_original_forward or torch_api.current_pass() != -1:
+            return False
+        setter = sys._getframe(3).f_globals.get("__name__", "")
+        return setter.partition(".")[0] not in ("torch", __name__.partition(".")[0])
+
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
-        before = settings_of_hooks(self)
-        handle = super().register_forward_hook(*args, **kwargs)
-        self._ps_switched("a hook", before, settings_of_hooks(self))
-        return handle
+        return self._ps_hooked(super().register_forward_hook, args, kwargs)
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
-        before = settings_of_hooks(self)
-        handle = super().register_forward_pre_hook(*args, **kwargs)
-        self._ps_switched("a hook", before, settings_of_hooks(self))
+        return self._ps_hooked(super().register_forward_pre_hook, args, kwargs)
+
+    def _ps_hooked(self, register: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        before, handle = settings_of_hooks(self), register(*args, **kwargs)
+        if self._ps_set_from_outside():
+            state = self._ps_state()
+            state.settings.switches.note_hooks(f"{state.prefix}a hook", self, before)
         return handle
 
     @property
@@ -225,6 +233,8 @@ class Converted(_Mixin):
         """The form of an outermost call: of which module, what it is given, and how switches are set."""
         state = self._ps_state()
         settings, batch = state.settings, 0 if state.settings.batch_first else 1
+        if settings.switches.hooked and not torch.compiler.is_compiling():
+            settings.switches.look_at_hooks()
         return settings.name, state.prefix, settings.switches.now, *form_of(args, kwargs, batch)
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
@@ -465,22 +475,32 @@ class Converted(_Mixin):
 
     def _ps_look_at_trained(self) -> None:
         """Put aside what was proved where a parameter is trained that was not then: it may be used past its
-        layer, or behind it samples may interact.
+        layer, or behind it samples may interact. What was proved while these very ones were trained comes
+        first.
         """
         state = self._ps_state()
-        if not state.unproved or state.unproved <= (frozen := self._ps_inventory().frozen()):
+        if not (state.unproved or state.aside):
             return
+        frozen = self._ps_inventory().frozen()
+        if state.unproved == frozen or (state.unproved <= frozen and frozen not in state.aside):
+            return
+        self._ps_put_aside()
+        state.preallocated_size = -1  # nobody has watched what reaches those that were not trained
+        for unproved in sorted(state.aside, key=lambda unproved: unproved != frozen):
+            if unproved <= frozen:
+                state.proved, state.ragged_proved, learned = state.aside[unproved]
+                state.unproved = unproved
+                for one, known in learned:
+                    one.forget(known)
+                break
+
+    def _ps_put_aside(self) -> None:
+        """Nothing is proved; what was so far, with what was learned, may be again."""
+        state = self._ps_state()
         while len(state.aside) >= ASIDE:
             del state.aside[next(iter(state.aside))]
         state.aside[state.unproved] = state.proved, state.ragged_proved, self._ps_learned()
         state.proved, state.ragged_proved, state.unproved = set(), set(), frozenset()
-        state.preallocated_size = -1  # nobody has watched what reaches those that were not trained
-        for unproved, (proved, ragged, learned) in state.aside.items():
-            if unproved <= frozen:
-                state.proved, state.ragged_proved, state.unproved = proved, ragged, unproved
-                for one, known in learned:
-                    one.forget(known)
-                break
 
     def _ps_learned(self) -> list[tuple[State, Any]]:
         """What each module below knows so far, which its state can `forget` all else for."""

@@ -85,19 +85,20 @@ class Ways:
     def __init__(self) -> None:
         self.met: set[tuple[int, bool]] = set()
         self.last: dict[int, int] = {}  # the numbers of the last calls of each that were found among these
-        self.numbers: dict[int, int] = {}  # that these are to be
+        self.numbers: dict[int, set[int]] = {}  # that these may be
 
     def add(self, calls: dict[int, int], uneven: Iterable[int]) -> None:
         """Of one more; `uneven` are those whose calls differ."""
         self.met |= {(module, more) for module, last in calls.items() for more in {False, last > 0}}
-        self.numbers = {module: calls.get(module, -1) for module in uneven}
+        for module in uneven:
+            self.numbers.setdefault(module, set()).add(calls.get(module, -1))
 
     def hold(self, calls: dict[int, int]) -> bool:
         """Whether a call has met none but these."""
         if calls != self.last:
             if not all((module, last > 0) in self.met for module, last in calls.items()):
                 return False
-            if not all(calls.get(module, -1) == number for module, number in self.numbers.items()):
+            if not all(calls.get(module, -1) in numbers for module, numbers in self.numbers.items()):
                 return False
             self.last = calls
         return True
@@ -581,11 +582,14 @@ class ModelCall:
 
     def _note_proved(self, given: bool, batch: Batch, anew: bool) -> None:
         """Note that calls of this kind are right, by what was learned `anew` or is known."""
+        frozen = self.model._ps_inventory().frozen()
+        if self.state.proved and self.state.unproved != frozen:
+            self.model._ps_put_aside()
         self.state.proved.add((*self.kind, given))
         states = ((id(m), getattr(m, "_ps", None)) for m in self.model.modules())
         uneven = [module for module, state in states if state is not None and state.uneven()]
         self.state.ways.setdefault(self.kind, Ways()).add(batch.calls, uneven)
-        self.state.unproved = self.model._ps_inventory().frozen()
+        self.state.unproved = frozen
         if local.gathered_rows is None:
             return
         assumed, known = local.gathered_rows.assumed, self.state.by_data.get(self.kind)

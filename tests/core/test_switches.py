@@ -4,10 +4,12 @@ import copy
 import functools
 import math
 import pickle
+from enum import Enum
+from typing import Any
 
 from torch import nn
 
-from pslayers.core.switches import MANY, Switches, setting, settings_of_hooks
+from pslayers.core.switches import MANY, SETTINGS, Switches, setting, settings_of_hooks
 
 
 def test_names() -> None:
@@ -34,6 +36,16 @@ def test_a_counter_is_none() -> None:
         switches.note("steps", n, n + 1)
         seen.add(switches.now)
     assert switches.now == flag and len(seen) == MANY
+    assert len(switches.values["steps"]) == MANY + 1
+
+
+def test_of_very_many_settings_some_are_told_apart() -> None:
+    switches, seen = Switches(), set()
+    for n in range(1000):
+        for bit in range(10):
+            switches.note(f"flag {bit}", not n >> bit & 1, bool(n >> bit & 1))
+        seen.add(switches.now)
+    assert 2 < len(seen) <= SETTINGS + 2 and len(switches.names) == SETTINGS + 1
 
 
 def test_copies_go_on_from_how_they_are_set() -> None:
@@ -51,16 +63,22 @@ def test_copies_go_on_from_how_they_are_set() -> None:
         assert other.now == switches.now
 
 
+class Size(Enum):
+    SMALL, LARGE = 1, 2
+
+
 def test_what_of_a_value_counts() -> None:
     def one() -> None: ...
 
     def two() -> int:
         return 2
 
-    different = None, True, 1, 0, "a", "b", 0.5, one, two, one.__call__, [1], nn.Linear
+    different: list[Any] = [None, True, 1, 0, "a", "b", 0.5, one, two, one.__call__, [1], [], nn.Linear]
+    different += [Size.SMALL, Size.LARGE, {"a": True}, {"a": False}, {"b": None}, (True,), (None,)]
+    different += [functools.partial(one), functools.partial(two)]
     assert len({setting(value) for value in different}) == len(different)
     assert setting(0.5) == setting(0.25) and setting([1]) == setting([2])
-    assert setting(functools.partial(one)) == setting(functools.partial(two))
+    assert setting({"a": 1, "b": "x"}) == setting({"a": 2, "b": "y"})
     assert setting(math.sin) != setting(math.cos)
 
 

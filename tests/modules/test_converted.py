@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -121,6 +122,18 @@ def test_another_way_through_the_model_is_proved_once(monkeypatch: pytest.Monkey
         for n in (5, 3):  # 3 of 3: no shape tells batch and time apart
             right(ours, model, n)
     assert firsts == ["time"]
+
+
+def test_parts_that_are_trained_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in calls of a form of its own."""
+    ours, firsts, first = ps.convert_model(Goes().double()), [], ModelCall.first
+    monkeypatch.setattr(ModelCall, "first", lambda self: (firsts.append(1), first(self))[1])
+    for n in range(8):
+        ours.order = "time" if n % 2 else "batch"
+        ours.out.requires_grad_(not n % 2)
+        ours.zero_grad()
+        squares(ours(floats(5, 3, 4))).mean().backward()
+    assert len(firsts) == 2
 
 
 def test_counters_and_what_a_forward_sets_itself_are_no_such_thing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +267,25 @@ def test_what_is_in_containers(given: str) -> None:
         assert_rows(ours, expected(None, shared))
 
 
+class Order(Enum):
+    BATCH, TIME = 1, 2
+
+
+def test_enums_as_arguments() -> None:
+    class Ordered(Frames):
+        def forward(self, x: Tensor, order: Order) -> Tensor:  # type: ignore[override]
+            self.time_first = order is Order.TIME
+            return super().forward(x)
+
+    model = Ordered(nn.Linear(3, 4), False).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for order in (Order.BATCH, Order.TIME, Order.BATCH):
+        x = floats(3, 3, 3)
+        step(ours, x, order)
+        expected = true_rows(lambda i, x=x, order=order: square(model(x[i : i + 1], order), i), model, 3)  # type: ignore[misc]
+        assert_rows(ours, expected)
+
+
 def test_names_beside_tensors_are_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of files: each batch has others, and is of no kind of its own."""
     ours, firsts, first = ps.convert_model(Reads().double()), [], ModelCall.first
@@ -289,6 +321,28 @@ def test_a_part_that_models_share_or_that_is_called_alone() -> None:
         assert_rows(models[k], rows_of(plain[k], x))
         step(encoder, h)
         assert_rows(encoder, rows_of(plain[0].encoder, h))
+
+
+def turned(rows: Tensor) -> Tensor:
+    return rows.unflatten(0, (-1, 3)).transpose(0, 1).flatten(0, 1)
+
+
+def test_hooks_that_are_taken_away_again() -> None:
+    """That turn rows, three steps of three samples, for the time of a part."""
+    encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = Frames(encoder, True).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for _ in range(2):
+        hooks = [
+            ours.encoder.register_forward_pre_hook(lambda module, args: (turned(args[0]),)),
+            ours.encoder.register_forward_hook(lambda module, args, output: turned(output)),
+        ]
+        for _ in range(2):
+            x = floats(3, 3, 3)
+            step(ours, x)
+            assert_rows(ours, rows_of(model, x))
+            for hook in hooks:
+                hook.remove()
 
 
 def test_inputs_in_another_order() -> None:
