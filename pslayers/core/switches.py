@@ -26,13 +26,27 @@ class Switches:
         self.values: dict[str, list[Any]] = {}  # that each has had, in order
         self.others: dict[str, Any] = {}  # that are not as they were at first
         self.names = {frozenset[tuple[str, Any]](): now}
-        self.hooked: dict[str, weakref.ref[nn.Module]] = {}  # modules that have got hooks
+        # where each is: the name of an attribute of a module, or None for its hooks
+        self.places: dict[str, tuple[weakref.ref[nn.Module], str | None]] = {}
 
     def __reduce__(self) -> Any:  # copies go on from how they are set
         return Switches, (self.now, self.count)
 
+    def set_at(self, module: nn.Module, name: str | None, prefix: str, before: Any) -> None:
+        """One is set now, of a module whose names begin with this."""
+        key = f"{prefix}{name or 'a hook'}"
+        self.places[key] = weakref.ref(module), name
+        self.note(key, before, _now(module, name))
+
+    def look(self) -> None:
+        """Note those that are no longer as they were set: hooks that were taken away, what a forward sets."""
+        for key in [*self.others]:
+            place, name = self.places[key]
+            if (module := place()) is not None:
+                self.note(key, None, _now(module, name))
+
     def note(self, key: str, before: Any, value: Any) -> None:
-        """One is set."""
+        """A value of one."""
         had = self.values.get(key)
         if had is None:
             if before == value:
@@ -49,16 +63,9 @@ class Switches:
             self.names[how] = str(self.count)
         self.now = self.names.get(how, "any other")
 
-    def note_hooks(self, key: str, module: nn.Module, before: Any) -> None:
-        """One has got a forward hook, which may be taken away again without a word."""
-        self.hooked[key] = weakref.ref(module)
-        self.note(key, before, settings_of_hooks(module))
 
-    def look_at_hooks(self) -> None:
-        """Note those that are there now."""
-        for key, module in self.hooked.items():
-            if (hooked := module()) is not None:
-                self.note(key, (), settings_of_hooks(hooked))
+def _now(module: nn.Module, name: str | None) -> Any:
+    return settings_of_hooks(module) if name is None else setting(module.__dict__.get(name))
 
 
 def setting(value: Any) -> Any:

@@ -187,42 +187,49 @@ class Converted(_Mixin):
         if type(value) is nn.Parameter and (local.batch is not None or local.use_original_forward):
             state = self._ps_state()
             refuse_rows(value, f"{state.prefix}{name}", state.settings)
-        compiling, own = torch.compiler.is_compiling(), self.__dict__
-        if not compiling and own.get("_ps") is not None and not isinstance(value, nn.Module):
-            self._ps_switched(name, setting(own.get(name)), setting(value))
+        own, before, switched = self.__dict__, None, False
+        if (
+            not torch.compiler.is_compiling()
+            and own.get("_ps") is not None
+            and not isinstance(value, nn.Module)
+        ):
+            before = setting(own.get(name))
+            switched = before != setting(value) and self._ps_set_from_outside()
         super().__setattr__(name, value)
+        if switched:
+            self._ps_note_switch(name, before)
 
     def __delattr__(self, name: str) -> None:
-        if self.__dict__.get("_ps") is not None and name in self.__dict__:
-            self._ps_switched(name, setting(self.__dict__[name]), setting(None))
+        known = self.__dict__.get("_ps") is not None and name in self.__dict__
+        before = setting(self.__dict__[name]) if known else None
         super().__delattr__(name)
-
-    def _ps_switched(self, what: str, before: Any, now: Any) -> None:
-        """Note something that is set between calls, on which a forward may depend."""
-        if before != now and self._ps_set_from_outside():
-            state = self._ps_state()
-            state.settings.switches.note(f"{state.prefix}{what}", before, now)
+        if known and self._ps_set_from_outside():
+            self._ps_note_switch(name, before)
 
     def _ps_set_from_outside(self) -> bool:
-        """Whether whoever sets something is neither the forward, nor torch, nor we."""
+        """Whether whoever calls our caller, to set something, is neither a forward, nor torch, nor we."""
         if local.form or local.use_original_forward or torch_api.current_pass() != -1:
             return False
-        setter = sys._getframe(3).f_globals.get("__name__", "")
+        setter = sys._getframe(2).f_globals.get("__name__", "")
         return setter.partition(".")[0] not in ("torch", __name__.partition(".")[0])
+
+    def _ps_note_switch(self, name: str | None, before: Any) -> None:
+        """Note what was set between calls, an attribute or a forward hook: a forward may go by it."""
+        state = self._ps_state()
+        state.settings.switches.set_at(self, name, state.prefix, before)
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
-        return self._ps_hooked(super().register_forward_hook, args, kwargs)
+        before, handle = settings_of_hooks(self), super().register_forward_hook(*args, **kwargs)
+        if self._ps_set_from_outside():
+            self._ps_note_switch(None, before)
+        return handle
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's."""
-        return self._ps_hooked(super().register_forward_pre_hook, args, kwargs)
-
-    def _ps_hooked(self, register: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        before, handle = settings_of_hooks(self), register(*args, **kwargs)
+        before, handle = settings_of_hooks(self), super().register_forward_pre_hook(*args, **kwargs)
         if self._ps_set_from_outside():
-            state = self._ps_state()
-            state.settings.switches.note_hooks(f"{state.prefix}a hook", self, before)
+            self._ps_note_switch(None, before)
         return handle
 
     @property
@@ -233,8 +240,8 @@ class Converted(_Mixin):
         """The form of an outermost call: of which module, what it is given, and how switches are set."""
         state = self._ps_state()
         settings, batch = state.settings, 0 if state.settings.batch_first else 1
-        if settings.switches.hooked and not torch.compiler.is_compiling():
-            settings.switches.look_at_hooks()
+        if settings.switches.now and not torch.compiler.is_compiling():
+            settings.switches.look()
         return settings.name, state.prefix, settings.switches.now, *form_of(args, kwargs, batch)
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles

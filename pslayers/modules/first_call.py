@@ -84,8 +84,7 @@ class Ways:
 
     def __init__(self) -> None:
         self.met: set[tuple[int, bool]] = set()
-        self.last: dict[int, int] = {}  # the numbers of the last calls of each that were found among these
-        self.numbers: dict[int, set[int]] = {}  # that these may be
+        self.numbers: dict[int, set[int]] = {}  # of the last calls of these
 
     def add(self, calls: dict[int, int], uneven: Iterable[int]) -> None:
         """Of one more; `uneven` are those whose calls differ."""
@@ -93,15 +92,15 @@ class Ways:
         for module in uneven:
             self.numbers.setdefault(module, set()).add(calls.get(module, -1))
 
+    def watch(self, size: int) -> GradientProbe:
+        """What watches a call of so many samples, from a layer on that was not met."""
+        return GradientProbe(size)
+
     def hold(self, calls: dict[int, int]) -> bool:
-        """Whether a call has met none but these."""
-        if calls != self.last:
-            if not all((module, last > 0) in self.met for module, last in calls.items()):
-                return False
-            if not all(calls.get(module, -1) in numbers for module, numbers in self.numbers.items()):
-                return False
-            self.last = calls
-        return True
+        """Whether a call has met none but these, as often as it was to."""
+        return all((module, last > 0) in self.met for module, last in calls.items()) and all(
+            calls.get(module, -1) in numbers for module, numbers in self.numbers.items()
+        )
 
 
 class ModelCall:
@@ -125,7 +124,6 @@ class ModelCall:
         self.others: Randomness | None = None  # likewise, of a first call
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
         self.told = 0  # by data, of which rows are whose: their digest
-        self.strayed = False  # to layers that no proved call of the kind has met
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
@@ -137,8 +135,6 @@ class ModelCall:
             before = Snapshot(self.model, inputs)
         if told != set() and (output := self._attempt(None, told)) is not UNDECIDED:
             return output
-        if self.strayed:
-            return self._undone(before).first()
         self.forget = self.model._ps_count_from_here()
         if told is not None and (output := self._undone(before)._attempt(before)) is not UNDECIDED:
             return output
@@ -282,9 +278,14 @@ class ModelCall:
         local.batch = batch = self._batch(proving, trackable=True)
         try:
             if not (proving or self.settings.has_gathered_rows or told is not None):
+                ways = batch.ways = self._ways()
+                if ways is not None and ways.numbers:
+                    batch.outputs = ways.watch(self.size)
                 output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
-                self.strayed = not (batch.undecided or self._met(batch))
-                return UNDECIDED if batch.undecided or self.strayed else output
+                strayed = ways is not None and batch.outputs is not None and not ways.hold(batch.calls)
+                if batch.undecided or (strayed and not self._verified(batch, output)):
+                    return UNDECIDED
+                return output
             with ExitStack() as around:
                 noting = proving or told is not None
                 around.enter_context(gathering(self.size, self.model, self.args, self.kwargs, noting))
@@ -294,8 +295,7 @@ class ModelCall:
                 output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
                 if before is not None:
                     self._note_what_changed(before)
-                self.strayed = before is None and not (batch.undecided or self._met(batch))
-                if batch.undecided or self.strayed or (told is not None and self.told not in told):
+                if batch.undecided or (told is not None and self.told not in told):
                     return UNDECIDED
                 return output if before is None or self._verified(batch, output) else UNDECIDED
         except Exception:
@@ -311,14 +311,15 @@ class ModelCall:
             if batch.outputs is not None:
                 batch.outputs.close()
 
-    def _met(self, batch: Batch) -> bool:
-        """Whether a run has called no layer that those of a proved call did not, and none several times that
-        was called once there: of such a call it was taken by its shape whose the rows are.
+    def _ways(self) -> Ways | None:
+        """Which layers were met in proved calls, where a call is to be compared with these: of those that it
+        meets beside them, shapes would tell whose the rows are.
         """
-        ways = self.state.ways.get(self.kind)
-        if ways is None or local.again or not (self.settings.recording and torch.is_grad_enabled()):
-            return True
-        return ways.hold(batch.calls) or sharding.apart(self.model)
+        recorded = self.settings.recording and torch.is_grad_enabled() and not local.again
+        # rows that are picked are followed in each call; and what a checkpoint runs again is the same
+        if not recorded or self.settings.has_gathered_rows or torch_api.saved_tensors_packed(by=_keep):
+            return None
+        return None if sharding.apart(self.model) else self.state.ways.get(self.kind)
 
     def _returned(self, batch: Batch, output: Any) -> Any:
         """The output, of which is noted whose its rows are, if something that a loss may use beside it was

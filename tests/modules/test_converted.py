@@ -136,6 +136,27 @@ def test_parts_that_are_trained_in_turn(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(firsts) == 2
 
 
+def test_a_flag_that_a_forward_sets_back() -> None:
+    class Once(Goes):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.order = "batch"
+            return y
+
+    model = Once().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for order in ("batch", "time", "batch", "batch", "time", "batch"):
+        x = floats(3, 3, 4)
+        ours.order = order
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        rows: list[Tensor] = []
+        for i in range(3):
+            model.order = order
+            rows += torch.autograd.grad(square(model(x[i : i + 1]), i), model.out.weight)
+        torch.testing.assert_close(ours.out.weight.grad_sample, torch.stack(rows))
+
+
 def test_counters_and_what_a_forward_sets_itself_are_no_such_thing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ours = proved_model()
     ours.step, firsts, first = 0, [], ModelCall.first
