@@ -639,7 +639,7 @@ def _divided(recorder: Recorder, size: int) -> float:
 
 
 def _share(weights: Tensor, size: int, times: float, dtype: torch.dtype) -> tuple[Tensor | None, Tensor]:
-    """(which samples have one, None where all have; their weights times a number)."""
+    """(which samples have one, None where all have, and in a capture; their weights times a number)."""
     weights, index = _weights(weights, size).to(dtype), None
     # what is left out may hold what is not finite
     if not torch_api.capturing() and not bool(weights.all()):

@@ -88,8 +88,8 @@ def call_container(
 
 def _form(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
     """As eager calls have it."""
-    modes = _modes(state_of(module).number)
-    return (*module._ps_form(args, kwargs), modes) if modes else module._ps_form(args, kwargs)
+    form, modes = module._ps_form(args, kwargs), _modes(state_of(module).number)
+    return (*form, modes) if modes else form
 
 
 @torch_api.mark_constant

@@ -91,6 +91,7 @@ class Settings:
     bare: list[Any] = field(default_factory=list, repr=False)
     turns: Turns = field(default_factory=Turns, repr=False)  # of threads that call the model
     switches: Switches = field(default_factory=Switches, repr=False)  # that were set on its modules
+    # of the model in the forms of its calls: modules that it shares with others have learned more than these
     name: str = field(default_factory=lambda: str(next(_numbers)), repr=False)
     on_unsupported: str = "general"  # what convert_model was told about modules without a replacement
 

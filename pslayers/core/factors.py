@@ -252,11 +252,11 @@ class Factor:
         """The squared norm of each sample's gradient, (B,)."""
         return _stacked([squares(rows) for _, rows in self.chunks()], self.like())
 
-    def by_position(self) -> Tensor:
+    def by_position(self) -> Tensor | None:
         """The squared norms (B, t) of what is added up to each sample's gradient, to which the rounding of
-        products with it is relative; of dense rows that of the sum itself.
+        products with it is relative; None where that is the sum itself, as of dense rows.
         """
-        return self.sq_norms().unsqueeze(1)
+        return None
 
     def anew(self, squares: Tensor, lost: Tensor) -> Tensor:
         """Squared norms (B,), those that are `lost` (B,) in the rounding of what they were computed from by
@@ -765,8 +765,11 @@ class Sum(OfParts):
         if len(pairs) == 1:
             return squares
         # uses that cancel each other leave what is lost in their rounding, and so do their positions
-        each = torch.cat([part.by_position() * (s * s) for s, part in pairs], 1)
-        return self.anew(squares, ~(squares >= apart * CANCELLED) | cancelled(each, squares))
+        each = []
+        for own, (s, part) in zip(found, pairs, strict=False):
+            positions = part.by_position()
+            each.append(own.unsqueeze(1) if positions is None else positions * (s * s))
+        return self.anew(squares, ~(squares >= apart * CANCELLED) | cancelled(torch.cat(each, 1), squares))
 
     def meet(self, other: Factor) -> Tensor | None:
         return added([s * part.inner(other) for s, part in zip(self.scales, self.parts, strict=True)])

@@ -34,9 +34,10 @@ class Switches:
 
     def set_at(self, module: nn.Module, name: str | None, prefix: str, before: Any) -> None:
         """One is set now, of a module whose names begin with this."""
-        key = f"{prefix}{name or 'a hook'}"
-        self.places[key] = weakref.ref(module), name
-        self.note(key, before, _now(module, name))
+        if before != (now := _now(module, name)):
+            key = f"{prefix}{name or 'a hook'}"
+            self.places[key] = weakref.ref(module), name
+            self.note(key, before, now)
 
     def look(self) -> None:
         """Note those that are no longer as they were set: hooks that were taken away, what a forward sets."""

@@ -231,7 +231,7 @@ class Gather(Factor):
         """Of each look-up, but that what was looked up again counts as a sum, where it came first."""
         ids = self.ids.reshape(-1)
         if torch_api.capturing():
-            return self._norms_by_sorting(ids)
+            return self._norms_by_sorting()
         again, first = self.repeated
         each = squares(self._each())  # (M,)
         if len(again):
@@ -242,14 +242,11 @@ class Gather(Factor):
             each.masked_fill_(ids == self.padding_idx, 0)
         return self.look_ups_by_sample(each)
 
-    def _norms_by_sorting(self, ids: Tensor) -> Tensor:
-        """The same, by ops whose results are as large whatever the ids (M,) are."""
+    def _norms_by_sorting(self) -> Tensor:
+        """The same, by ops whose results are as large whatever the ids are."""
         keys, order = self.entries.sort()
-        firsts = torch.ones_like(keys, dtype=torch.bool)
-        torch.ne(keys[1:], keys[:-1], out=firsts[1:])
-        at, gy = firsts.cumsum(0) - 1, self._each().index_select(0, order)
-        if self.padding_idx is not None:
-            gy = gy.masked_fill((ids == self.padding_idx).index_select(0, order).unsqueeze(1), 0)
+        firsts = begins(keys)
+        at, gy = firsts.cumsum(0) - 1, self._values().index_select(0, order)
         each = squares(torch.zeros_like(gy).index_add_(0, at, gy)).index_select(0, at).mul_(firsts)
         return each.new_zeros(self.shape[0]).index_add_(0, keys // max(self.shape[1], 1), each)
 
@@ -421,11 +418,17 @@ def repeats(keys: Tensor, most: int) -> tuple[Tensor, Tensor]:
         first = places.new_empty(most).scatter_(0, keys, places).index_select(0, keys)
     else:
         keys, order = keys.sort()
-        begins = torch.ones_like(keys, dtype=torch.bool)
-        torch.ne(keys[1:], keys[:-1], out=begins[1:])
-        first = places.scatter(0, order, order.to(narrow)[begins][begins.cumsum(0) - 1])
+        firsts = begins(keys)
+        first = places.scatter(0, order, order.to(narrow)[firsts][firsts.cumsum(0) - 1])
     again = (first != places).nonzero().squeeze(1)
     return again, first.index_select(0, again).long()
+
+
+def begins(keys: Tensor) -> Tensor:
+    """Which of sorted keys (M,) are another than the one before: (M,)."""
+    found = torch.ones_like(keys, dtype=torch.bool)
+    torch.ne(keys[1:], keys[:-1], out=found[1:])
+    return found
 
 
 class _Embedding(Op):

@@ -187,16 +187,11 @@ class Converted(_Mixin):
         if type(value) is nn.Parameter and (local.batch is not None or local.use_original_forward):
             state = self._ps_state()
             refuse_rows(value, f"{state.prefix}{name}", state.settings)
-        own, before, switched = self.__dict__, None, False
-        if (
-            not torch.compiler.is_compiling()
-            and own.get("_ps") is not None
-            and not isinstance(value, nn.Module)
-        ):
-            before = setting(own.get(name))
-            switched = before != setting(value) and self._ps_set_from_outside()
+        own, told = self.__dict__, not (torch.compiler.is_compiling() or isinstance(value, nn.Module))
+        switch = told and own.get("_ps") is not None and self._ps_set_from_outside()
+        before = setting(own.get(name)) if switch else None
         super().__setattr__(name, value)
-        if switched:
+        if switch:
             self._ps_note_switch(name, before)
 
     def __delattr__(self, name: str) -> None:

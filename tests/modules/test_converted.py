@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import pslayers as ps
 from pslayers.modules.first_call import ModelCall
 
+from ..composition.common import both, right
 from ..layers.suite import floats
-from ..oracle import assert_rows, loop, square, squares, true_rows
+from ..oracle import assert_rows, square, squares, true_rows
 
 
 def as_it_is(h: Tensor) -> Tensor:
@@ -70,17 +71,18 @@ def set_inner(model: Goes) -> None:
 
 
 def proved_model() -> tuple[Goes, Any]:
-    model = Goes().double()
-    ours: Any = ps.convert_model(copy.deepcopy(model))
-    right(ours, model)
-    return model, ours
+    model, ours = both(Goes())
+    right(ours, model, floats(5, 3, 4))
+    return model, ours  # type: ignore[return-value]
 
 
-def right(ours: Any, model: nn.Module, n: int = 5) -> None:
-    x = floats(n, 3, 4)
-    ours.zero_grad()
-    squares(ours(x)).mean().backward()
-    assert_rows(ours, loop(model, square, (x,)))
+@pytest.fixture
+def firsts(monkeypatch: pytest.MonkeyPatch) -> list[ModelCall]:
+    """The calls that are proved."""
+    found: list[ModelCall] = []
+    first = ModelCall.first
+    monkeypatch.setattr(ModelCall, "first", lambda self: (found.append(self), first(self))[1])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -112,22 +114,19 @@ def test_under_given_samples_too() -> None:
             squares(ours(x)).mean().backward()
 
 
-def test_another_way_through_the_model_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_way_through_the_model_is_proved_once(firsts: list[ModelCall]) -> None:
     model, ours = proved_model()
-    firsts: list[str] = []
-    first = ModelCall.first
-    monkeypatch.setattr(ModelCall, "first", lambda self: (firsts.append(self.model.order), first(self))[1])
+    firsts.clear()
     for order in ("time", "batch", "time", "batch"):
         model.order = ours.order = order
         for n in (5, 3):  # 3 of 3: no shape tells batch and time apart
-            right(ours, model, n)
-    assert firsts == ["time"]
+            right(ours, model, floats(n, 3, 4))
+            assert len(firsts) == 1  # of "time", which comes first
 
 
-def test_parts_that_are_trained_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_are_trained_in_turn(firsts: list[ModelCall]) -> None:
     """Each in calls of a form of its own."""
-    ours, firsts, first = ps.convert_model(Goes().double()), [], ModelCall.first
-    monkeypatch.setattr(ModelCall, "first", lambda self: (firsts.append(1), first(self))[1])
+    ours: Any = ps.convert_model(Goes().double())
     for n in range(8):
         ours.order = "time" if n % 2 else "batch"
         ours.out.requires_grad_(not n % 2)
@@ -143,8 +142,7 @@ def test_a_flag_that_a_forward_sets_back() -> None:
             self.order = "batch"
             return y
 
-    model = Once().double()
-    ours = ps.convert_model(copy.deepcopy(model))
+    model, ours = both(Once())
     for order in ("batch", "time", "batch", "batch", "time", "batch"):
         x = floats(3, 3, 4)
         ours.order = order
@@ -157,12 +155,12 @@ def test_a_flag_that_a_forward_sets_back() -> None:
         torch.testing.assert_close(ours.out.weight.grad_sample, torch.stack(rows))
 
 
-def test_counters_and_what_a_forward_sets_itself_are_no_such_thing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_and_what_a_forward_sets_itself_are_no_such_thing(firsts: list[ModelCall]) -> None:
     model, ours = proved_model()
-    ours.step, firsts, first = 0, [], ModelCall.first
-    monkeypatch.setattr(ModelCall, "first", lambda self: (firsts.append(1), first(self))[1])
+    firsts.clear()
+    ours.step = 0
     for n in range(12):
-        right(ours, model)
+        right(ours, model, floats(5, 3, 4))
         assert ours.calls == n + 2
         ours.step += 1
         ours.rate = 0.1 / (n + 1)
@@ -173,16 +171,16 @@ def test_counters_and_what_a_forward_sets_itself_are_no_such_thing(monkeypatch: 
 def test_copies(again: Callable[[Any], Any]) -> None:
     model, ours = proved_model()
     model.order = ours.order = "time"
-    right(ours, model, 3)
+    right(ours, model, floats(3, 3, 4))
     other = again(ours)
-    right(other, model, 3)
+    right(other, model, floats(3, 3, 4))
     other.order = model.order = "batch"
-    right(other, model, 3)
+    right(other, model, floats(3, 3, 4))
     set_inner(other)
     with pytest.raises(ValueError, match="depend on"):
         other(floats(5, 3, 4))
     model.order = "time"
-    right(ours, model, 3)
+    right(ours, model, floats(3, 3, 4))
 
 
 # ------------------------------------------------------------------------------------- the form of a call
@@ -216,12 +214,9 @@ class Agents(nn.Module):
 
 @pytest.mark.parametrize("first", [(1, 3), (3, 1), (1, 1), (2, 2)])
 def test_dims_of_one_tell_less_than_others(first: tuple[int, int]) -> None:
-    model = Agents().double()
-    ours = ps.convert_model(copy.deepcopy(model))
+    model, ours = both(Agents())
     for t, a in (first, (2, 3), (3, 2), first):
-        x = floats(4, t, a, 2)
-        step(ours, x)
-        assert_rows(ours, rows_of(model, x))
+        right(ours, model, floats(4, t, a, 2))
 
 
 class Reads(nn.Module):
@@ -298,8 +293,7 @@ def test_enums_as_arguments() -> None:
             self.time_first = order is Order.TIME
             return super().forward(x)
 
-    model = Ordered(nn.Linear(3, 4), False).double()
-    ours = ps.convert_model(copy.deepcopy(model))
+    model, ours = both(Ordered(nn.Linear(3, 4), False))
     for order in (Order.BATCH, Order.TIME, Order.BATCH):
         x = floats(3, 3, 3)
         step(ours, x, order)
@@ -307,10 +301,9 @@ def test_enums_as_arguments() -> None:
         assert_rows(ours, expected)
 
 
-def test_names_beside_tensors_are_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_beside_tensors_are_data(firsts: list[ModelCall]) -> None:
     """As those of files: each batch has others, and is of no kind of its own."""
-    ours, firsts, first = ps.convert_model(Reads().double()), [], ModelCall.first
-    monkeypatch.setattr(ModelCall, "first", lambda self: (firsts.append(1), first(self))[1])
+    ours = ps.convert_model(Reads().double())
     for n in range(4):
         given = {"x": floats(3, 3), "file": f"{n}.png", "labels": ["a"] * n, "flags": [True, n > 2], "n": n}
         step(ours, given)
@@ -351,17 +344,14 @@ def turned(rows: Tensor) -> Tensor:
 def test_hooks_that_are_taken_away_again() -> None:
     """That turn rows, three steps of three samples, for the time of a part."""
     encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
-    model = Frames(encoder, True).double()
-    ours = ps.convert_model(copy.deepcopy(model))
+    model, ours = both(Frames(encoder, True))
     for _ in range(2):
         hooks = [
             ours.encoder.register_forward_pre_hook(lambda module, args: (turned(args[0]),)),
             ours.encoder.register_forward_hook(lambda module, args, output: turned(output)),
         ]
         for _ in range(2):
-            x = floats(3, 3, 3)
-            step(ours, x)
-            assert_rows(ours, rows_of(model, x))
+            right(ours, model, floats(3, 3, 3))
             for hook in hooks:
                 hook.remove()
 
@@ -394,14 +384,12 @@ def test_the_mode_of_a_part() -> None:
     model[1].eval(), ours[1].eval()
     x = floats(5, 3)
     for _ in range(2):
-        step(ours, x)
-        assert_rows(ours, rows_of(model, x))
+        right(ours, model, x)
     ours[1].train()
     with pytest.raises(ValueError, match="depend on more than one"):
         ours(x)
     ours.eval(), model.eval()
-    step(ours, x)
-    assert_rows(ours, rows_of(model, x))
+    right(ours, model, x)
 
 
 class Positions(nn.Module):
@@ -421,8 +409,7 @@ def test_the_mode_of_a_part_in_which_nothing_was_learned() -> None:
     ours, x = ps.convert_model(copy.deepcopy(model)), floats(4, 4, 3)
     for change in ("train", "eval", "train"):
         getattr(ours.positions, change)()
-        step(ours, x)
-        assert_rows(ours, rows_of(model, x))
+        right(ours, model, x)
 
 
 class Bank(nn.Module):
@@ -441,15 +428,44 @@ class Bank(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*a further input with as many rows")
-@pytest.mark.parametrize("keeps", [False, True])
-def test_layers_that_are_met_later(keeps: bool) -> None:
-    model = Bank().double()
-    ours = ps.convert_model(copy.deepcopy(model))
+def test_layers_that_are_met_later() -> None:
+    model, ours = both(Bank())
     for size, held in ((4, 0), (4, 1), (4, 2), (5, 1), (3, 0), (3, 3)):
-        x = floats(size, 3)
         model.bank[:] = ours.bank[:] = [floats(size, 3) for _ in range(held)]
+        right(ours, model, floats(size, 3))
+
+
+class Late(nn.Module):
+    """A layer that long sequences meet alone, beside which something is kept and drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.met, self.drawn = 0, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.early(x))
+        if x.shape[1] > 3:
+            self.met, self.drawn = self.met + 1, torch.rand(()).item()
+            h = h + self.late(h)
+        return h
+
+
+def test_what_a_layer_that_is_met_later_keeps_and_draws(firsts: list[ModelCall]) -> None:
+    """Once, as its call is proved on its own graph."""
+    model, ours = both(Late())
+    for time, met in ((2, 0), (5, 1), (3, 1), (6, 2)):
+        x = floats(4, time, 3)
+        expected = rows_of(model, x)
+        torch.manual_seed(time)
         step(ours, x)
-        assert_rows(ours, rows_of(model, x))
+        assert_rows(ours, expected)
+        next_of_ours = torch.rand(())
+        torch.manual_seed(time)
+        model(x)
+        assert torch.equal(torch.rand(()), next_of_ours)
+        assert ours.met == met and (not met or time == 3 or ours.drawn == model.drawn)
+    assert len(firsts) == 1
 
 
 class Skips(nn.Module):
@@ -469,15 +485,12 @@ class Skips(nn.Module):
 
 
 def test_a_use_that_is_skipped() -> None:
-    model = Skips().double()
-    ours = ps.convert_model(copy.deepcopy(model))
+    model, ours = both(Skips())
     for time in (4, 2, 5, 3):
-        x = floats(4, time, 3)
-        step(ours, x)
-        assert_rows(ours, rows_of(model, x))
+        right(ours, model, floats(4, time, 3))
 
 
-def test_steps_of_a_loop_are_no_new_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_a_loop_are_no_new_way(firsts: list[ModelCall]) -> None:
     class Loops(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -489,13 +502,9 @@ def test_steps_of_a_loop_are_no_new_way(monkeypatch: pytest.MonkeyPatch) -> None
                 h = self.cell(x[:, t], h)
             return self.out(h)
 
-    model = Loops().double()
-    ours, firsts, first = ps.convert_model(copy.deepcopy(model)), [], ModelCall.first
-    monkeypatch.setattr(ModelCall, "first", lambda self: (firsts.append(1), first(self))[1])
+    model, ours = both(Loops())
     for time in (3, 5, 2, 7):
-        x = floats(4, time, 3)
-        step(ours, x)
-        assert_rows(ours, rows_of(model, x))
+        right(ours, model, floats(4, time, 3))
     assert len(firsts) == 1
 
 
@@ -529,5 +538,4 @@ def test_a_template_on_the_meta_device() -> None:
     model, x = Members(), floats(4, 4, 3)
     model.fc.double()
     ours = ps.convert_model(copy.deepcopy(model))
-    step(ours, x)
-    assert_rows(ours, rows_of(model, x))
+    right(ours, model, x)
