@@ -93,6 +93,8 @@ current_pass: Callable[[], int] = _find("_C._current_graph_task_id")
 will_execute: Callable[[Any], bool] = _find("_C._will_engine_execute_node")
 # whether the graph is there after the pass that runs, for another one
 graph_is_retained: Callable[[], bool] = _find("_C._autograd._get_current_graph_task_keep_graph")
+# how many nodes of graphs this thread has made, in forward passes and differentiated backward passes
+nodes_made: Callable[[], int] = _find("autograd._get_sequence_nr")
 top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
 _engine = _find("autograd.Variable._execution_engine")
 

@@ -160,16 +160,19 @@ class GradientProbe:
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.look: Callable[[int, Tensor, Tensor], None] | None = None  # at an edge's gradient by rows
         self.met: set[int] = set()  # which of the edges gradients flowed by
+        self.nodes = 0  # that it has put into the graph
 
     def add(self, owned: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
         """Tensors, the dim of their rows, and whose these are; None: k a sample, in order."""
         note_progress()
+        before = torch_api.nodes_made()
         with torch_api.without_torch_function():  # no hook of the user's
             for t, dim, owners in owned:
                 if t.requires_grad and t.numel():
                     self.edges.append(torch.autograd.graph.get_gradient_edge(t))
                     look = functools.partial(self._look, len(self.edges) - 1, dim=dim, owners=owners)
                     self.hooks.append(t.register_hook(look))
+        self.nodes += torch_api.nodes_made() - before
 
     def _look(self, edge: int, grad: Tensor | None, dim: int, owners: Tensor | None) -> None:
         if grad is None or self.look is None:  # of one of several outputs; or the user's own pass

@@ -60,8 +60,9 @@ class State:
         self.unproved: frozenset[str] = frozenset()  # parameters that were not trained then
         # by these: what was proved and learned while others were, as where two parts are trained in turn
         self.aside: dict[frozenset[str], tuple[Any, Any, list[tuple[State, Any]]]] = {}
-        self.ways: dict[Kind, Ways] = {}  # which layers they have met
+        self.ways: dict[Kind, Ways] = {}  # how they went
         self.drawless: set[Kind] = set()  # that draw no random numbers
+        self.draws = False  # a forward does, of Python's or numpy's
         # in which data say which rows are whose: what they have told, by its digest
         self.by_data: dict[Kind, set[int]] = {}
         # what torch.compile was at when the last of these was proved while it traced
@@ -106,7 +107,6 @@ class State:
             "preallocated_size": -1,
             "proved_in": "",
             "aside": {},
-            "ways": {},
         }
         return {**self.__dict__, **fresh}
 

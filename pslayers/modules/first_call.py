@@ -46,7 +46,7 @@ from ..attribution.snapshot import (
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local, transforming
-from ..core.trees import cloned, map_tensors, tensors_in, tensors_of
+from ..core.trees import cloned, map_tensors, sizes, tensors_in, tensors_of
 from ..parameters.kept import Kept
 from ..parameters.standing import held_by
 from .batch_of_one import run_plain
@@ -73,24 +73,48 @@ ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
 # with how many samples it is found out whose rows are whose, and of how many that pays
 FEW, WORTH_IT = 3, 8
 TELL_EVERY = 5.0  # seconds
-MANY = 1000  # things that data have told, after which they are forgotten
+MANY = 1000  # things that data have told, or sizes of inputs, after which they are forgotten
+MANY_GRAPHS = 8  # of different numbers of nodes, after which calls are not told by these
 _log = logging.getLogger(__name__.partition(".")[0])
 
 
 class Ways:
-    """Which layers calls of a kind that were proved have met: each once, or several times; or so many times,
-    where its calls take inputs that hold the samples in several ways.
+    """How calls of a kind that were proved have gone through the model.
+
+    Which layers they have met: each once, or several times; or so many times, where its calls take inputs
+    that hold the samples in several ways. And how many nodes their graphs have: more or fewer, and a forward
+    has done something else, whatever it went by.
     """
 
     def __init__(self) -> None:
-        self.met: set[tuple[int, bool]] = set()
+        self.met: set[tuple[int, bool]] | None = set()  # None: in a copy it is not known
         self.numbers: dict[int, set[int]] = {}  # of the last calls of these
+        self.nodes: dict[Any, set[int]] = {}  # of calls by their sizes
+        self.every: set[int] = set()  # of these numbers
 
-    def add(self, calls: dict[int, int], uneven: Iterable[int]) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "met": None, "numbers": {}}
+
+    def add(self, batch: Batch, sizes: Any, nodes: Iterable[int], uneven: Iterable[int]) -> None:
         """Of one more; `uneven` are those whose calls differ."""
-        self.met |= {(module, more) for module, last in calls.items() for more in {False, last > 0}}
-        for module in uneven:
-            self.numbers.setdefault(module, set()).add(calls.get(module, -1))
+        if self.met is not None:
+            self.met |= {(module, more) for module, last in batch.calls.items() for more in {False, last > 0}}
+            for module in uneven:
+                self.numbers.setdefault(module, set()).add(batch.calls.get(module, -1))
+        self.nodes.setdefault(sizes, set()).update(nodes)
+        self.every.update(nodes)
+
+    def usual(self, sizes: Any, nodes: int) -> bool:
+        """Whether a graph has as many nodes as that of another call of these sizes; of sizes that were not
+        met, as that of any, unless sizes are known to tell. Of many numbers it is data that do.
+        """
+        if len(self.nodes) > MANY:
+            self.nodes.clear()
+        known = self.nodes.get(sizes, ())
+        if not known and (nodes in self.every or len(self.every) > 1):
+            known = self.nodes[sizes] = {nodes}
+            self.every.add(nodes)
+        return nodes in known or len(known) > MANY_GRAPHS
 
     def watch(self, size: int) -> GradientProbe:
         """What watches a call of so many samples, from a layer on that was not met."""
@@ -98,9 +122,8 @@ class Ways:
 
     def hold(self, calls: dict[int, int]) -> bool:
         """Whether a call has met none but these, as often as it was to."""
-        return all((module, last > 0) in self.met for module, last in calls.items()) and all(
-            calls.get(module, -1) in numbers for module, numbers in self.numbers.items()
-        )
+        met = self.met is None or all((module, last > 0) in self.met for module, last in calls.items())
+        return met and all(calls.get(module, -1) in numbers for module, numbers in self.numbers.items())
 
 
 class ModelCall:
@@ -121,9 +144,10 @@ class ModelCall:
         self.settings = self.state.settings
         # to be drawn again by a further run
         self.random = None if kind in self.state.drawless else random_state()
-        self.others: Randomness | None = None  # likewise, of a first call
+        self.others = Randomness() if self.state.draws else None  # likewise
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
         self.told = 0  # by data, of which rows are whose: their digest
+        self.strayed: int | None = None  # how many nodes the graph of a run had, if not as many as others
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
@@ -135,6 +159,8 @@ class ModelCall:
             before = Snapshot(self.model, inputs)
         if told != set() and (output := self._attempt(None, told)) is not UNDECIDED:
             return output
+        if self.strayed is not None:
+            return self._undone(before).first()
         self.forget = self.model._ps_count_from_here()
         if told is not None and (output := self._undone(before)._attempt(before)) is not UNDECIDED:
             return output
@@ -142,10 +168,12 @@ class ModelCall:
 
     def first(self) -> Any:
         """The output of a call that is recorded, and of a kind that was not proved yet."""
-        self.forget, self.others = self.model._ps_count_from_here(), Randomness()
+        self.forget, self.others = self.model._ps_count_from_here(), self.others or Randomness()
         # what is found out and proved is not for torch.compile to trace
         with self._telling(), torch_api.uncompiled(self.model):
-            return self._first()
+            output = self._first()
+        self.state.draws = self.state.draws or self.others.drawn()
+        return output
 
     def _first(self) -> Any:
         before = Snapshot(self.model, (self.args, self.kwargs))
@@ -262,7 +290,7 @@ class ModelCall:
         if self.forget is not None:
             self.forget()
         batch = Batch(self.size, self.settings, trackable)
-        batch.root = self.model
+        batch.root, batch.nodes = self.model, torch_api.nodes_made()
         if self.settings.recording and torch.is_grad_enabled():
             self.settings.note_forward(batch)
         if proving:
@@ -284,6 +312,10 @@ class ModelCall:
                 output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
                 strayed = ways is not None and batch.outputs is not None and not ways.hold(batch.calls)
                 if batch.undecided or (strayed and not self._verified(batch, output)):
+                    return UNDECIDED
+                usual = ways is None or ways.usual(sizes((self.args, self.kwargs)), batch.nodes)
+                if not usual and not torch_api.capturing():  # where values cannot be looked at
+                    self.strayed = batch.nodes
                     return UNDECIDED
                 return output
             with ExitStack() as around:
@@ -325,6 +357,8 @@ class ModelCall:
         """The output, of which is noted whose its rows are, if something that a loss may use beside it was
         made of parameters alone; and what data have told so far.
         """
+        watching = 0 if batch.outputs is None else batch.outputs.nodes
+        batch.nodes = torch_api.nodes_made() - batch.nodes - watching
         if local.gathered_rows is not None:
             told = local.gathered_rows.assumed.close()
             self.told = self.told if told is None else hash(tuple(told))
@@ -528,8 +562,8 @@ class ModelCall:
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(model), torch_api.reentrant_checkpoints("otherwise"):
                 args, kwargs = cloned((self.args, self.kwargs))
-                again, batch = self._watched(args, kwargs)
-                agree = rows_agree(batch.outputs, batched_outputs(again, batch, told))
+                again, other = self._watched(args, kwargs)
+                agree = rows_agree(other.outputs, batched_outputs(again, other, told))
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
@@ -589,7 +623,10 @@ class ModelCall:
         self.state.proved.add((*self.kind, given))
         states = ((id(m), getattr(m, "_ps", None)) for m in self.model.modules())
         uneven = [module for module, state in states if state is not None and state.uneven()]
-        self.state.ways.setdefault(self.kind, Ways()).add(batch.calls, uneven)
+        nodes = {batch.nodes} if self.strayed is None else {batch.nodes, self.strayed}
+        self.state.ways.setdefault(self.kind, Ways()).add(
+            batch, sizes((self.args, self.kwargs)), nodes, uneven
+        )
         self.state.unproved = frozen
         if local.gathered_rows is None:
             return

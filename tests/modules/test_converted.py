@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
-from pslayers.modules.first_call import ModelCall
+from pslayers.modules.first_call import MANY_GRAPHS, ModelCall
 
 from ..composition.common import both, right
 from ..layers.suite import floats
@@ -505,7 +506,136 @@ def test_steps_of_a_loop_are_no_new_way(firsts: list[ModelCall]) -> None:
     model, ours = both(Loops())
     for time in (3, 5, 2, 7):
         right(ours, model, floats(4, time, 3))
-    assert len(firsts) == 1
+    assert len(firsts) == 2  # of the second length, which might have been another way
+
+
+# ----------------------------------------------------------------- ways of which nothing but the graph tells
+class Dropping(nn.Module):
+    """Holds no parameters, so nobody sees what is set on it."""
+
+    mixes = False
+
+    def forward(self, h: Tensor) -> Tensor:
+        return centered(h) if self.mixes else h
+
+
+class Options:
+    mixes, rate, reuses = False, 0.0, False
+
+
+class Freely(nn.Module):
+    """Goes by what is set anywhere."""
+
+    warm_up = 1000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.drop, self.out = nn.Linear(4, 4), Dropping(), nn.Linear(4, 4)
+        self.options, self.seen, self.limit = Options(), 0, [1000]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        h = self.drop(torch.tanh(self.fc(x)))
+        if self.options.reuses:
+            h = nn.functional.linear(h, self.out.weight)
+        if self.options.mixes or self.options.rate > 0.5 or self.seen > min(self.warm_up, *self.limit):
+            h = centered(h)
+        return self.out(h)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.drop, "mixes", True),
+        lambda model: setattr(model.options, "mixes", True),
+        lambda model: setattr(model.options, "rate", 0.7),
+        lambda model: model.limit.insert(0, 2),
+        lambda model: setattr(Freely, "warm_up", 2),
+    ],
+)
+def test_what_mixes_samples_from_then_on_is_refused_whatever_tells(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any]
+) -> None:
+    monkeypatch.setattr(Freely, "warm_up", 1000)
+    model, ours = both(Freely())
+    for _ in range(3):
+        right(ours, model, floats(5, 4))
+    change(ours)
+    for _ in range(2):
+        ours.zero_grad()
+        with pytest.raises(ValueError, match="samples interact"):
+            ours(floats(5, 4))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_in_a_copy_too(again: Callable[[Any], Any]) -> None:
+    model, ours = both(Freely())
+    right(ours, model, floats(5, 4))
+    other = again(ours)
+    other.options.mixes = True
+    with pytest.raises(ValueError, match="samples interact"):
+        other(floats(5, 4))
+    right(ours, model, floats(5, 4))
+
+
+def test_in_a_batch_of_another_size_too() -> None:
+    model, ours = both(Freely())
+    right(ours, model, floats(5, 4))
+    ours.options.mixes = True
+    with pytest.raises(ValueError, match="samples interact"):
+        ours(floats(6, 4))
+
+
+def test_a_weight_past_its_layer_from_then_on(firsts: list[ModelCall]) -> None:
+    model, ours = both(Freely())
+    for n in range(6):
+        model.options.reuses = ours.options.reuses = n % 2 == 1  # type: ignore[misc]
+        right(ours, model, floats(5, 4))
+        assert ours.seen == n + 1
+    assert len(firsts) == 3  # the last one is of the first way, as that runs from then on
+
+
+def test_coins_of_pythons_generator_are_drawn_once(firsts: list[ModelCall]) -> None:
+    class Coins(Freely):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc(x)
+            for _ in range(3):
+                if random.random() < 0.5:
+                    h = torch.tanh(h)
+            return self.out(h)
+
+    model, ours = both(Coins())
+    x = floats(5, 4)
+    for seed in range(12):
+        random.seed(seed)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        next_of_ours, expected = random.random(), []
+        for i in range(5):
+            random.seed(seed)
+            loss = square(model(x[i : i + 1]), i)
+            expected.append(torch.autograd.grad(loss, model.fc.weight)[0])
+        assert random.random() == next_of_ours
+        torch.testing.assert_close(ours.fc.weight.grad_sample, torch.stack(expected))
+    assert len(firsts) <= 4
+
+
+def test_lengths_that_are_given_or_that_data_tell_are_no_new_way(firsts: list[ModelCall]) -> None:
+    class Loops(Freely):
+        def forward(self, x: Tensor, steps: int | None = None) -> Tensor:
+            h = self.fc(x)
+            for _ in range(int(x.detach().abs().sum()) if steps is None else steps):
+                h = torch.tanh(h)
+            return self.out(h)
+
+    ours: Any = ps.convert_model(Loops().double())
+    for steps in (1, 3, 2, 5, 1, 4):
+        step(ours, floats(5, 4), steps=steps)
+    assert len(firsts) == 2
+    firsts.clear()
+    for n in range(1, 25):
+        step(ours, floats(5, 4) * n)
+    assert len(firsts) <= MANY_GRAPHS + 2
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
