@@ -351,6 +351,8 @@ class ModelCall:
         # rows that are picked are followed in each call; and what a checkpoint runs again is the same
         if not recorded or self.settings.has_gathered_rows or torch_api.saved_tensors_packed(by=_keep):
             return None
+        if transforming():
+            return None
         return None if sharding.apart(self.model) else self.state.ways.get(self.kind)
 
     def _returned(self, batch: Batch, output: Any) -> Any:
