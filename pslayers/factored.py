@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,29 @@ from .core.products import of_dtype
 from .core.ranks import OneProcess, Replicas, ranks_of
 from .core.recorder import Recorder
 from .core.sharding import any_sharded
-from .core.sinks import Keeping, Use, Weighing
+from .core.sinks import Factored
 from .gradients import WRAPPERS, going_to
 from .modules.converted import Converted
 from .modules.inventory import Inventory
+
+
+class Use(NamedTuple):
+    """A factor of one use of a parameter, what it is multiplied by, and what it holds, with the versions of
+    that: changed in place, it would be another gradient's.
+    """
+
+    factor: Factor
+    scale: float
+    versions: list[tuple[Tensor, int]]
+
+    @staticmethod
+    def of(factor: Factor, scale: float, held: Sequence[Tensor] | None = None) -> "Use":
+        """Of what it holds now, if that is known."""
+        held = [t for *_, t in factor.tensors()] if held is None else held
+        return Use(factor, scale, [(t, t._version) for t in held if not t.is_inference()])
+
+    def __reduce__(self) -> Any:  # versions of a copy are its own
+        return Use.of, (self.factor, self.scale)
 
 
 class FactoredGrad:
@@ -419,8 +438,8 @@ def _clip_factors(norms: Tensor, max_norm: float) -> Tensor:
     return (max_norm / norms).clamp_(max=1).nan_to_num_(0.0)
 
 
-class _Block(Keeping):
-    """A ``with`` block, in which backward passes leave factors in `grads`.
+class _Block(Factored):
+    """A ``with`` block, in which backward passes leave factors in `grads`: those of the last one.
 
     Args:
         model: a converted model.
@@ -430,6 +449,8 @@ class _Block(Keeping):
         passes: as in `clipping`.
     """
 
+    keeps = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -438,8 +459,9 @@ class _Block(Keeping):
         weigh: Callable[[], Mapping[str, Tensor]] | None = None,
         passes: int | str = 1,
     ) -> None:
-        super().__init__(sums)
-        self.model, self.grads, self.weigh, self.passes = model, grads, weigh, passes
+        self.model, self.grads, self.sums, self.weigh, self.passes = model, grads, sums, weigh, passes
+        self.pass_id = -1
+        self.uses: dict[Recorder, list[Use]] = {}
         self.every: list[Settings] = []
         self.sharded = any_sharded(model)
         self.ranks = OneProcess()
@@ -460,14 +482,42 @@ class _Block(Keeping):
             self.ranks.close()
             self._clear()
 
-    def hold_back(self, ddp: Any) -> None:
-        if ddp.require_backward_grad_sync:
+    def at_call(self) -> None:
+        """Have no DistributedDataParallel wait for plain gradients that will not come."""
+        ddp = None if self.sums else torch_api.active_ddp()
+        if ddp is not None and ddp.require_backward_grad_sync:
             self.ranks = Replicas(self.model, ddp)
 
-    def begin(self) -> None:
-        self.grads._grads = {}
+    def take(self, recorder: Recorder, holder: Tensor, factor: Factor, scale: float) -> None:
+        settings, size = recorder.settings, factor.shape[0]
+        if settings.accumulation != "replace":
+            raise RuntimeError(
+                "Factored gradients are those of one backward pass, and `.grad` adds up by itself: leave"
+                f" ps.accumulating(model, {settings.accumulation!r}) away."
+            )
+        if size != settings.rows != -1:
+            raise recorder.of_two_sizes(settings.rows, size)
+        settings.rows = size
+        if settings.pass_id != self.pass_id:
+            if settings.in_ddp and not self.sums:
+                raise RuntimeError(
+                    "DistributedDataParallel was called outside of the block (ps.clipping, ps.reweighting or"
+                    " ps.factored(grad=False)) that its backward pass runs in, and waits for plain gradients"
+                    " to average: call it inside the block."
+                )
+            self.pass_id, self.uses, self.grads._grads = settings.pass_id, {}, {}
+            torch_api.after_outer_pass(self._end)
+        if (uses := self.uses.get(recorder)) is None:
+            name = self.name_of(recorder)
+            self.grads._grads[name] = grad = FactoredGrad(name, uses := [])
+            self.uses[recorder] = uses
+            recorder.holder.enter(holder, recorder)
+            holder.grad_sample = grad  # type: ignore[attr-defined]
+        kept = self._kept(recorder, factor, held := factor.detach_())
+        uses.append(Use.of(kept, scale, held if kept is factor else None))
 
-    def kept(self, recorder: Recorder, factor: Factor, held: Sequence[Tensor]) -> Factor:
+    def _kept(self, recorder: Recorder, factor: Factor, held: Sequence[Tensor]) -> Factor:
+        """What is kept of a factor, which has held these until now."""
         if self.passes == 1:
             return factor.smaller(held)
         if any(isinstance(use.factor, Spent) for use in self.uses[recorder]):
@@ -497,12 +547,7 @@ class _Block(Keeping):
             grad = FactoredGrad(recorder.name, [Use(factor, 1.0, [])])
             return Spent(grad.real.sq_norms(), factor.shape)
 
-    def carried(self, recorder: Recorder, uses: list[Use]) -> FactoredGrad:
-        name = self.name_of(recorder)
-        grad = self.grads._grads[name] = FactoredGrad(name, uses)
-        return grad
-
-    def end(self) -> None:
+    def _end(self) -> None:
         for settings in self.every:
             if settings.bare_pass == settings.pass_id:  # else of a pass that broke off
                 settings.check_bare()
@@ -571,7 +616,7 @@ class _Block(Keeping):
                 raise
             if self.spent:
                 leaves = [recorder.leaf for recorder in self.spent if recorder.leaf is not None]
-                with going_to(self.model, Weighing(self._add_now), alone=False):
+                with going_to(self.model, _SecondPass(self.spent, self.totals), alone=False):
                     torch.autograd.backward(loss, inputs=leaves)
                 if left := self.spent.keys() - self.totals.keys():
                     raise _once_only(f"`{min(recorder.name for recorder in left)}` was not reached by it")
@@ -579,16 +624,6 @@ class _Block(Keeping):
                     self._add_all({recorder: partial(self.totals.pop, recorder) for recorder in self.totals})
         finally:
             self.twice, self.totals, self.spent = False, {}, {}
-
-    def _add_now(self, recorder: Recorder, factor: Factor, scale: float) -> None:
-        """A factor of the second pass."""
-        if (weights := self.spent.get(recorder)) is None:
-            return
-        with computing():
-            factor = FactoredGrad(recorder.name, [Use(factor, scale, [])]).factor
-            size = factor.shape[0]
-            share = _share(weights, size, _divided(recorder, size), _wide(factor))
-            self.totals[recorder] = _weighted_sum(factor, *share)
 
     def _clear(self) -> None:
         """Leave nothing on the parameters; what was weighed is gone."""
@@ -601,6 +636,29 @@ class _Block(Keeping):
         if self.weigh is not None:
             self.uses.pop(recorder, None)
             self.grads._grads.pop(self.name_of(recorder), None)
+
+
+class _SecondPass(Factored):
+    """Factors of the second pass of `clipping`, whose weights are known.
+
+    Args:
+        weights: (B,), of each parameter whose factors are wanted.
+        totals: where their weighted sums go.
+    """
+
+    sums = False
+
+    def __init__(self, weights: Mapping[Recorder, Tensor], totals: dict[Recorder, Tensor]) -> None:
+        self.weights, self.totals = weights, totals
+
+    def take(self, recorder: Recorder, holder: Tensor, factor: Factor, scale: float) -> None:
+        if (weights := self.weights.get(recorder)) is None:
+            return
+        with computing():
+            factor = FactoredGrad(recorder.name, [Use(factor, scale, [])]).factor
+            size = factor.shape[0]
+            share = _share(weights, size, _divided(recorder, size), _wide(factor))
+            self.totals[recorder] = _weighted_sum(factor, *share)
 
 
 def _once_only(why: str) -> RuntimeError:

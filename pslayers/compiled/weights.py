@@ -11,7 +11,6 @@ from ..core.converted_module import ModuleState, state_of
 from ..core.expansion import Expansion
 from ..core.factors import Dense, Factor
 from ..core.recorder import Recorder, recorder_of
-from ..core.sinks import Keeping
 from .registry import ANCHOR, as_op, modules, use_number
 
 
@@ -107,7 +106,7 @@ class Delivered(Expansion):
         """The plain gradient, if the code was compiled to give it (`sums`); the rows go to the sink."""
         recorder = self.recorder
         assert recorder is not None
-        if isinstance(recorder.settings.sink, Keeping):
+        if recorder.sink.keeps:
             small = factor.smaller(factor.detach_())
             factor = small.copied() if small is factor else small  # which is in memory of its own
         if not sums and recorder.settings.sums:

@@ -8,7 +8,7 @@ on at once. A new destination is a further `Sink` here; a `with` block sets it a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class Sink:
 
     adds_up = True  # rows that come one after the other, as from several ops on one expanded tensor
     sums = True  # the plain gradients are wanted, too
+    keeps = False  # factors are read after the backward pass of their op
     names: Mapping[int, str] = {}  # of the parameters of the model that the rows are wanted of, by their ids
     prefix = ""  # what their names begin with in the model that this one is a part of
 
@@ -264,132 +265,26 @@ class Streaming(Sink):
         self.take(self.name_of(recorder), rows, first)
 
 
-class Use(NamedTuple):
-    """A factor of one use of a parameter, what it is multiplied by, and what it holds, with the versions of
-    that: changed in place, it would be another gradient's.
-    """
+class Factored(Sink):
+    """Factors as they are, from which no dense rows are made (`ps.factored`)."""
 
-    factor: Factor
-    scale: float
-    versions: list[tuple[Tensor, int]]
-
-    @staticmethod
-    def of(factor: Factor, scale: float, held: Sequence[Tensor] | None = None) -> "Use":
-        """Of what it holds now, if that is known."""
-        held = [t for *_, t in factor.tensors()] if held is None else held
-        return Use(factor, scale, [(t, t._version) for t in held if not t.is_inference()])
-
-    def __reduce__(self) -> Any:  # versions of a copy are its own
-        return Use.of, (self.factor, self.scale)
-
-
-class Keeping(Sink):
-    """The factors themselves, of one backward pass, from which no dense rows are made (`ps.factored`).
-
-    Args:
-        sums: the plain gradients are wanted, too.
-    """
-
-    def __init__(self, sums: bool) -> None:
-        self.sums = sums
-        self.pass_id = -1
-        self.uses: dict[Recorder, list[Use]] = {}
-
-    def hold_back(self, ddp: Any) -> None:
-        """Called where the forward pass runs in a DistributedDataParallel, which would average plain
-        gradients.
-        """
+    def take(self, recorder: "Recorder", holder: Tensor, factor: Factor, scale: float) -> None:
+        """Take a factor of a parameter, which `holder` carries."""
         raise NotImplementedError
-
-    def begin(self) -> None:
-        """Called before the first factor of a backward pass."""
-        raise NotImplementedError
-
-    def kept(self, recorder: "Recorder", factor: Factor, held: Sequence[Tensor]) -> Factor:
-        """What is kept of a factor, which has held these until now."""
-        raise NotImplementedError
-
-    def carried(self, recorder: "Recorder", uses: list[Use]) -> object:
-        """What a parameter carries as `grad_sample`, of uses that are to come."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Called at the end of such a pass."""
-        raise NotImplementedError
-
-    def at_call(self) -> None:
-        """Have nobody wait for plain gradients that will not come."""
-        if not self.sums and (ddp := torch_api.active_ddp()) is not None:
-            self.hold_back(ddp)
 
     def make(self, recorder: "Recorder | None", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
-        """None: the factor is kept."""
+        """None: the factor is taken."""
         if recorder is None or recorder.settings.collecting_grads:
             return super().make(recorder, factor, like, scale)
         if (holder := recorder.enter()) is not None:
-            self._keep(recorder, holder, factor, scale)
+            self.take(recorder, holder, factor, scale)
         return None
 
     def store(
         self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
     ) -> None:
-        """Keep rows that somebody has formed."""
-        self._keep(recorder, holder, Dense(rows, rows.shape), 1.0)
-
-    def _keep(self, recorder: "Recorder", holder: Tensor, factor: Factor, scale: float) -> None:
-        settings, size = recorder.settings, factor.shape[0]
-        if settings.accumulation != "replace":
-            raise RuntimeError(
-                "Factored gradients are those of one backward pass, and `.grad` adds up by itself: leave"
-                f" ps.accumulating(model, {settings.accumulation!r}) away."
-            )
-        if size != settings.rows != -1:
-            raise recorder.of_two_sizes(settings.rows, size)
-        settings.rows = size
-        if settings.pass_id != self.pass_id:
-            if settings.in_ddp and not self.sums:
-                raise RuntimeError(
-                    "DistributedDataParallel was called outside of the block (ps.clipping, ps.reweighting or"
-                    " ps.factored(grad=False)) that its backward pass runs in, and waits for plain gradients"
-                    " to average: call it inside the block."
-                )
-            self.pass_id, self.uses = settings.pass_id, {}
-            self.begin()
-            torch_api.after_outer_pass(self.end)
-        if (uses := self.uses.get(recorder)) is None:
-            carried = self.carried(recorder, uses := [])
-            self.uses[recorder] = uses
-            recorder.holder.enter(holder, recorder)
-            holder.grad_sample = carried  # type: ignore[attr-defined]
-        kept = self.kept(recorder, factor, held := factor.detach_())
-        uses.append(Use.of(kept, scale, held if kept is factor else None))
-
-
-class Weighing(Sink):
-    """Factors whose weights are known, handed on at once (`ps.clipping` in two passes).
-
-    Args:
-        add: ``add(recorder, factor, scale)``.
-    """
-
-    sums = False
-
-    def __init__(self, add: Callable[["Recorder", Factor, float], None]) -> None:
-        self.add = add
-
-    def make(self, recorder: "Recorder | None", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
-        """None: the factor is handed on."""
-        if recorder is None or recorder.settings.collecting_grads:
-            return super().make(recorder, factor, like, scale)
-        if recorder.enter() is not None:
-            self.add(recorder, factor, scale)
-        return None
-
-    def store(
-        self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
-    ) -> None:
-        """Hand on rows that somebody has formed."""
-        self.add(recorder, Dense(rows, rows.shape), 1.0)
+        """Take rows that somebody has formed."""
+        self.take(recorder, holder, Dense(rows, rows.shape), 1.0)
 
 
 class SingleSample:
