@@ -276,16 +276,7 @@ def own_parametrized() -> AbstractContextManager[None]:
     """Inside of `torch.nn.utils.parametrize.cached` the block keeps what it computes for itself: of that of
     another call, samples have no rows.
     """
-    return _own_parametrized() if _parametrize._cache_enabled else nullcontext()
-
-
-@contextmanager
-def _own_parametrized() -> Iterator[None]:
-    before, _parametrize._cache = _parametrize._cache, {}
-    try:
-        yield
-    finally:
-        _parametrize._cache = before
+    return changed(_parametrize, _cache={}) if _parametrize._cache_enabled else nullcontext()
 
 
 def forget_parametrized() -> None:
@@ -460,15 +451,9 @@ def compile_id() -> Any:
     return _compile_context.current_compile_id()
 
 
-@contextmanager
-def not_compiling() -> Iterator[None]:
+def not_compiling() -> AbstractContextManager[None]:
     """Inside the block code runs as it does outside of torch.compile, which may be tracing around it."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]
+    return changed(torch.compiler, _is_compiling_flag=False)
 
 
 # ---------------------------------------------------------------------------------------------- torch.compile
@@ -527,13 +512,11 @@ def in_reentrant_forward() -> bool:
     return thread().in_reentrant_forward
 
 
-@contextmanager
-def reentrant_checkpoints(how: str) -> Iterator[None]:
+def reentrant_checkpoints(how: str) -> AbstractContextManager[None]:
     """Inside the block torch.autograd.grad may go through what reentrant checkpoints have run: they keep what
     they compute ("straight"), or are of the other kind ("otherwise").
     """
-    with changed(thread(), reentrant=how):
-        yield
+    return changed(thread(), reentrant=how)
 
 
 def _note_saved_inputs(noted: _Noted) -> None:

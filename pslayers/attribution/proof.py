@@ -7,7 +7,7 @@ each sample's outputs depend on that sample's rows alone, in what every layer re
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
 
@@ -99,13 +99,11 @@ def batched_outputs(
     return found
 
 
-@contextmanager
-def quiet_pass() -> Iterator[None]:
+def quiet_pass() -> AbstractContextManager[None]:
     """Around passes that only prove something: hooks that the user put on modules and tensors are not
     called.
     """
-    with torch_api.changed(torch_api.thread(), quiet=True):
-        yield
+    return torch_api.changed(torch_api.thread(), quiet=True)
 
 
 class _QuietTensorHooks(TorchFunctionMode):
@@ -189,12 +187,8 @@ class GradientProbe:
     @contextmanager
     def looking(self, look: Callable[[int, Tensor, Tensor], None]) -> Iterator[None]:
         """Inside the block `look` is called with each edge, and the gradient and its rows' owners."""
-        self.look = look
-        try:
-            with quiet_pass():
-                yield
-        finally:
-            self.look = None
+        with torch_api.changed(self, look=look), quiet_pass():
+            yield
 
     def missed(self, output: Any) -> bool:
         """Whether something that an output depends on was met by no pass: it goes but into numbers of the

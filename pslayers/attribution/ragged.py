@@ -589,8 +589,7 @@ class RaggedCall:
         last = last_edges(self.edges)
         if not (owned and last):
             return
-        self.beside = True
-        try:
+        with torch_api.changed(self, beside=True):
             for letter in range(self.passes):
                 marked = []
                 for t, grad, ids, dim in owned:
@@ -599,8 +598,6 @@ class RaggedCall:
                 with quiet_pass(), torch.enable_grad():
                     gradients_of([t for t, *_ in owned], marked, last)
                 self.norms.append([])
-        finally:
-            self.beside = False
 
     def _expected(self) -> str:
         return ", ".join(str(len(ids)) for ids, _ in self.batch.known) + f" or {self.batch.size}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import torch_api
 from ..core import op_kinds
-from ..core.context import NoRuleError, local, transforming
+from ..core.context import NoRuleError, changed, local, transforming
 from ..core.trees import map_tensors, tensors_of
 from .per_sample import PerSample, Standing, by_rule, goes_along, plainly, refuse_gradients
 
@@ -68,22 +68,20 @@ class Kept(Tensor):
         if adds or func in _BACKWARD:
             args, kwargs = map_tensors(_of_all, (args, kwargs))
             return func(*args, **kwargs)
-        before = local.stand_ins
         try:
             of_all = _check_what_it_meets(func, given, tensors_of((args, kwargs)))
             size = len(given[0].one.each)  # type: ignore[union-attr]
-            local.stand_ins = Standing([torch.empty(size, device="cpu")], False, {})
-            local.stand_ins.in_loss = True
-            found = by_rule(func, *map_tensors(_standing, (args, kwargs)))
-            return map_tensors(functools.partial(_found, batch=given[0].batch, of_all=of_all), found)
+            standing = Standing([torch.empty(size, device="cpu")], False, {})
+            standing.in_loss = True
+            with changed(stand_ins=standing):
+                found = by_rule(func, *map_tensors(_standing, (args, kwargs)))
+                return map_tensors(functools.partial(_found, batch=given[0].batch, of_all=of_all), found)
         except NoRuleError as error:
             raise NoRuleError(
                 f"{error}. It was returned by a model, or kept by it, and is made of parameters alone: in a"
                 " loss it may be added to numbers, and meet value by value what has a row for each sample."
                 " Use it in the forward, or expand it there to the batch, as in log_std.expand_as(mean)."
             ) from error
-        finally:
-            local.stand_ins = before
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         """Of the values."""
