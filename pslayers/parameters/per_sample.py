@@ -12,6 +12,7 @@ Which rows of a batch's tensor are whose is never guessed from a multiple of B. 
 them, and, in ops that go value by value, tensors of as many rows. All else is a `NoRuleError`.
 """
 
+import copy
 import functools
 import math
 import weakref
@@ -81,17 +82,10 @@ class Standing:
         chosen = len(self.chosen)
 
         def again() -> Standing:
-            standing = Standing(
-                self.inputs,
-                self.includes_children,
-                self.weights,
-                self.follows,
-                self.choices or self.chosen,
-                self.known or frozenset(self.met),
-                self.prefix,
-            )
-            standing.chosen, standing.path, standing.made = self.chosen[:chosen], self.path, self.made
-            standing.idle = self.idle
+            standing = copy.copy(self)
+            standing.choices, standing.known = self.choices or self.chosen, self.known or frozenset(self.met)
+            standing.chosen, standing.met, standing.slow = self.chosen[:chosen], set(), set()
+            standing.level, standing.in_loss = torch_api.level(), False
             return standing
 
         return again
