@@ -279,14 +279,13 @@ def per_sample_grads(
     """
     with converted(model) as ours:
         chunks = Chunks(ours, inputs, targets, chunk_size, memory_budget, loss_fn)
-        return _in_chunks(ours, loss_fn, chunks, create_graph, progress)
+        return _in_chunks(chunks, create_graph, progress)
 
 
-def _in_chunks(
-    model: Converted, loss_fn: Callable[..., Tensor], chunks: Chunks, create_graph: bool, progress: bool
-) -> dict[str, Tensor]:
+def _in_chunks(chunks: Chunks, create_graph: bool, progress: bool) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
-    size, every = chunks.size, settings_of(model)  # type: ignore[arg-type]
+    model, size = chunks.model, chunks.size
+    every = settings_of(model)  # type: ignore[arg-type]
     for start, stop in bar(chunks.spans, progress):
         # without the sums; but of a batch of one the sum is the row, and what can be differentiated leads to
         # the parameters
@@ -298,7 +297,7 @@ def _in_chunks(
         ):
             part = chunks.part(start, stop)
             with chunks.told(stop - start):
-                rows = _one_pass(model, loss_fn, *part, size=stop - start, create_graph=create_graph)
+                rows = _one_pass(model, chunks.made, *part, size=stop - start, create_graph=create_graph)
         if stop - start == size:
             return rows
         if create_graph:

@@ -74,7 +74,7 @@ def per_sample_jacobians(
         if not params:
             return {}
         with ours._ps_state().settings.turns.writing():
-            return _placed(ours, params, chunks, output_fn or _as_it_is, progress)
+            return _placed(params, chunks, progress)
 
 
 def jacobian_gram(
@@ -139,8 +139,8 @@ def jacobian_gram(
                     if two is one and m < n:  # known by symmetry
                         blocks[n].append(blocks[m][n].permute(2, 3, 0, 1) if full else blocks[m][n].mT)
                         continue
-                    left = Outputs(ours, one, span, made)
-                    right = None if two is one and m == n else Outputs(ours, two, rest, made)
+                    left = Outputs(one, span)
+                    right = None if two is one and m == n else Outputs(two, rest)
                     blocks[n].append(_of_all(left, right) if full else _of_each(left, right, trace))
             whole = torch.cat([torch.cat(row, 2 if full else -1) for row in blocks], 0 if full else -2)
         return whole if full else whole.sum(0) if trace else whole.permute(1, 2, 0)
@@ -161,12 +161,10 @@ class Outputs:
     form = torch.Size()
     like: Tensor
 
-    def __init__(
-        self, model: Converted, chunks: Chunks, span: tuple[int, int], output_fn: Callable[[Any], Tensor]
-    ) -> None:
-        self.model, self.output_fn, self.size = model, output_fn, span[1] - span[0]
+    def __init__(self, chunks: Chunks, span: tuple[int, int]) -> None:
+        self.model, self.output_fn, self.told = chunks.model, chunks.made, chunks.told
         self.args, self.kwargs, _ = chunks.part(*span)
-        self.told = chunks.told
+        self.size = span[1] - span[0]
 
     def passes(self) -> Iterator[Callable[[], None]]:
         """A backward pass for each output, over one forward pass."""
@@ -244,14 +242,8 @@ class Outputs:
             yield grads
 
 
-def _placed(
-    model: Converted,
-    params: Mapping[str, Tensor],
-    chunks: Chunks,
-    output_fn: Callable[[Any], Tensor],
-    progress: bool,
-) -> dict[str, Tensor]:
-    result: dict[str, Tensor] = {}
+def _placed(params: Mapping[str, Tensor], chunks: Chunks, progress: bool) -> dict[str, Tensor]:
+    model, result = chunks.model, dict[str, Tensor]()
     reached: set[str] = set()
     place: tuple[slice, int] = slice(0), 0
     form = torch.Size()
@@ -266,7 +258,7 @@ def _placed(
 
     with leaving_nothing(model), going_to(model, Streaming(take, sums=False), alone=False):  # type: ignore[arg-type]
         for span in bar(chunks.spans, progress):
-            outputs = Outputs(model, chunks, span, output_fn)
+            outputs = Outputs(chunks, span)
             for c, backward in enumerate(outputs.passes()):
                 place, form = (slice(*span), c), outputs.form
                 reached.clear()
