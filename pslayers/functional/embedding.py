@@ -160,10 +160,7 @@ class Gather(Factor):
             by_sample = size, len(gy) // max(size, 1)
             ids, gy = (t.unflatten(0, by_sample)[index] for t in (self.ids, gy))
             return self._of(ids.flatten(0, 1), gy.flatten(0, 1), None, len(ids))
-        numbers, count = renumbered(index, size, gy.device)
-        samples = numbers[self.samples]
-        kept = samples >= 0
-        return self._of(self.ids[kept], gy[kept], samples[kept], count)
+        return self.regrouped(Owners(*renumbered(index, size, gy.device)))
 
     def sample_of_each(self) -> Tensor:
         """The sample of each look-up, (M,)."""

@@ -122,10 +122,7 @@ class Grouped(Factor):
         return Grouped(x, gy, group, samples, torch.Size((size, *self.shape[1:])))
 
     def select(self, index: slice | Tensor) -> Factor:
-        numbers, count = renumbered(index, self.shape[0], self.x.device)
-        samples = numbers[self.samples]
-        kept = samples >= 0
-        return self._of(self.x[kept], self.gy[kept], self.group[kept], samples[kept], count)
+        return self.regrouped(Owners(*renumbered(index, self.shape[0], self.x.device)))
 
     def regrouped(self, owners: Owners) -> Factor:
         samples = owners.ids[self.samples]
