@@ -47,9 +47,6 @@ class _PReLU(Separate):
         # (N, C)
         return each.reshape(len(x), self.weights, each.numel() // max(len(x) * self.weights, 1)).sum(2)
 
-    def bias_grad(self, gy: Tensor) -> Tensor:
-        return gy
-
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         assert weight is not None
         shape = (len(x), self.weights, *(1,) * (x.ndim - 2))[: x.ndim]

@@ -142,9 +142,6 @@ class _RMSNorm(Separate):
     def weight_grad(self, gy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
         return _sum_between(x.conj() * gy, self.shape, statistics[0].conj())
 
-    def bias_grad(self, gy: Tensor) -> Tensor:
-        return _sum_between(gy, self.shape)
-
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         y = F.rms_norm(x, self.shape, None, self.eps)
         return scale_and_shift(y, weight, bias, _weight_shape(x, self.shape))
