@@ -30,6 +30,4 @@ class PSPReLU(PSLayer, nn.PReLU, replaces=nn.PReLU, fused=True):
 
     def forward(self, input: Tensor) -> Tensor:
         """x (B, C, ...) -> (B, C, ...)."""
-        weight = self.expansion("weight")
-        assert weight is not None
-        return PF.prelu(input, weight)
+        return PF.prelu(input, self._ps_weight())

@@ -12,7 +12,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from .. import functional as PF
 from .. import torch_api
 from ..core.context import Call, clear, local
-from ..core.expansion import Expansion
 from ..functional.attention import of_rows
 from ..modules.base import OwnBatchDim, PSLayer
 from ..modules.converted import State
@@ -154,21 +153,16 @@ class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.Multi
             if self._qkv_same_embed_dim
             else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         )
-        weights = [self._weight(name) for name in names]
+        weights = [self._ps_weight(name) for name in names]
         q, k, v = PF.in_projection(
             q, k, v, weights[0] if len(weights) == 1 else weights, self.expansion("in_proj_bias")
         )
         if self.bias_k is not None:
             k, v = (
-                torch.cat([t, of_rows(self._weight(name), 3, len(t)).squeeze(1)], 1)
+                torch.cat([t, of_rows(self._ps_weight(name), 3, len(t)).squeeze(1)], 1)
                 for t, name in ((k, "bias_k"), (v, "bias_v"))
             )
         return q, k, v
-
-    def _weight(self, name: str) -> Tensor | Expansion:
-        weight = self.expansion(name)
-        assert weight is not None
-        return weight
 
     def _out_projection(self, x: Tensor, rows: int) -> Tensor:
         """By the child's weights, without calling it, as torch does."""
@@ -176,9 +170,7 @@ class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.Multi
         if not isinstance(child, PSLinear):
             return F.linear(x, child.weight, child.bias)
         with Call(child, rows, local.call.scale):
-            weight = child.expansion("weight")
-            assert weight is not None
-            return PF.linear(x, weight, child.expansion("bias"))
+            return PF.linear(x, child._ps_weight(), child.expansion("bias"))
 
     # ------------------------------------------------------------------ what is called with what
     def _fit(self, query: Tensor, key: Tensor, value: Tensor) -> bool:

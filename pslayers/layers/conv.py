@@ -19,10 +19,8 @@ class PSConvolution(PSLayer, AnyConv, fused=True):
 
     def forward(self, input: Tensor) -> Tensor:
         """x ``(B, C, *S)`` -> ``(B, O, *L)``."""
-        weight = self.expansion("weight")
-        assert weight is not None
         options = self.stride, self.padding, self.dilation, self.groups, self.padding_mode
-        return _CONV[len(self.kernel_size) - 1](input, weight, self.expansion("bias"), *options)
+        return _CONV[len(self.kernel_size) - 1](input, self._ps_weight(), self.expansion("bias"), *options)
 
 
 class PSConv1d(PSConvolution, nn.Conv1d, replaces=nn.Conv1d):
@@ -91,8 +89,8 @@ class PSTransposedConvolution(PSLayer, AnyConvTranspose, fused=True):
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """x ``(B, C, *S)`` -> ``(B, O, *L)``; `output_size` is turned into an output padding."""
-        weight, n, padding = self.expansion("weight"), len(self.kernel_size), self.padding
-        assert weight is not None and not isinstance(padding, str)
+        weight, n, padding = self._ps_weight(), len(self.kernel_size), self.padding
+        assert not isinstance(padding, str)
         size = None if output_size is None else list(output_size)
         if size is not None and len(size) - n in (1, 2):  # before space, with a batch or without one
             size = size[-n:]

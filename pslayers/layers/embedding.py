@@ -45,8 +45,7 @@ class PSTable(PSLayer):
 
     def table(self, ids: Tensor) -> Tensor | Expansion:
         """The weight, the entries of `ids` renormalised where the layer does that."""
-        weight = self.expansion("weight")
-        assert weight is not None
+        weight = self._ps_weight()
         if self.max_norm is not None:
             if isinstance(weight, Tensor):
                 raise self._ps_one_table()

@@ -32,9 +32,7 @@ class PSLinear(PSLayer, nn.Linear, replaces=nn.Linear, fused=True):
 
     def forward(self, input: Tensor) -> Tensor:
         """x (B, ..., I) -> (B, ..., O)."""
-        weight = self.expansion("weight")
-        assert weight is not None
-        return PF.linear(input, weight, self.expansion("bias"))
+        return PF.linear(input, self._ps_weight(), self.expansion("bias"))
 
 
 class PSBilinear(PSLayer, nn.Bilinear, replaces=nn.Bilinear, fused=True):
@@ -70,6 +68,4 @@ class PSBilinear(PSLayer, nn.Bilinear, replaces=nn.Bilinear, fused=True):
 
     def forward(self, input1: Tensor, input2: Tensor) -> Tensor:
         """x1 (B, ..., I), x2 (B, ..., J) -> (B, ..., O)."""
-        weight = self.expansion("weight")
-        assert weight is not None
-        return PF.bilinear(input1, input2, weight, self.expansion("bias"))
+        return PF.bilinear(input1, input2, self._ps_weight(), self.expansion("bias"))

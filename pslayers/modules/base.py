@@ -544,6 +544,12 @@ class PSLayer(_Layer):
             recorder = recorder_of(weight, f"{state.prefix}{name}", settings, self)
         return recorder.expansion(weight, batch, call.scale)
 
+    def _ps_weight(self, name: str = "weight") -> Expansion | Tensor:
+        """The same of a parameter that there always is."""
+        weight = self.expansion(name)
+        assert weight is not None
+        return weight
+
     def expand(self, name: str) -> Tensor | None:
         """The parameter `name`, expanded to this call's rows: ``(N, *S)``, where N is B, or k * B for k rows
         a sample.
