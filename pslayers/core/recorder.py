@@ -208,7 +208,7 @@ class Recorder:
     def listen(self) -> None:
         """Let what the leaf receives be put on the parameter: rows of several uses, or with a graph."""
         if self.leaf is not None and not self.leaf._post_accumulate_grad_hooks:
-            self.leaf.register_post_accumulate_grad_hook(_WeakHook(self, Recorder.receive))
+            self.leaf.register_post_accumulate_grad_hook(_Receipt(self))
 
     def release(self) -> None:
         """Let go of the leaf, to which graphs that are still there may lead."""
@@ -238,8 +238,7 @@ class Recorder:
         """Hand the gradient of the expansion to the sink; all rows but `entries` of the tables are zero."""
         before = self.pass_id
         if (holder := self.enter()) is not None:
-            sink = self.settings.sink or self.dense
-            sink.store(self, holder, rows, before != self.pass_id, entries)
+            self.sink.store(self, holder, rows, before != self.pass_id, entries)
 
     def enter(self, pass_id: int | None = None) -> Tensor | None:
         """Note that the pass that runs gives the parameter rows; what carries them, None where the model is
@@ -317,27 +316,26 @@ def _no_recorder() -> None:
 
 
 class _WeakHook:
-    """A method as a hook that keeps its owner no longer alive, and that says that it need not be saved with
-    its tensor.
-    """
+    """A hook that keeps its owner no longer alive, and says that it need not be saved with its tensor."""
 
     __torch_unserializable__ = True
 
-    def __init__(self, owner: Recorder, method: Callable[[Recorder, Tensor], None]) -> None:
-        self.owner, self.method = weakref.ref(owner), method
+    def __init__(self, owner: Recorder) -> None:
+        self.owner = weakref.ref(owner)
 
-    def __call__(self, tensor: Tensor) -> None:
+
+class _Receipt(_WeakHook):
+    """`Recorder.receive` as a hook."""
+
+    def __call__(self, leaf: Tensor) -> None:
         if (owner := self.owner()) is not None:
-            self.method(owner, tensor)
+            owner.receive(leaf)
 
 
 class _Arrival(_WeakHook):
     """`Recorder.check` as a hook, but for a gradient that was taken on its way."""
 
-    def __init__(self, owner: Recorder) -> None:
-        super().__init__(owner, Recorder.check)
-
-    def __call__(self, tensor: Tensor | None) -> Tensor | None:  # type: ignore[override]
+    def __call__(self, tensor: Tensor | None) -> Tensor | None:
         owner = self.owner()
         if owner is None or tensor is None:
             return None
