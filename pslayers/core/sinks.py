@@ -97,7 +97,6 @@ class DenseRows(Sink):
         self.leaf: Tensor | None = None  # that they were the gradient of
         # the entries in that memory that are not zero, and its version at that time
         self.written: tuple[Tensor, int] | None = None
-        self.lent: Tensor | None = None  # that memory, to whoever writes the next rows
         self.offset = 0  # rows that earlier passes have appended
 
     def fit(self, recorder: "Recorder", leaf: Tensor) -> None:
@@ -119,13 +118,13 @@ class DenseRows(Sink):
 
     def release(self) -> None:
         """Let go of the memory."""
-        self.memory = self.leaf = self.written = self.lent = None
+        self.memory = self.leaf = self.written = None
 
     def buffer(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
         """The last rows' memory, unless somebody holds it, or rows are to be kept beside them, or in a graph
         that is captured, which writes to them whenever it is replayed.
         """
-        memory, self.lent = self.memory, None
+        memory = self.memory
         if memory is None or like is not self.leaf or recorder is None or torch_api.capturing():
             return super().buffer(recorder, like)
         if recorder.settings.accumulation == "replace" and recorder.pass_id != torch_api.running_pass():
@@ -133,8 +132,7 @@ class DenseRows(Sink):
                 # about to be replaced: let it go, then see who else holds it
                 holder.grad_sample = None  # type: ignore[attr-defined]
             if not torch_api.held_elsewhere(memory):
-                self.lent = memory.detach()
-                return self.lent
+                return memory.detach()
         return super().buffer(recorder, like)
 
     def put(self, recorder: "Recorder", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
@@ -159,7 +157,7 @@ class DenseRows(Sink):
             self.memory = memory = torch.empty_like(memory)
         rows = memory.detach()
         factor.write(rows, scale)
-        self.offset, self.lent, self.written = recorder.holder.enter(holder, recorder), None, None
+        self.offset, self.written = recorder.holder.enter(holder, recorder), None
         holder.grad_sample = rows  # type: ignore[attr-defined]
         return rows
 
@@ -195,9 +193,9 @@ class DenseRows(Sink):
         """Put them on the parameter, by the rules of accumulation."""
         settings = recorder.settings
         recorder.count(rows.shape[0])
-        if rows is not self.lent and not settings.captured:
+        if not settings.captured:
             self._remember(rows, recorder.leaf)
-        self.lent = self.written = None
+        self.written = None
         if first:
             self.offset = recorder.holder.enter(holder, recorder)
         if not first or settings.accumulation != "replace":
