@@ -247,19 +247,11 @@ class Batch:
         self.in_order: Tensor | None = None  # which is known to hold the samples' rows, k a sample
         self.scale = Scale(float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0)
 
-    def again(self, calls: dict[int, int]) -> "Batch":
-        """The same batch for a part of the call that is computed again, so many calls of each module having
-        come before.
-        """
+    def again(self) -> "Batch":
+        """The same batch for a part of the call that is computed again."""
         batch = Batch(self.size, self.settings)
-        batch.calls, batch.scale, batch.proving, batch.given, batch.ragged, batch.form = (
-            dict(calls),
-            self.scale,
-            self.proving,
-            self.given,
-            self.ragged,
-            self.form,
-        )
+        batch.calls, batch.scale, batch.proving = dict(self.calls), self.scale, self.proving
+        batch.given, batch.ragged, batch.form = self.given, self.ragged, self.form
         return batch
 
     def give_up(self) -> bool:
@@ -523,14 +515,14 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
     given, places = () if batch is None else batch.given_places(), local.places
     if given:  # torch.func.functional_call puts the parameters back before the backward pass
         places = (lambda: given, *places)
-    first = None if batch is None else batch.again(batch.calls)
+    first = batch and batch.again()
     stand_ins = None if local.stand_ins is None else local.stand_ins.mark()
 
     @contextmanager
     def again() -> Iterator[None]:
         before = dict(vars(local))
         vars(local).update(state)
-        local.batch = None if first is None else first.again(first.calls)
+        local.batch = first and first.again()
         local.stand_ins = None if stand_ins is None else stand_ins()
         try:
             with ExitStack() as stack:
