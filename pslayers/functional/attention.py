@@ -11,10 +11,10 @@ from torch.nn.attention import SDPBackend
 
 from .. import torch_api
 from ..core.context import in_ragged, transforming
-from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
+from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from ..core.factors import Blocks
 from ..core.products import affine, of_dtype
-from .common import check_rows, owned
+from .common import check_rows, for_rows, owned
 from .linear import linear
 from .linear_factor import Outer
 
@@ -51,10 +51,10 @@ def in_projection(
     if bias is None:
         return q, k, v
     if in_ragged():
-        each = (of_rows(bias, 1, t.shape[:-1].numel()).chunk(3, -1)[i] for i, t in enumerate((q, k, v)))
+        each = (for_rows(bias, 1, t.shape[:-1].numel()).chunk(3, -1)[i] for i, t in enumerate((q, k, v)))
         q, k, v = (t + b.view(t.shape) for t, b in zip((q, k, v), each, strict=True))
         return q, k, v
-    b_q, b_k, b_v = of_rows(bias, 1, len(q)).unsqueeze(1).chunk(3, -1)  # (N, 1, E) each
+    b_q, b_k, b_v = for_rows(bias, 1, len(q)).unsqueeze(1).chunk(3, -1)  # (N, 1, E) each
     return q + b_q, k + b_k, v + b_v
 
 
@@ -162,12 +162,6 @@ def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: flo
     if dropout:
         weights = F.dropout(weights, dropout)
     return torch.bmm(weights, v).unflatten(0, heads), weights.unflatten(0, heads)
-
-
-def of_rows(t: Weight, ndim: int, n: int) -> Tensor:
-    """One (N, *S) for each row, of a parameter with `ndim` dims, whatever it came as."""
-    t = per_sample(t, ndim, n)
-    return t if t.shape[0] == n else t.repeat_interleave(n // max(t.shape[0], 1), 0)
 
 
 def _parts(xs: Sequence[Tensor], weight: Weight, thirds: Sequence[int]) -> tuple[Tensor, ...]:

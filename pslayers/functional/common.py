@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.context import in_ragged
-from ..core.expansion import Expansion
+from ..core.expansion import Expansion, per_sample
 from ..core.factors import Dense
 from ..core.products import of_dtype
 
@@ -53,6 +53,12 @@ def of_rows(each: Tensor, t: Tensor) -> Tensor:
     """What is each sample's, (B,), for every row of `t` (N, ...): (N, 1, ...)."""
     each = each.repeat_interleave(len(t) // max(len(each), 1))
     return each.view(-1, *[1] * (t.ndim - 1))
+
+
+def for_rows(weight: Tensor | Expansion, ndim: int, n: int) -> Tensor:
+    """One (N, *S) for each row, of a weight with `ndim` dims, whatever it came as."""
+    t = per_sample(weight, ndim, n)
+    return t if t.shape[0] == n else t.repeat_interleave(n // max(t.shape[0], 1), 0)
 
 
 def owned(t: Tensor) -> Tensor:

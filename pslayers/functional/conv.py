@@ -16,7 +16,7 @@ from .. import torch_api
 from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
 from ..core.factors import Blocks, Factor, Owners, at_once, beside, by_size
 from ..core.products import of_dtype
-from .common import bias_factor, check_rows, owned, weighed
+from .common import bias_factor, check_rows, for_rows, owned, weighed
 from .conv_weight_grads import (
     Geometry,
     as_groups,
@@ -128,9 +128,7 @@ def apply(
 
 def add_bias(y: Tensor, bias: Tensor | Expansion) -> Tensor:
     """`y` (N, O, *L) plus each sample's bias."""
-    per_row = per_sample(bias, 1, len(y))
-    # (N, O)
-    per_row = per_row if len(per_row) == len(y) else per_row.repeat_interleave(len(y) // len(per_row), 0)
+    per_row = for_rows(bias, 1, len(y))  # (N, O)
     return y + per_row.reshape(*per_row.shape, *(1,) * (y.ndim - 2)).to(y.dtype)
 
 

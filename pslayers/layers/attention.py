@@ -12,7 +12,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from .. import functional as PF
 from .. import torch_api
 from ..core.context import Call, clear, local
-from ..functional.attention import of_rows
+from ..functional.common import for_rows
 from ..modules.base import OwnBatchDim, PSLayer
 from ..modules.converted import State
 from .linear import PSLinear
@@ -159,7 +159,7 @@ class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.Multi
         )
         if self.bias_k is not None:
             k, v = (
-                torch.cat([t, of_rows(self._ps_weight(name), 3, len(t)).squeeze(1)], 1)
+                torch.cat([t, for_rows(self._ps_weight(name), 3, len(t)).squeeze(1)], 1)
                 for t, name in ((k, "bias_k"), (v, "bias_v"))
             )
         return q, k, v
