@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .trees import attributes, drop_attribute, put_attribute
+from .trees import attributes, put_attributes
 
 # by far the most of what there is
 _LEAVES = {
@@ -112,13 +112,6 @@ _CONTAINERS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]
 }
 
 
-def _put_attributes(held: Any, then: dict[Any, Any]) -> None:
-    for name in attributes(held).keys() - then.keys():
-        drop_attribute(held, name)
-    for name, value in then.items():
-        put_attribute(held, name, value)
-
-
 def _somebodys(value: Any) -> bool:
     """Whether an object is of a class that is derived from nothing but other such classes: no module,
     optimizer, data set or thread.
@@ -144,7 +137,7 @@ def _held(value: Any, opened: bool) -> Iterator[Held]:
     if opened and kind is not base and _somebodys(value):
         own = attributes(value)
         if not any(_root(type(one)) in _OF_THREADS for one in own.values()):
-            yield Held(value, attributes, _put_attributes, own)
+            yield Held(value, attributes, put_attributes, own)
 
 
 def reached(values: Iterable[Any]) -> Iterator[Any]:

@@ -52,12 +52,15 @@ def put_attribute(held: Any, name: Any, value: Any) -> None:
         vars(held)[name] = value
 
 
-def drop_attribute(held: Any, name: Any) -> None:
-    """Let an object have one of these no longer."""
-    if isinstance(name, MemberDescriptorType):
-        name.__delete__(held)
-    else:
-        del vars(held)[name]
+def put_attributes(held: Any, then: dict[Any, Any]) -> None:
+    """Have an object hold these, and no others."""
+    for name in attributes(held).keys() - then.keys():
+        if isinstance(name, MemberDescriptorType):
+            name.__delete__(held)
+        else:
+            del vars(held)[name]
+    for name, value in then.items():
+        put_attribute(held, name, value)
 
 
 def tensors_in(value: Any) -> list[Tensor | PackedSequence]:
@@ -239,11 +242,9 @@ def assign(
             target[name] = assign(target.get(name), value, tensor, done)
     elif opens(source):
         done[id(source)] = target
-        into, values = attributes(target), attributes(source)
-        for name in into.keys() - values.keys():
-            drop_attribute(target, name)
-        for name, value in values.items():
-            put_attribute(target, name, assign(into.get(name), value, tensor, done))
+        into = attributes(target)
+        values = {n: assign(into.get(n), v, tensor, done) for n, v in attributes(source).items()}
+        put_attributes(target, values)
     else:
         return source
     return target
