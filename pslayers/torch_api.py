@@ -141,15 +141,11 @@ def thread() -> Thread:
         # after all that is called back
         after_pass(lambda: after_pass(lambda: _begun_elsewhere.pop(task, None)))
     # what torch keeps for a thread it lets go of after Python has joined that: where Python is gone by then,
-    # at the end of the process, this is aborted
-    if not hasattr(_own, "thread") or _elsewhere_too():
+    # at the end of the process, this is aborted; but nodes of a GPU's backward passes run in other threads
+    # than these are begun in
+    if not hasattr(_own, "thread") or torch.accelerator.is_available():
         keep_for_thread(here)
     return here
-
-
-def _elsewhere_too() -> bool:
-    """Whether nodes of backward passes may run in other threads than these are begun in: a GPU's do."""
-    return torch.accelerator.is_available()
 
 
 def keep_for_thread(here: Thread) -> None:

@@ -370,7 +370,7 @@ class Patches(Factor):
             if values
             else Factor.sq_norms(part)
             if (maps := part._outer()) is None
-            else _of_groups(maps.sq_norms(), part)
+            else maps.sq_norms().view(part.shape[0], -1).sum(1)
             for part in self._parts(values)
         ]
         return torch.cat(found) if found else self.gy.new_zeros(0)
@@ -425,7 +425,3 @@ class Patches(Factor):
             y = y.narrow(dim, 0, length)
         each, size = (y * self.gy).flatten(1).sum(1), self.shape[0]
         return each.view(size, len(each) // max(size, 1)).sum(1)
-
-
-def _of_groups(found: Tensor, factor: Patches) -> Tensor:
-    return found.view(factor.shape[0], -1).sum(1)
