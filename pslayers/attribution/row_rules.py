@@ -514,10 +514,9 @@ def _moved(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
         return
     function = getattr(Tensor, name)  # which takes dims in more forms than torch.flip
     ids = function(of.sample_ids.view(-1, *(1,) * (x.ndim - 1)).expand_as(x), *args[1:], **kwargs)
-    rows = ids.flatten(1) if ids.ndim > 1 else ids[:, None]
-    if result.ndim == x.ndim and bool((rows == rows[:, :1]).all()):
+    if result.ndim == x.ndim and (numbers := _numbers(ids)).ndim == 1:
         by_data = of.picked and of.by_data
-        moved = RowProvenance(rows[:, 0], of.limit * max(len(ids) // max(len(x), 1), 1), by_data=by_data)
+        moved = RowProvenance(numbers, of.limit * max(len(ids) // max(len(x), 1), 1), by_data=by_data)
         picks.tag(result, of if of.same(moved) else picks.pick(moved) if by_data else moved)
     else:
         default_rule(picks, result, name, args, kwargs)

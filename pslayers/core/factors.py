@@ -473,8 +473,7 @@ class Dense(Factor):
         return self if self.each.shape == self.shape else super().smaller(held)
 
     def joined(self, others: Sequence[Factor]) -> Factor:
-        rows = [part._by_sample().sum(1) for part in (self, *others)]  # type: ignore[attr-defined]
-        return self._of(added(rows), self.shape[0])
+        return self._of(added([part.rows() for part in (self, *others)]), self.shape[0])
 
     def kin(self) -> tuple[Any, ...] | None:
         each = self.each

@@ -49,10 +49,7 @@ class PSRMSNorm(PSLayer, nn.RMSNorm, replaces=nn.RMSNorm, fused=True):
         torch.Size([5, 3])
     """
 
-    @property
-    def event_dims(self) -> int:  # type: ignore[override]
-        """As many dims as are normalised."""
-        return len(self.normalized_shape)
+    event_dims = PSLayerNorm.event_dims
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, ..., *S) -> (B, ..., *S)."""
