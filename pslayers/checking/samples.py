@@ -6,7 +6,6 @@ changed.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,39 +112,6 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 # ------------------------------------------------------------------------------------- where samples are held
-@dataclass
-class _Shared:
-    """A tensor that is the same for all samples."""
-
-    tensor: Any
-
-    def take(self, chosen: Sequence[int]) -> Any:
-        return self.tensor
-
-
-@dataclass
-class _Held:
-    """A tensor whose dim `dim` has a row for each sample; `rows` (N, ...) are those of the pool, in dim 0."""
-
-    rows: Tensor
-    dim: int
-    requires_grad: bool
-
-    def take(self, chosen: Sequence[int]) -> Tensor:
-        taken = self.rows[torch.tensor(chosen, dtype=torch.long, device=self.rows.device)]
-        return taken.movedim(0, self.dim).contiguous().requires_grad_(self.requires_grad)
-
-
-@dataclass
-class _Packed:
-    """A packed sequence, each sample's steps by themselves."""
-
-    steps: list[Tensor]
-
-    def take(self, chosen: Sequence[int]) -> PackedSequence:
-        return pack_sequence([self.steps[i] for i in chosen], enforce_sorted=False)
-
-
 class Samples:
     """What a model is called with, as a pool of samples: those given, 0 to B - 1, then all of them once more
     for each change.
@@ -170,15 +136,20 @@ class Samples:
             [rows, *(rows if changed[name][i] is None else changed[name][i] for name in self.changes)]
             for i, rows in enumerate(held)
         )
-        self.slots = [
-            _Shared(leaf) if dim is None else _pool(leaf, dim, next(pools))
+        # of each leaf; None: the same for all samples
+        self.takes = [
+            None if dim is None else _taking(leaf, dim, next(pools))
             for leaf, dim in zip(leaves, self.dims, strict=True)
         ]
 
     def take(self, chosen: Sequence[int]) -> tuple[Any, Any]:
         """Inputs and targets of these samples of the pool."""
-        slots = iter(self.slots)
-        return each_leaf(lambda _: next(slots).take(chosen), self.value)  # type: ignore[no-any-return]
+        takes = iter(self.takes)
+
+        def taken(leaf: Any) -> Any:
+            return leaf if (take := next(takes)) is None else take(chosen)
+
+        return each_leaf(taken, self.value)  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return self.size * (1 + len(self.changes))
@@ -256,9 +227,15 @@ def _change(rows: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return None if torch.equal(new, rows) else new
 
 
-def _pool(leaf: Any, dim: int, variants: list[Any]) -> _Held | _Packed:
+def _taking(leaf: Any, dim: int, variants: list[Any]) -> Callable[[Sequence[int]], Any]:
+    """What takes samples out of the pool: those of a leaf, then those of each of its variants."""
     if isinstance(leaf, PackedSequence):
-        return _Packed(
-            [s for v in variants for s in (unpack_sequence(v) if isinstance(v, PackedSequence) else v)]
-        )
-    return _Held(torch.cat(variants), dim, leaf.requires_grad)
+        steps = [s for v in variants for s in (unpack_sequence(v) if isinstance(v, PackedSequence) else v)]
+        return lambda chosen: pack_sequence([steps[i] for i in chosen], enforce_sorted=False)
+    rows = torch.cat(variants)
+
+    def take(chosen: Sequence[int]) -> Tensor:
+        taken = rows[torch.tensor(chosen, dtype=torch.long, device=rows.device)]
+        return taken.movedim(0, dim).contiguous().requires_grad_(leaf.requires_grad)
+
+    return take
