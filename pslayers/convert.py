@@ -27,7 +27,7 @@ from .modules.container import PSContainer, container_class
 from .modules.converted import Converted, State
 from .modules.first_call import ModelCall
 from .modules.inventory import Inventory
-from .modules.ragged_call import try_ragged
+from .modules.ragged_call import call_ragged
 from .reports import Row, original_class
 
 M = TypeVar("M", bound=nn.Module)
@@ -194,7 +194,9 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     with trial(model), jagged:
         try:
             if local.ragged is not None:
-                try_ragged(model, PSContainer._ps_run, args, kwargs)
+                output, call = call_ragged(model, PSContainer._ps_run, args, kwargs)
+                if call is not None:
+                    call.try_out(output)  # RuntimeError where its samples interact
             # one sample tells nothing
             elif (size := model._ps_batch_size(args, kwargs)) is not None and size > 1:
                 with changed(form=model._ps_form(args, kwargs)):

@@ -349,7 +349,7 @@ class Converted(_Mixin):
         if recorded and not local.again and (jagged or local.ragged is not None):
             with of_jagged((args, kwargs)) if jagged else nullcontext():
                 if local.ragged is not None:
-                    return call_ragged(self, run, args, kwargs)
+                    return call_ragged(self, run, args, kwargs)[0]
         recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
         trackable = not self._ps_layer and not recomputed
         sizes = [] if self._ps_layer else self._ps_sizes(args, kwargs)

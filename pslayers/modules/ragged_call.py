@@ -13,19 +13,7 @@ from .batch_of_one import run_alone
 from .inventory import Inventory
 
 
-def call_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The output of a recorded call."""
-    return _call(model, run, args, kwargs)[0]
-
-
-def try_ragged(model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Verify an example, as the first batch is: RuntimeError where its samples interact."""
-    output, call = _call(model, run, args, kwargs)
-    if call is not None:
-        call.try_out(output)
-
-
-def _call(
+def call_ragged(
     model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, RaggedCall | None]:
     """The output of a recorded call, and what looks at its backward passes (None: there are no samples)."""
