@@ -3,7 +3,6 @@ of it.
 """
 
 import functools
-from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import Any, TypeVar
@@ -190,8 +189,7 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if not isinstance(model, PSContainer):
         return
     args, kwargs = cloned((args, kwargs))  # a forward may write to its inputs
-    jagged = of_jagged((args, kwargs)) if local.ragged is None else nullcontext()
-    with trial(model), jagged:
+    with trial(model), of_jagged((args, kwargs)):
         try:
             if local.ragged is not None:
                 output, call = call_ragged(model, PSContainer._ps_run, args, kwargs)

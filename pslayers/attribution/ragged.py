@@ -642,8 +642,8 @@ class _Exit(torch.autograd.Function):
 
 @contextmanager
 def of_jagged(call: Any) -> Iterator[None]:
-    """Around a call with jagged nested tensors, which say themselves whose their rows are."""
-    found: list[Any] = [t for t in tensors_of(call) if t.is_nested]
+    """Around a call with jagged nested tensors, which tell whose their rows are, unless sample_ids does."""
+    found: list[Any] = [] if local.ragged is not None else [t for t in tensors_of(call) if t.is_nested]
     if not found or found[0].layout != torch.jagged:
         yield
         return

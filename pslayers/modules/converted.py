@@ -344,10 +344,10 @@ class Converted(_Mixin):
     ) -> Any:
         settings = self._ps_state().settings
         self._ps_tell_of_call(settings, recorded)
-        # an ordinary tensor, by far the most, is no jagged one
-        jagged = local.ragged is None and (len(args) != 1 or kwargs or type(args[0]) is not Tensor)
-        if recorded and not local.again and (jagged or local.ragged is not None):
-            with of_jagged((args, kwargs)) if jagged else nullcontext():
+        # by far the most are: no jagged one
+        ordinary = len(args) == 1 and not kwargs and type(args[0]) is Tensor
+        if recorded and not local.again and (local.ragged is not None or not ordinary):
+            with of_jagged((args, kwargs)):
                 if local.ragged is not None:
                     return call_ragged(self, run, args, kwargs)[0]
         recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
