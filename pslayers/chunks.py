@@ -18,7 +18,6 @@ from .convert import arguments, settings_of
 from .core.context import changed, local, recorded_or_not
 from .core.sharding import is_shard
 from .core.trees import map_tensors, tensors_in, tensors_of, trainable_parameters
-from .modules.container import PSContainer
 from .modules.converted import Converted
 
 MANY = 5  # ways besides the usual one in which tensors may hold the batch, of which any may go together
@@ -76,7 +75,7 @@ class Chunks:
         if size is None:
             sizes = model._ps_sizes(args, kwargs)
             with model._ps_state().settings.turns.writing():  # it may run the model, to find out
-                size = model._ps_size(PSContainer._ps_run, args, kwargs, sizes, look=True)
+                size = model._ps_size(model._ps_run, args, kwargs, sizes, look=True)
         if size is None:
             raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
         self.model, self.made = model, made

@@ -192,14 +192,14 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     with trial(model), of_jagged((args, kwargs)):
         try:
             if local.ragged is not None:
-                output, call = call_ragged(model, PSContainer._ps_run, args, kwargs)
+                output, call = call_ragged(model, model._ps_run, args, kwargs)
                 if call is not None:
                     call.try_out(output)  # RuntimeError where its samples interact
             # one sample tells nothing
             elif (size := model._ps_batch_size(args, kwargs)) is not None and size > 1:
                 with changed(form=model._ps_form(args, kwargs)):
                     kind = model._ps_kind(model._ps_sizes(args, kwargs), size)
-                    ModelCall(model, PSContainer._ps_run, args, kwargs, size, kind).learn()
+                    ModelCall(model, model._ps_run, args, kwargs, size, kind).learn()
         except ValueError as error:
             raise ConversionError(
                 f"{type(model).__name__} cannot be converted, and has not been changed: {error}"

@@ -82,13 +82,9 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             except Ambiguous:
                 batch.give_up()
                 return self._ps_plain(ps_forward, args, kwargs)
-        return self._ps_outermost(functools.partial(_run, ps_forward), args, kwargs)
+        return self._ps_outermost(lambda *a, **k: self._ps_run(ps_forward, a, k), args, kwargs)
 
     return forward
-
-
-def _run(ps_forward: Callable[..., Any], self: "PSLayer", *args: Any, **kwargs: Any) -> Any:
-    return self._ps_run(ps_forward, args, kwargs)
 
 
 if TYPE_CHECKING:

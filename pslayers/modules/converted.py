@@ -3,7 +3,6 @@
 The batch size is decided (`_ps_in_turn`, `_ps_size`); all that follows for a whole model, `ModelCall` does.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -372,7 +371,7 @@ class Converted(_Mixin):
                 raise self._ps_has_no_rows_in("torch.fx", "trace")
             if not self._ps_layer and recorded and not transforming():
                 raise self._ps_no_batch(args, kwargs)
-            return run(self, *args, **kwargs)
+            return run(*args, **kwargs)
         apart = sharding.apart(self)
         small = size == 1 or (size == 0 and not self._ps_layer)
         functions = self._ps_state().functions
@@ -439,9 +438,9 @@ class Converted(_Mixin):
             settings.note_forward(batch)
         try:
             if not settings.has_gathered_rows:
-                return run(self, *args, **kwargs)
+                return run(*args, **kwargs)
             with gathering(size, self, args, kwargs):
-                return run(self, *args, **kwargs)
+                return run(*args, **kwargs)
         finally:
             local.batch = None
 
@@ -520,7 +519,7 @@ class Converted(_Mixin):
         if len({sizes[place][1] for place in known}) == 1:
             return
         with without_gathered_rows():
-            outputs = tensors_in(run_tracked(functools.partial(run, self), self, args, kwargs)[1])
+            outputs = tensors_in(run_tracked(run, self, args, kwargs)[1])
         shapes: list[tuple[int, ...]] = [
             t.shape[:2] for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.ndim
         ]

@@ -127,7 +127,7 @@ class Ways:
 
 
 class ModelCall:
-    """A call of a converted model, `run(model, *args, **kwargs)`, for `size` samples, more than one."""
+    """A call of a converted model, `run(*args, **kwargs)`, for `size` samples, more than one."""
 
     def __init__(
         self,
@@ -309,7 +309,7 @@ class ModelCall:
                 ways = batch.ways = self._ways()
                 if ways is not None and ways.numbers:
                     batch.outputs = ways.watch(self.size)
-                output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
+                output = self._returned(batch, self.run(*self.args, **self.kwargs))
                 strayed = ways is not None and batch.outputs is not None and not ways.hold(batch.calls)
                 if batch.undecided or (strayed and not self._verified(batch, output)):
                     return UNDECIDED
@@ -324,7 +324,7 @@ class ModelCall:
                 if before is not None:
                     around.enter_context(quiet_hooks(model))
                     around.enter_context(before.watching())
-                output = self._returned(batch, self.run(model, *self.args, **self.kwargs))
+                output = self._returned(batch, self.run(*self.args, **self.kwargs))
                 if before is not None:
                     self._note_what_changed(before)
                 if batch.undecided or (told is not None and self.told not in told):
@@ -508,9 +508,8 @@ class ModelCall:
         modules = {id(m): cast("Converted", m) for m in model.modules()}
         model._ps_inventory().check_given(self.size)
         model._ps_leave_room()
-        run = functools.partial(self.run, model)
         with gathering(self.size, self.model, self.args, self.kwargs):
-            found, tracker = track(run, model, self.args, self.kwargs, batch)
+            found, tracker = track(self.run, model, self.args, self.kwargs, batch)
             # of batches of other sizes there may be other outputs
             for key in [k for k in self.state.layouts if k[:2] == self.kind[:2] and k[3][0] == "out"]:
                 del self.state.layouts[key]
@@ -520,7 +519,7 @@ class ModelCall:
                 if state.layouts.get(layout_key, layout) != layout:  # by which others were proved
                     self._forget_proofs()
                 state.layouts[layout_key] = layout
-            choose_how_modules_run(model, run, self.args, self.kwargs, tracker, batch)
+            choose_how_modules_run(model, self.run, self.args, self.kwargs, tracker, batch)
         for shape in tracker.as_many:
             warnings.warn(
                 f"`{self.state.path}` ({type(model).__name__}) takes {self.size} samples and, of shape"
@@ -545,7 +544,7 @@ class ModelCall:
         given, plain = model._ps_given(), None
         if not given:  # per-sample weights have no plain counterpart
             with without_gathered_rows():
-                plain = run_plainly(functools.partial(self.run, model), model, self.args, self.kwargs)
+                plain = run_plainly(self.run, model, self.args, self.kwargs)
                 plain = [t.detach() for t in tensors_of(plain)]
         output, batch = self._watched(self.args, self.kwargs)
         problem = None if given else disagreement(output, plain)
@@ -644,7 +643,7 @@ class ModelCall:
         local.batch = batch = self._batch(proving=True, trackable=False)
         try:
             with quiet_hooks(self.model):
-                return self._returned(batch, self.run(self.model, *args, **kwargs)), batch
+                return self._returned(batch, self.run(*args, **kwargs)), batch
         except BaseException:
             batch.outputs.close()
             raise

@@ -144,7 +144,7 @@ def _output(
             if state.ragged_whole:
                 output = general.run_ragged(model, model._ps_forward(), args, kwargs, whole=True)
             else:
-                output = run(model, *args, **kwargs)
+                output = run(*args, **kwargs)
     finally:
         local.batch = None
     state.ragged_hooks = mode is not None and mode.met
