@@ -61,13 +61,7 @@ def check_own_weights(layer: nn.Module) -> None:
 def is_recorded(layer: nn.Module, name: str) -> bool:
     """Whether a parameter of a layer gets rows."""
     check_own_weights(layer)
-    weight = getattr(layer, name)
-    return (
-        weight is not None
-        and weight.requires_grad
-        and isinstance(weight, nn.Parameter)
-        and records(state_of(layer).settings)
-    )
+    return state_of(layer).settings.records(getattr(layer, name))
 
 
 class _Weights(torch.autograd.Function):

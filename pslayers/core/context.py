@@ -126,6 +126,11 @@ class Settings:
                 return False
         return True
 
+    def records(self, param: Any) -> bool:
+        """Whether rows of a parameter are recorded here and now."""
+        wanted = isinstance(param, nn.Parameter) and param.requires_grad
+        return wanted and torch.is_grad_enabled() and self.recording
+
     @property
     def recording_in_pass(self) -> bool:
         """The same in a node of a backward pass, which may run in another thread."""

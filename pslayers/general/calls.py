@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attribution.gathered import without_gathered_rows
 from ..attribution.proof import disagreement
@@ -207,12 +207,7 @@ def _weights(
         if name in given:
             module._ps_check_given(name, param, batch.size)
             weights[name] = param
-        elif (
-            param.requires_grad
-            and isinstance(param, nn.Parameter)
-            and state.settings.recording
-            and torch.is_grad_enabled()
-        ):
+        elif state.settings.records(param):
             holder = module.get_submodule(name.rpartition(".")[0])
             recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
             recorder.unexpanded = name in idle

@@ -250,15 +250,12 @@ class PSLayer(_Layer):
             if param is not None and param.requires_grad:
                 expanded = name in call.expanded
                 whole = whole and expanded
-                if isinstance(param, nn.Parameter) and state.settings.recording and torch.is_grad_enabled():
+                if state.settings.records(param):
                     recorder_of(param, f"{state.prefix}{name}", state.settings).unexpanded = not expanded
         return whole
 
     def _ps_transformed(self, batch: Batch) -> None:
-        recorded = batch.settings.recording and torch.is_grad_enabled()
-        if recorded and any(
-            isinstance(p, nn.Parameter) and p.requires_grad for p in self._parameters.values()
-        ):
+        if any(map(batch.settings.records, self._parameters.values())):
             super()._ps_transformed(batch)
 
     def _ps_standing(
