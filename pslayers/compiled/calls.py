@@ -83,7 +83,7 @@ def call_container(
         return _picking(module, args, kwargs)
     if records(state.settings) and not _is_proved(module, args, kwargs):
         return _proving(module, args, kwargs)
-    return _outermost(module, True, original, args, kwargs)
+    return _outermost(module, original, args, kwargs)
 
 
 def _form(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
@@ -262,7 +262,7 @@ def call_layer(
     if not _inside():
         if records(state_of(layer).settings) and local.ragged is not None:
             return _ragged(layer, args, kwargs)
-        return _outermost(layer, False, _run_layer, (ps_forward, args, kwargs), {})
+        return _outermost(layer, ps_forward, args, kwargs)
     return _run_layer(layer, ps_forward, args, kwargs)
 
 
@@ -305,20 +305,15 @@ def _inside_of_eager() -> bool:
 
 
 def _outermost(
-    module: ConvertedModule,
-    trackable: bool,
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """An outermost call, its batch size known to every layer below."""
-    taken = (args, kwargs) if trackable else args[1:]
-    size = local.explicit if local.explicit is not None else module._ps_batch_size(*taken)
-    if size is None:
-        return run(module, *args, **kwargs)
-    local.batch = Traced(size, state_of(module).settings, trackable, _form(module, args, kwargs))
+    """An outermost call, its batch size, if it has one, known to every layer below."""
+    size, layer = local.explicit, module._ps_layer
+    size = module._ps_batch_size(args, kwargs) if size is None else size
+    if size is not None:
+        local.batch = Traced(size, state_of(module).settings, not layer, _form(module, args, kwargs))
     try:
-        return run(module, *args, **kwargs)
+        return _run_layer(module, forward, args, kwargs) if layer else forward(module, *args, **kwargs)
     finally:
         local.batch = None
 
