@@ -64,7 +64,7 @@ def run(
         )
     )
     plain = _plainly(module, forward, call) if compared else None
-    output = run_by(module, forward, plan, call, weights, batch.size)
+    output = run_by(module, forward, plan, call, weights, batch.size, plan.standing())
     if module.training:
         output = _laid_out(output, plan, taken)
     if plain is not None:

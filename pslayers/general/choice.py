@@ -273,7 +273,7 @@ class _Proof:
 
     def of(self, plan: Plan) -> Plan | None:
         """The plan, with what its run has shown, where it is right."""
-        standing = Standing((), plan.includes_children, {}, plan.follows)
+        standing = plan.standing()
         try:
             self.problem = self._wrong(plan, standing) or ""
         except Exception as error:  # whatever a forward raises under per-sample parameters
@@ -327,8 +327,7 @@ class _Proof:
             with self._run_by_itself({n: self.values[n] for n in plan.idle}):
                 call = self._changed(changed)
                 given = {id(t) for t in tensors_in(call)}
-                standing = Standing((), plan.includes_children, {}, plan.follows)
-                output = run_by(self.module, self.forward, plan, call, each, self.size, standing)
+                output = run_by(self.module, self.forward, plan, call, each, self.size, plan.standing())
                 found = self._gradients(self._outputs(output, call, given), each, mixed=True)
             if not self._close(*({n: r[n][~changed] for n in names if n in found} for r in (found, rows))):
                 return "samples interact in its only output"

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attribution.tracking import MIXED, Layout, fits_layout
 from ..core.converted_module import ConvertedModule
 from ..core.trees import memory_order, tensors_in
-from ..parameters.per_sample import PerSample
+from ..parameters.per_sample import PerSample, Standing
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Forward = Callable[..., Any]
@@ -54,6 +54,10 @@ class Plan:
     counts: bool = False
     orders: tuple[tuple[int, ...] | None, ...] = ()
     draws: bool = False
+
+    def standing(self) -> Standing:
+        """What a run by this plan goes by, and is told of."""
+        return Standing((), self.includes_children, {}, self.follows, self.choices, self.met)
 
     def after(self, other: "Plan | None") -> "Plan":
         """The same, with what was proved of an earlier path of the forward, if that is run in this way."""

@@ -40,11 +40,11 @@ def run_by(
     call: Call,
     weights: dict[str, Tensor],
     size: int,
-    standing: Standing | None = None,
+    standing: Standing,
 ) -> Any:
     """The call with per-sample `weights` (B, *S); `standing` is told what is seen of it."""
-    in_call = standing is None and local.batch is not None and not transforming()
-    last = in_call and local.batch.root is module  # type: ignore[union-attr]
+    proving = plan.choices is None
+    last = not proving and local.batch is not None and not transforming() and local.batch.root is module
     if plan.way == "direct":
         return _directly(module, forward, plan, call, weights, size, standing, last)
     if any(isinstance(t, PerSample) for t in tensors_in(call)):
@@ -113,7 +113,7 @@ def run_by(
         outputs = tuple(zip(*each, strict=True))  # type: ignore[arg-type]
     if after is not None:
         set_random_state(after)
-    if standing is not None:
+    if proving:
         standing.slow |= {
             name for name, w in weights.items() if plan.way == "loop" or w.data_ptr() not in redirect.weights
         }
@@ -159,16 +159,11 @@ def _directly(
     call: Call,
     weights: dict[str, Tensor],
     size: int,
-    standing: Standing | None,
+    standing: Standing,
     last: bool,
 ) -> Any:
     """The forward as it is, with tensors that stand for the parameters of each sample."""
     layouts = list(zip(tensors_in(call), plan.layouts.inputs, strict=True))
-    standing = (
-        Standing((), plan.includes_children, {}, plan.follows, plan.choices, plan.met)
-        if standing is None
-        else standing
-    )
     standing.weights = weights
     if plan.idle:
         idle = places_of(module, dict.fromkeys(plan.idle))
