@@ -119,11 +119,6 @@ class State:
             if slot == "in" and place == 0
         )
 
-    def layouts_of(self, training: bool, call: int, slot: str, ndim: int) -> list[Layout]:
-        """The layouts of what a call takes ("in") or returns ("out")."""
-        of = training, local.form, call, slot, ndim
-        return [layout for (t, f, c, (s, _), d), layout in self.layouts.items() if (t, f, c, s, d) == of]
-
     def take_over(self, training: bool) -> None:
         """What was learned in the other mode is taken to hold in this one, where nothing is known."""
         layouts = {

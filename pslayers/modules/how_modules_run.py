@@ -66,15 +66,12 @@ def choose_how_modules_run(
 
 def _keep_shared_whole(modules: dict[int, "Converted"], tracker: Tracker, shared: set[Layout]) -> None:
     """Have what takes up an input that all samples share in one of these ways run by its caller."""
-    for (key, call, (slot, _), ndim), _ in tracker.seen.items() if shared else ():
-        module, caller = modules[key], tracker.callers.get((key, call))
+    for key, call, place, ndim in tracker.seen if shared else ():
+        module, caller, slot = modules[key], tracker.callers.get((key, call)), place[0]
         state = module._ps_state()
         taken_up = slot == "in" if module._ps_layer else slot == "out" and state.per_sample_forward
-        if (
-            taken_up
-            and caller
-            and (shared if slot == "in" else {TABLE}) & {*state.layouts_of(module.training, call, slot, ndim)}
-        ):
+        layout = state.layouts.get(module._ps_layout_key(call, place, ndim))
+        if taken_up and caller and layout in (shared if slot == "in" else {TABLE}):
             _whole_caller(modules, tracker, (key, call), module)
 
 
