@@ -142,6 +142,7 @@ class ModelCall:
         self.size, self.kind = size, kind
         self.state = model._ps_state()
         self.settings = self.state.settings
+        self.recorded = self.settings.recording and torch.is_grad_enabled()
         # to be drawn again by a further run
         self.random = None if kind in self.state.drawless else random_state()
         self.others = Randomness() if self.state.draws else None  # likewise
@@ -291,7 +292,7 @@ class ModelCall:
             self.forget()
         batch = Batch(self.size, self.settings, trackable)
         batch.root, batch.nodes = self.model, torch_api.nodes_made()
-        if self.settings.recording and torch.is_grad_enabled():
+        if self.recorded:
             self.settings.note_forward(batch)
         if proving:
             batch.outputs, batch.proving = GradientProbe(self.size), True
@@ -347,9 +348,10 @@ class ModelCall:
         """Which layers were met in proved calls, where a call is to be compared with these: of those that it
         meets beside them, shapes would tell whose the rows are.
         """
-        recorded = self.settings.recording and torch.is_grad_enabled() and not local.again
+        if not self.recorded or local.again:
+            return None
         # rows that are picked are followed in each call; and what a checkpoint runs again is the same
-        if not recorded or self.settings.has_gathered_rows or torch_api.saved_tensors_packed(by=_keep):
+        if self.settings.has_gathered_rows or torch_api.saved_tensors_packed(by=_keep):
             return None
         if transforming():
             return None
@@ -490,7 +492,7 @@ class ModelCall:
             self._rewind()
             if self.forget is not None:
                 self.forget()
-            if self.settings.recording and torch.is_grad_enabled():
+            if self.recorded:
                 self.model._ps_make_room(self.size)
             with gathering(self.size, self.model, self.args, self.kwargs):
                 output = self._proved()
@@ -611,10 +613,9 @@ class ModelCall:
         """What data have told in calls of this kind that were proved; None if they do not tell which rows are
         whose.
         """
-        if local.again or sharding.apart(self.model) or transforming():
+        if not self.recorded or local.again or sharding.apart(self.model) or transforming():
             return None
-        recorded = self.settings.recording and torch.is_grad_enabled()
-        return self.state.by_data.get(self.kind) if recorded else None
+        return self.state.by_data.get(self.kind)
 
     def _note_proved(self, given: bool, batch: Batch, anew: bool) -> None:
         """Note that calls of this kind are right, by what was learned `anew` or is known."""
