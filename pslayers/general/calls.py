@@ -119,21 +119,13 @@ def _laid_out(output: Any, plan: Plan, taken: set[int]) -> Any:
 
 def _note(batch: Any, tensors: Iterable[Any], layouts: Iterable[Layout]) -> None:
     """Have what was made of the samples watched, while whose its rows are is to be proved."""
-    pairs = zip(tensors, layouts, strict=True)
     batch.outputs.add(
         [
-            _owned(t, layout, batch.size)
-            for t, layout in pairs
+            (t, layout[1], samples_of_rows(layout, t, batch.size) if layout in (PICKED, TIME_MAJOR) else None)
+            for t, layout in zip(tensors, layouts, strict=True)
             if layout != MIXED and isinstance(t, Tensor) and not isinstance(t, Kept)
         ]
     )
-
-
-def _owned(t: Any, layout: Layout, size: int) -> tuple[Tensor, int, Tensor | None]:
-    """A tensor that was put together from the samples', the dim of its rows, and whose they are; None: k a
-    sample, in order.
-    """
-    return t, layout[1], samples_of_rows(layout, t, size) if layout in (PICKED, TIME_MAJOR) else None
 
 
 def run_single(
