@@ -412,13 +412,7 @@ def _of_constant(x: Tensor, size: int, eps: float) -> Layout:
     not.
     """
     for layout in candidates(x, size):
-        kind, dim = layout
-        rows = (
-            x.movedim(dim, 0)
-            if kind == "dim"
-            else x.unflatten(0, (size, -1) if layout == BATCH_MAJOR else (-1, size))
-        )
-        rows = rows.transpose(0, 1) if layout == TIME_MAJOR else rows
+        rows = apart(x, layout, size)
         if not bool(_changes(rows, rows[:1].expand_as(rows), eps).any()):
             return layout
     return SHARED if x.ndim and x.shape[0] == 1 else TABLE
@@ -741,6 +735,16 @@ def candidates(x: Tensor, size: int) -> list[Layout]:
     if x.ndim and x.shape[0] % size == 0 and x.shape[0] != size:
         layouts += [BATCH_MAJOR, TIME_MAJOR]
     return layouts
+
+
+def apart(t: Tensor, layout: Layout, size: int) -> Tensor:
+    """A tensor with the samples in dim 0, and the rows of each, one or k, in a dim of their own."""
+    kind, dim = layout
+    if kind == "dim":
+        return t.unsqueeze(dim + 1).movedim(dim, 0)
+    if layout == TIME_MAJOR:
+        return t.unflatten(0, (-1, size)).transpose(0, 1)
+    return t.unflatten(0, (size, -1))
 
 
 def samples_of_rows(layout: Layout, t: Tensor, size: int) -> Tensor:

@@ -20,6 +20,7 @@ from ..attribution.tracking import (
     TABLE,
     TIME_MAJOR,
     Layout,
+    apart,
 )
 from ..core.context import Batch, by_original_layers, in_place_of, local, places_of, transforming
 from ..core.converted_module import ConvertedModule
@@ -58,7 +59,7 @@ def run_by(
 
     def take(t: Tensor) -> Tensor:
         layout = next(layouts)
-        flat.append(t if layout in (SHARED, TABLE) else _apart(t, layout, size))
+        flat.append(t if layout in (SHARED, TABLE) else apart(t, layout, size))
         where.append(None if layout in (SHARED, TABLE) else 0)
         return t
 
@@ -228,15 +229,6 @@ def _of_the_batch(output: Any, layouts: tuple[Layout, ...], last: bool) -> Any:
         return t.each if layout == TABLE else t.each.mean(0)  # a share of it is each sample's
 
     return map_tensors(real, output)
-
-
-def _apart(t: Tensor, layout: Layout, size: int) -> Tensor:
-    kind, dim = layout
-    if kind == "dim":
-        return t.unsqueeze(dim + 1).movedim(dim, 0)
-    if layout == TIME_MAJOR:
-        return t.unflatten(0, (-1, size)).transpose(0, 1)
-    return t.unflatten(0, (size, -1))
 
 
 def _left(t: Tensor | tuple[Tensor, ...]) -> Tensor:
