@@ -13,15 +13,7 @@ from torch import Tensor, nn
 from .. import torch_api
 from ..attribution.gathered import following, without_gathered_rows
 from ..attribution.snapshot import Randomness, random_state, set_random_state, trial, unchanged
-from ..attribution.tracking import (
-    BATCH_MAJOR,
-    MIXED,
-    SHARED,
-    TABLE,
-    TIME_MAJOR,
-    Layout,
-    apart,
-)
+from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, apart
 from ..core.context import Batch, by_original_layers, in_place_of, local, places_of, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import of_one
@@ -111,7 +103,7 @@ def run_by(
                 each.append(
                     one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True)))
                 )
-        outputs = tuple(zip(*each, strict=True))  # type: ignore[arg-type]
+        outputs = tuple(map(_stacked, zip(*each, strict=True)))
     if after is not None:
         set_random_state(after)
     if proving:
@@ -231,20 +223,22 @@ def _of_the_batch(output: Any, layouts: tuple[Layout, ...], last: bool) -> Any:
     return map_tensors(real, output)
 
 
-def _left(t: Tensor | tuple[Tensor, ...]) -> Tensor:
+def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
+    """The outputs of samples by themselves, as one tensor (B, ...)."""
+    if any(one.shape != parts[0].shape for one in parts):
+        shapes = sorted({tuple(one.shape) for one in parts})
+        raise ValueError(f"samples return tensors of shapes {shapes}, which are no batch.")
+    return torch.stack(parts)
+
+
+def _left(t: Tensor) -> Tensor:
     """Of what all samples share, and each has its own of, what is left to the user."""
-    t = t if isinstance(t, Tensor) else torch.stack(t)
     return kept(PerSample.of(t)) if t.requires_grad else t[0]  # type: ignore[no-any-return]
 
 
-def _together(t: Tensor | tuple[Tensor, ...], layout: Layout, mean: bool) -> Tensor:
-    """The samples' outputs (B, ...), or one of each, in the layout that the plain output has."""
+def _together(t: Tensor, layout: Layout, mean: bool) -> Tensor:
+    """The samples' outputs (B, ...), in the layout that the plain output has."""
     kind, dim = layout
-    if not isinstance(t, Tensor) and any(one.shape != t[0].shape for one in t):
-        raise ValueError(
-            f"samples return tensors of shapes {sorted({tuple(one.shape) for one in t})}, which are no batch."
-        )
-    t = t if isinstance(t, Tensor) else torch.stack(t)
     if kind == "dim":
         return t.movedim(0, dim).flatten(dim, dim + 1)
     if layout == TABLE:
