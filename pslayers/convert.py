@@ -95,8 +95,7 @@ def convert_model(
     _one_of("loss_reduction", loss_reduction, REDUCTIONS)
     _one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     rows = _plan(model, on_unsupported)
-    partial = on_unsupported == "skip"
-    settings = Settings(loss_reduction, bool(batch_first), partial=partial, on_unsupported=on_unsupported)
+    settings = Settings(loss_reduction, bool(batch_first), on_unsupported=on_unsupported)
     before = [
         (row.module, type(row.module), {k: row.module.__dict__.get(k) for k in ("_ps", "forward")})
         for row in rows

@@ -69,7 +69,6 @@ class Settings:
     loss_reduction: str = "mean"
     batch_first: bool = True
     accumulation: str = "replace"
-    partial: bool = False  # some trainable parameters are left without rows, as was asked for
     # takes rows, in the place of each parameter's own
     sink: "Sink | None" = field(default=None, repr=False)
     collecting_grads: bool = field(default=False, repr=False)  # rows go to the call that asks for them
@@ -101,7 +100,6 @@ class Settings:
             "loss_reduction",
             "batch_first",
             "accumulation",
-            "partial",
             "has_gathered_rows",
             "on_unsupported",
             "switches",
@@ -111,6 +109,11 @@ class Settings:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+    @property
+    def partial(self) -> bool:
+        """Whether some trainable parameters are left without rows, as was asked for."""
+        return self.on_unsupported == "skip"
 
     @property
     def sums(self) -> bool:
