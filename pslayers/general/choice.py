@@ -305,7 +305,8 @@ class _Proof:
             if problem := self._rows_differ(rows, self.sums[0], plan):
                 return problem
             scaled = self._gradients(tensors, each, factors=self.factors)
-            if not self._close(scaled, {n: _by_sample(self.factors, r) for n, r in rows.items()}):
+            by_sample = {n: r * _factors(self.factors.to(r), r, ("dim", 0)) for n, r in rows.items()}
+            if not self._close(scaled, by_sample):
                 return f"rows depend on other samples' outputs ({plan.way})"
             alone = [n for n in plan.names if n not in self.sums[0] and n in self.sums[1]]
             of_mixed = self._gradients(tensors, each, mixed=True) if alone else {}
@@ -388,7 +389,3 @@ def _factors(each: Tensor, like: Tensor, layout: Layout) -> Tensor:
     """`each` (B,), one for each sample, so that it broadcasts over a tensor of this layout."""
     owners, dim = samples_of_rows(layout, like, len(each)), layout[1]
     return each[owners].reshape(*[1] * dim, -1, *[1] * (like.ndim - dim - 1))
-
-
-def _by_sample(factors: Tensor, rows: Tensor) -> Tensor:
-    return rows * factors.to(rows).view(-1, *[1] * (rows.ndim - 1))
