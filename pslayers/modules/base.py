@@ -461,12 +461,6 @@ class PSLayer(_Layer):
             key = self._ps_layout_key(batch.calls.get(id(self), 0), FIRST, x.ndim)
             self._ps_state().by_shape[key] = layout
 
-    def _ps_unattributable(self, x: Tensor, call: int) -> bool:
-        """Whether tracking has shown that the rows of this call's input are no one sample's, or several's."""
-        return (
-            any(p.requires_grad for p in self.parameters()) and self._ps_layout(call, FIRST, x.ndim) == MIXED
-        )
-
     def _attributable(self, layout: Layout, x: Tensor, free: int, size: int) -> Layout:
         if layout == MIXED or (layout[0] == "dim" and layout[1] >= free):
             raise self._ps_not_attributable(x, size)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import general
-from ..attribution.tracking import PICKED, TABLE, Layout, Tracker, parameters_used
+from ..attribution.tracking import FIRST, MIXED, PICKED, TABLE, Layout, Tracker, parameters_used
 from ..core.context import Batch, form_of, in_place_of, places_of
 from ..core.trees import tensors_in
 from ..general.plan import Plan
@@ -47,7 +47,8 @@ def choose_how_modules_run(
     why: ValueError | None = None
     for (key, call, _, _), x in tracker.seen.items():
         layer = cast("PSLayer", modules[key])
-        if layer._ps_layer and layer._ps_unattributable(x, call):
+        mixed = layer._ps_layer and layer._ps_layout(call, FIRST, x.ndim) == MIXED
+        if mixed and any(p.requires_grad for p in layer.parameters()):
             _whole_caller(modules, tracker, (key, call), layer)
             why = why or layer._ps_not_attributable(x, batch.size)
     _keep_shared_whole(modules, tracker, model._ps_state().shared)
