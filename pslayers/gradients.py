@@ -77,7 +77,7 @@ def _names_of(model: nn.Module) -> dict[int, str]:
         return {id(p): re.sub(WRAPPERS, "", name) for name, p in model.named_parameters()}
     names = dict[int, str]()
     inventory = model._ps_state().inventory or model._ps_inventory()  # which `settings_of` has just looked at
-    for held, name, path in inventory.named:
+    for held, name, path, *_ in inventory.slots:
         if (p := held[name]) is not None:
             names.setdefault(id(p), path)  # the first of several
     return names

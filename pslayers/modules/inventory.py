@@ -75,7 +75,6 @@ class Inventory:
                     self.strangers.append(self.slots[-1])
             if isinstance(module, nn.RNNBase):
                 self.recurrent.append(weakref.ref(module))
-        self.named = [(slot.held, slot.name, slot.path) for slot in self.slots]
 
     def holds(self, root: Any, conversions: int) -> bool:
         """Whether it still tells what there is (a replica of a module shares all but the places of its
