@@ -92,8 +92,8 @@ def convert_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_model takes a torch.nn.Module; got {type(model).__name__}.")
     _check_outside(model, "convert_model")
-    _one_of("loss_reduction", loss_reduction, REDUCTIONS)
-    _one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
+    one_of("loss_reduction", loss_reduction, REDUCTIONS)
+    one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     rows = _plan(model, on_unsupported)
     settings = Settings(loss_reduction, bool(batch_first), on_unsupported=on_unsupported)
     before = [
@@ -274,7 +274,8 @@ def settings_of(model: nn.Module) -> list[Settings]:
     return list(found)
 
 
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """ValueError where an option is none of these."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}; got {value!r}.")
 

@@ -17,12 +17,7 @@ from . import torch_api
 from .attribution.proof import foreign_functions
 from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
-from .convert import (
-    ConversionError,
-    convert_model,
-    restore_model,
-    settings_of,
-)
+from .convert import convert_model, one_of, restore_model, settings_of
 from .core.context import Settings, clear, recorded_or_not
 from .core.sinks import Sink, Streaming
 from .core.trees import trainable_parameters
@@ -147,8 +142,7 @@ def accumulating(model: nn.Module, how: str) -> Iterator[None]:
         >>> model.weight.grad_sample.shape
         torch.Size([8, 2, 3])
     """
-    if how not in ACCUMULATION:
-        raise ValueError(f"`how` must be one of {', '.join(map(repr, ACCUMULATION))}; got {how!r}.")
+    one_of("how", how, ACCUMULATION)
     with changed(settings_of(model), "accumulation", how):
         yield
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
-from .convert import settings_of
+from .convert import one_of, settings_of
 from .core.factors import Factor, added
 from .core.sinks import Streaming
 from .core.trees import map_tensors, tensors_of, trainable_parameters
@@ -124,8 +124,7 @@ def jacobian_gram(
         >>> ps.jacobian_gram(model, x, torch.randn(5, 3), kernel="trace").shape
         torch.Size([6, 5])
     """
-    if kernel not in KERNELS:
-        raise ValueError(f"`kernel` must be one of {', '.join(map(repr, KERNELS))}; got {kernel!r}.")
+    one_of("kernel", kernel, KERNELS)
     with converted(model) as ours:
         made = output_fn or _as_it_is
         one = Chunks(ours, inputs, chunk_size=chunk_size, made=made)
