@@ -14,7 +14,7 @@ from .checking.comparison import Comparison
 from .checking.losses import RealCall
 from .checking.samples import each_leaf, fresh, in_dtype
 from .checking.trials import Trials
-from .convert import convert_model
+from .convert import convert_model, wholly_converted
 from .core.context import local
 from .core.trees import tensors_in
 from .modules.converted import Converted
@@ -132,10 +132,7 @@ def check_model(
     plain, twin = copy.deepcopy(model), copy.deepcopy(model)
     if not any(isinstance(m, Converted) for m in twin.modules()):
         convert_model(twin)
-    if not isinstance(twin, Converted):
-        raise ValueError(
-            f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model."
-        )
+    twin = wholly_converted(twin)
     if local.explicit is None and local.ragged is None and not tensors_in((inputs, keywords)):
         raise ValueError("check_model was given no tensor, so the batch size is unknown.")
     if dtype is not None:

@@ -264,6 +264,15 @@ def _check_outside(model: nn.Module, what: str) -> None:
         )
 
 
+def wholly_converted(model: nn.Module) -> Converted:
+    """The model; ConversionError where but parts of it are converted."""
+    if not isinstance(model, Converted):
+        raise ConversionError(
+            f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model."
+        )
+    return model
+
+
 def settings_of(model: nn.Module) -> list[Settings]:
     """The settings that the converted modules of `model` go by (one, unless parts were converted apart)."""
     found = (model._ps_inventory() if isinstance(model, Converted) else Inventory(model, "", 0)).settings

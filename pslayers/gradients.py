@@ -17,7 +17,7 @@ from . import torch_api
 from .attribution.proof import foreign_functions
 from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
-from .convert import convert_model, one_of, restore_model, settings_of
+from .convert import convert_model, one_of, restore_model, settings_of, wholly_converted
 from .core.context import Settings, clear, recorded_or_not
 from .core.sinks import Sink, Streaming
 from .core.trees import trainable_parameters
@@ -316,14 +316,10 @@ def converted(model: nn.Module) -> Iterator[Converted]:
             convert_model(model)
         made = Learned(model) if apart else None
         try:
-            if not isinstance(model, Converted):
-                raise ConversionError(
-                    f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole"
-                    " model."
-                )
+            ours = wholly_converted(model)
             if made is not None and (before := _LEARNED.get(model)) is not None and before.of_same(made):
                 before.give(model)
-            yield model
+            yield ours
         finally:
             if made is not None:
                 made.take(model)
