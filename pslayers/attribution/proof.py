@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
 from ..core.context import Batch, note_progress, picked_by, transforming
-from ..core.expansion import leads_to_rows
+from ..core.expansion import Op, leads_to_rows
 from ..core.factors import at_once
 from ..core.trees import tensors_in, tensors_of
 from ..core.tuning import tuning
@@ -159,6 +159,39 @@ class GradientProbe:
         self.look: Callable[[int, Tensor, Tensor], None] | None = None  # at an edge's gradient by rows
         self.met: set[int] = set()  # which of the edges gradients flowed by
         self.nodes = 0  # that it has put into the graph
+        self.dims: list[int] = []  # of the rows, where what the edges are of is gone
+
+    @classmethod
+    def of_graph(cls, size: int, output: Any) -> "GradientProbe":
+        """Of a call that is over: what our ops have returned, in which the rows are k a sample, in order.
+
+        Raises:
+            Unprovable: those of an op may be otherwise.
+        """
+        probe, numbers = cls(size), dict[Any, list[tuple[int, int]]]()
+        for node, number in _edges(output):
+            op: Any = getattr(type(node), "_forward_cls", type(None))
+            if issubclass(op, Op) and op.rows_dim is not None:
+                if not op.in_order:
+                    raise Unprovable
+                numbers.setdefault(node, []).append((len(probe.edges), number))
+                probe.edges.append(GradientEdge(node, number))
+                probe.dims.append(op.rows_dim)
+        for node, own in numbers.items():
+
+            def look(grads: Sequence[Tensor | None], own: list[tuple[int, int]] = own) -> None:
+                for edge, number in own:
+                    probe.arrived(edge, grads[number])
+
+            probe.hooks.append(node.register_prehook(look))
+        return probe
+
+    def arrived(self, edge: int, grad: Tensor | None) -> None:
+        """Look at what has come to an edge of a call that is over."""
+        dim = self.dims[edge]
+        if grad is not None and grad.shape[dim] % self.size:
+            raise Unprovable
+        self._look(edge, grad, dim, None)
 
     def add(self, owned: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
         """Tensors, the dim of their rows, and whose these are; None: k a sample, in order."""
@@ -226,9 +259,12 @@ def gradients_of(
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
     last: Sequence[GradientEdge],
-) -> None:
+) -> Sequence[Tensor | None]:
     """Go backward with these gradients of the outputs, as far as these edges; the graph stays."""
-    torch.autograd.grad(_Of.apply(grads, *outputs), last, retain_graph=True, allow_unused=True)
+    found: Sequence[Tensor | None] = torch.autograd.grad(
+        _Of.apply(grads, *outputs), last, retain_graph=True, allow_unused=True
+    )
+    return found
 
 
 def rows_agree(
@@ -265,8 +301,11 @@ def rows_agree(
             tensors = [t for t, *_ in outputs]
             if wrapped:
                 torch.autograd.grad(tensors, last, grads, retain_graph=True, allow_unused=True)
-            else:
-                gradients_of(tensors, grads, last)
+                return
+            found = gradients_of(tensors, grads, last)
+            if layers.dims:  # hooks of nodes that a pass ends at are not called
+                for edge, grad in zip(last, found, strict=True):
+                    layers.arrived(layers.edges.index(edge), grad)
 
         wrapped = transforming()
         with tuning.holding():

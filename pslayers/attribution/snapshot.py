@@ -67,11 +67,6 @@ class Randomness:
         if self.numpy is not None:
             self.numpy.set_state(self.state)
 
-    def drawn(self) -> bool:
-        """Whether anything was drawn of them since."""
-        now = Randomness()
-        return now.python != self.python or str(now.state) != str(self.state)
-
 
 def random_state() -> list[Tensor]:
     """The state of torch's random generators."""

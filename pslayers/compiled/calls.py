@@ -36,7 +36,7 @@ class Traced(Batch):
     def __init__(self, size: int, settings: Settings, trackable: bool, form: Form) -> None:
         self.size, self.settings, self.trackable, self.form = size, settings, trackable, form
         self.calls, self.outputs, self.root, self.given, self.scale = {}, None, None, None, UNSCALED
-        self.ragged, self.ways, self.proving = None, None, False
+        self.ragged, self.proving = None, False
 
     @property
     def level(self) -> int:  # type: ignore[override]

@@ -247,7 +247,6 @@ class Batch:
         # what it has returned, the dim of the samples' rows, and whose these are; None: of no one's
         self.returned: list[tuple[weakref.ref[Tensor], int | None, Tensor | None]] = []
         self.calls: dict[int, int] = {}  # how often each module has been called so far
-        self.ways: Any = None  # which layers proved calls have met, where others are to be watched
         self.nodes = 0  # of its graph; while it runs, those that were made before it
         self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
         self.proving = False  # the same, and true of a part that is computed again
@@ -283,11 +282,6 @@ class Batch:
     def count(self, module: object) -> int:
         """The number of the call of `module` that begins."""
         number = self.calls[id(module)] = self.calls.get(id(module), -1) + 1
-        met = None if self.ways is None or self.outputs is not None else self.ways.met
-        if met is not None and (id(module), number > 0) not in met:
-            # its first call was not watched, or there is no graph to be watched
-            self.undecided = self.undecided or number > 0 or torch_api.in_reentrant_forward()
-            self.outputs = self.ways.watch(self.size)
         return number
 
 

@@ -55,6 +55,7 @@ class Op(torch.autograd.Function):
     """
 
     rows_dim: ClassVar[int | None] = 0  # in which the results hold the rows; None: each value is one
+    in_order: ClassVar[bool] = True  # outside of a ragged batch they are k a sample
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -89,6 +90,8 @@ class _Rescaled(Op):
     in with f * inside. The way back is itself such a crossing, which makes it right for gradients of
     gradients.
     """
+
+    rows_dim = None
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Scale, into: bool, factor: float) -> Tensor:

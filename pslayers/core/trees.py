@@ -140,23 +140,6 @@ def structure(value: Any, batch: int = 0, seen: set[int] | None = None) -> Any:
     return tuple([(k if isinstance(k, str) else None, structure(v, batch, seen)) for k, v in held])
 
 
-def sizes(value: Any) -> tuple[Any, ...]:
-    """What `structure` leaves out of what loops go by: the shapes of tensors, and numbers in tuples, lists
-    and dicts.
-    """
-    if isinstance(value, Tensor):
-        return value.shape
-    if isinstance(value, PackedSequence):
-        return (len(value.batch_sizes), *value.data.shape)
-    if type(value) in _LEAVES:
-        return (value,) if isinstance(value, int | float) else ()
-    if isinstance(value, tuple | list):
-        return tuple([sizes(v) for v in value])
-    if type(value) is dict:
-        return tuple([sizes(v) for v in value.values()])
-    return tuple([t.shape for t in tensors_of(value)])
-
-
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, Any] | None = None) -> Any:
     """A copy of a value with `fn` applied to every tensor in its containers and objects; what is one object
     stays one.

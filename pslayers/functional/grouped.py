@@ -47,6 +47,8 @@ def _composite(x: Tensor, weight: Tensor, offsets: Tensor, samples: Tensor) -> T
 
 
 class _Grouped(Op):
+    in_order = False
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -32,6 +32,8 @@ class _Alone(Op):
     `leaf` is the rows leaf of the first of them: a pass that goes there goes everywhere.
     """
 
+    rows_dim = None
+
     @staticmethod
     def forward(
         ctx: Any, recorders: list[Recorder], outer_pass: int, leaf: Tensor, *params: Tensor

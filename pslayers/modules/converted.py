@@ -61,7 +61,6 @@ class State:
         self.aside: dict[frozenset[str], tuple[Any, Any, list[tuple[State, Any]]]] = {}
         self.ways: dict[Kind, Ways] = {}  # how they went
         self.drawless: set[Kind] = set()  # that draw no random numbers
-        self.draws = False  # a forward does, of Python's or numpy's
         # in which data say which rows are whose: what they have told, by its digest
         self.by_data: dict[Kind, set[int]] = {}
         # what torch.compile was at when the last of these was proved while it traced

@@ -46,7 +46,7 @@ from ..attribution.snapshot import (
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local, transforming
-from ..core.trees import cloned, map_tensors, sizes, tensors_in, tensors_of
+from ..core.trees import cloned, map_tensors, tensors_in, tensors_of
 from ..parameters.kept import Kept
 from ..parameters.standing import held_by
 from .batch_of_one import run_plain
@@ -73,8 +73,8 @@ ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
 # with how many samples it is found out whose rows are whose, and of how many that pays
 FEW, WORTH_IT = 3, 8
 TELL_EVERY = 5.0  # seconds
-MANY = 1000  # things that data have told, or sizes of inputs, after which they are forgotten
-MANY_GRAPHS = 8  # of different numbers of nodes, after which calls are not told by these
+MANY = 1000  # things that data have told, after which they are forgotten
+MANY_GRAPHS = 16  # numbers of nodes, after which calls are not told by these
 _log = logging.getLogger(__name__.partition(".")[0])
 
 
@@ -89,41 +89,29 @@ class Ways:
     def __init__(self) -> None:
         self.met: set[tuple[int, bool]] | None = set()  # None: in a copy it is not known
         self.numbers: dict[int, set[int]] = {}  # of the last calls of these
-        self.nodes: dict[Any, set[int]] = {}  # of calls by their sizes
-        self.every: set[int] = set()  # of these numbers
+        self.nodes: set[int] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "met": None, "numbers": {}}
 
-    def add(self, batch: Batch, sizes: Any, nodes: Iterable[int], uneven: Iterable[int]) -> None:
+    def add(self, batch: Batch, uneven: Iterable[int]) -> None:
         """Of one more; `uneven` are those whose calls differ."""
+        self.nodes.add(batch.nodes)
         if self.met is not None:
             self.met |= {(module, more) for module, last in batch.calls.items() for more in {False, last > 0}}
             for module in uneven:
                 self.numbers.setdefault(module, set()).add(batch.calls.get(module, -1))
-        self.nodes.setdefault(sizes, set()).update(nodes)
-        self.every.update(nodes)
 
-    def usual(self, sizes: Any, nodes: int) -> bool:
-        """Whether a graph has as many nodes as that of another call of these sizes; of sizes that were not
-        met, as that of any, unless sizes are known to tell. Of many numbers it is data that do.
+    def hold(self, batch: Batch) -> bool:
+        """Whether a call has met none but these, as often as it was to, and has a graph like theirs; of many
+        numbers of nodes it is data, or sizes, that tell.
         """
-        if len(self.nodes) > MANY:
-            self.nodes.clear()
-        known = self.nodes.get(sizes, ())
-        if not known and (nodes in self.every or len(self.every) > 1):
-            known = self.nodes[sizes] = {nodes}
-            self.every.add(nodes)
-        return nodes in known or len(known) > MANY_GRAPHS
-
-    def watch(self, size: int) -> GradientProbe:
-        """What watches a call of so many samples, from a layer on that was not met."""
-        return GradientProbe(size)
-
-    def hold(self, calls: dict[int, int]) -> bool:
-        """Whether a call has met none but these, as often as it was to."""
-        met = self.met is None or all((module, last > 0) in self.met for module, last in calls.items())
-        return met and all(calls.get(module, -1) in numbers for module, numbers in self.numbers.items())
+        calls, met = batch.calls, self.met
+        return (
+            (batch.nodes in self.nodes or len(self.nodes) > MANY_GRAPHS)
+            and (met is None or all((module, last > 0) in met for module, last in calls.items()))
+            and all(calls.get(module, -1) in numbers for module, numbers in self.numbers.items())
+        )
 
 
 class ModelCall:
@@ -145,10 +133,9 @@ class ModelCall:
         self.recorded = self.settings.recording and torch.is_grad_enabled()
         # to be drawn again by a further run
         self.random = None if kind in self.state.drawless else random_state()
-        self.others = Randomness() if self.state.draws else None  # likewise
+        self.others: Randomness | None = None  # likewise, of a first call
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
         self.told = 0  # by data, of which rows are whose: their digest
-        self.strayed: int | None = None  # how many nodes the graph of a run had, if not as many as others
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
@@ -160,8 +147,6 @@ class ModelCall:
             before = Snapshot(self.model, inputs)
         if told != set() and (output := self._attempt(None, told)) is not UNDECIDED:
             return output
-        if self.strayed is not None:
-            return self._undone(before).first()
         self.forget = self.model._ps_count_from_here()
         if told is not None and (output := self._undone(before)._attempt(before)) is not UNDECIDED:
             return output
@@ -169,12 +154,10 @@ class ModelCall:
 
     def first(self) -> Any:
         """The output of a call that is recorded, and of a kind that was not proved yet."""
-        self.forget, self.others = self.model._ps_count_from_here(), self.others or Randomness()
+        self.forget, self.others = self.model._ps_count_from_here(), Randomness()
         # what is found out and proved is not for torch.compile to trace
         with self._telling(), torch_api.uncompiled(self.model):
-            output = self._first()
-        self.state.draws = self.state.draws or self.others.drawn()
-        return output
+            return self._first()
 
     def _first(self) -> Any:
         before = Snapshot(self.model, (self.args, self.kwargs))
@@ -307,16 +290,11 @@ class ModelCall:
         local.batch = batch = self._batch(proving, trackable=True)
         try:
             if not (proving or self.settings.has_gathered_rows or told is not None):
-                ways = batch.ways = self._ways()
-                if ways is not None and ways.numbers:
-                    batch.outputs = ways.watch(self.size)
+                ways = self._ways()
                 output = self._returned(batch, self.run(*self.args, **self.kwargs))
-                strayed = ways is not None and batch.outputs is not None and not ways.hold(batch.calls)
-                if batch.undecided or (strayed and not self._verified(batch, output)):
-                    return UNDECIDED
-                usual = ways is None or ways.usual(sizes((self.args, self.kwargs)), batch.nodes)
-                if not usual and not torch_api.capturing():  # where values cannot be looked at
-                    self.strayed = batch.nodes
+                if batch.undecided or (
+                    ways is not None and not ways.hold(batch) and self._strayed(batch, output)
+                ):
                     return UNDECIDED
                 return output
             with ExitStack() as around:
@@ -356,6 +334,18 @@ class ModelCall:
         if transforming():
             return None
         return None if sharding.apart(self.model) else self.state.ways.get(self.kind)
+
+    def _strayed(self, batch: Batch, output: Any) -> bool:
+        """Whether a call that went another way than those that were proved is not proved by its own graph."""
+        if torch_api.capturing():  # values cannot be looked at
+            return False
+        if self.model._ps_given():  # which no op of ours has taken
+            return True
+        try:
+            batch.outputs = GradientProbe.of_graph(self.size, output)
+        except Unprovable:
+            return True
+        return not self._verified(batch, output)
 
     def _returned(self, batch: Batch, output: Any) -> Any:
         """The output, of which is noted whose its rows are, if something that a loss may use beside it was
@@ -625,10 +615,7 @@ class ModelCall:
         self.state.proved.add((*self.kind, given))
         states = ((id(m), getattr(m, "_ps", None)) for m in self.model.modules())
         uneven = [module for module, state in states if state is not None and state.uneven()]
-        nodes = {batch.nodes} if self.strayed is None else {batch.nodes, self.strayed}
-        self.state.ways.setdefault(self.kind, Ways()).add(
-            batch, sizes((self.args, self.kwargs)), nodes, uneven
-        )
+        self.state.ways.setdefault(self.kind, Ways()).add(batch, uneven)
         self.state.unproved = frozen
         if local.gathered_rows is None:
             return

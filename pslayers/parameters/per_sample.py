@@ -307,6 +307,8 @@ def _version(t: Tensor) -> int:
 class _Valued(Op):
     """`over_other_values`, which come in a tuple: autograd does not look into one."""
 
+    rows_dim = None
+
     @staticmethod
     def forward(ctx: Any, each: Tensor, values: tuple[Tensor]) -> Tensor:
         return values[0].detach().expand_as(each)
