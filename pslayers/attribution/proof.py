@@ -23,7 +23,17 @@ from ..core.expansion import Op, leads_to_rows
 from ..core.factors import at_once
 from ..core.trees import tensors_in, tensors_of
 from ..core.tuning import tuning
-from .tracking import BATCH_MAJOR, MIXED, PICKED, SHARED, TABLE, Layout, batch_dim, samples_of_rows
+from .tracking import (
+    BATCH_MAJOR,
+    MIXED,
+    PICKED,
+    SHARED,
+    TABLE,
+    Layout,
+    batch_dim,
+    noise,
+    samples_of_rows,
+)
 
 _PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
 
@@ -104,6 +114,30 @@ def quiet_pass() -> AbstractContextManager[None]:
     called.
     """
     return torch_api.changed(torch_api.thread(), quiet=True)
+
+
+@contextmanager
+def without_zeros(model: nn.Module) -> Iterator[None]:
+    """Inside the block parameters that hold nothing but zeros hold some noise, of which no version counter
+    tells: through a layer that is initialised so (an adapter, a gate, the last one of a branch) no gradient
+    flows, and of what is before it nothing would be proved.
+    """
+    zeros = []
+    for p in model.parameters():
+        plain = (
+            type(p) is nn.Parameter and p.is_floating_point() and not (p.is_meta or torch_api.is_wrapped(p))
+        )
+        if not plain or not p.numel() or 0 in p.stride():
+            continue
+        if not p.data[(0,) * p.ndim] and not p.data.any():  # most are told by their first number
+            zeros.append(p.data)
+    for data in zeros:
+        data.copy_(noise(data) - 0.5)
+    try:
+        yield
+    finally:
+        for data in zeros:
+            data.zero_()
 
 
 class _QuietTensorHooks(TorchFunctionMode):

@@ -182,8 +182,13 @@ class Recorder:
                 or torch.equal(total, grad)
                 or equal(total.nan_to_num(), grad.nan_to_num())
             )
-        if not whole and grad.numel():
+        if not whole and grad.numel() and self._gets_rows():
             raise self.of_past_layer()
+
+    def _gets_rows(self) -> bool:
+        """Whether the pass that runs gives the parameter rows, as torch.autograd.grad does not."""
+        here = self.pass_id == torch_api.running_pass()
+        return here or self.settings.collecting_grads or self.whole_pass()
 
     def pass_on(self, grad: Tensor) -> None:
         """Note of what arrives in a pass inside of another one that it goes on in that: where a

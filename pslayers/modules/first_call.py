@@ -32,6 +32,7 @@ from ..attribution.proof import (
     past_expansions,
     quiet_hooks,
     rows_agree,
+    without_zeros,
 )
 from ..attribution.snapshot import (
     Randomness,
@@ -292,9 +293,11 @@ class ModelCall:
             if not (proving or self.settings.has_gathered_rows or told is not None):
                 ways = self._ways()
                 output = self._returned(batch, self.run(*self.args, **self.kwargs))
-                if batch.undecided or (
-                    ways is not None and not ways.hold(batch) and self._strayed(batch, output)
-                ):
+                if batch.undecided:
+                    return UNDECIDED
+                if ways is not None and not ways.hold(batch) and self._strayed(batch, output):
+                    if local.again:
+                        raise self._not_in_a_checkpoint()
                     return UNDECIDED
                 return output
             with ExitStack() as around:
@@ -323,17 +326,17 @@ class ModelCall:
                 batch.outputs.close()
 
     def _ways(self) -> Ways | None:
-        """Which layers were met in proved calls, where a call is to be compared with these: of those that it
-        meets beside them, shapes would tell whose the rows are.
+        """What proved calls have gone through, where a call is to be compared with these: of layers that it
+        meets beside theirs, shapes would tell whose the rows are.
         """
-        if not self.recorded or local.again:
+        # rows that are picked are followed in each call
+        if not self.recorded or self.settings.has_gathered_rows or transforming():
             return None
-        # rows that are picked are followed in each call; and what a checkpoint runs again is the same
-        if self.settings.has_gathered_rows or torch_api.saved_tensors_packed(by=_keep):
+        if torch_api.saved_tensors_packed(by=_keep) or sharding.apart(self.model):
             return None
-        if transforming():
-            return None
-        return None if sharding.apart(self.model) else self.state.ways.get(self.kind)
+        if local.again:  # what a checkpoint around the model runs again is the same, unless it had no graph
+            return None if self.model._ps_proved(self.kind) else Ways()
+        return self.state.ways.get(self.kind)
 
     def _strayed(self, batch: Batch, output: Any) -> bool:
         """Whether a call that went another way than those that were proved is not proved by its own graph."""
@@ -346,6 +349,14 @@ class ModelCall:
         except Unprovable:
             return True
         return not self._verified(batch, output)
+
+    def _not_in_a_checkpoint(self) -> ValueError:
+        return ValueError(
+            f"`{self.state.path}` ({type(self.model).__name__}) was called by a reentrant checkpoint around"
+            " it alone, in whose backward pass it cannot be found out which rows are whose, and its samples"
+            " may interact: take use_reentrant=False, or call it once without the checkpoint, or give an"
+            " example batch, ps.convert_model(model, example=x)."
+        )
 
     def _returned(self, batch: Batch, output: Any) -> Any:
         """The output, of which is noted whose its rows are, if something that a loss may use beside it was
@@ -383,7 +394,7 @@ class ModelCall:
         if parameters_given(output) or (not again and self._past_layers(output)):
             return False
         try:
-            with gradients_unchanged(model), unchanged(model):
+            with gradients_unchanged(model), unchanged(model), without_zeros(model):
                 known = self._told_layouts(output) if again else []
                 # what was tracked and is not told is nobody's: there may be one output for each sample
                 told = [layout or MIXED for layout in known] if any(known) else None
@@ -458,13 +469,14 @@ class ModelCall:
     def _kept_if_proved(self) -> Iterator[None]:
         """After an error in the block, what was learned there is forgotten."""
         before = self.model._ps_learned()
-        proved, shared, picked = set(self.state.proved), self.state.shared, self.settings.has_gathered_rows
+        proved, ways, shared = set(self.state.proved), dict(self.state.ways), self.state.shared
+        picked = self.settings.has_gathered_rows
         try:
             yield
         except BaseException:
             for state, learned in before:
                 state.forget(learned)
-            self.state.proved, self.state.shared = proved, shared
+            self.state.proved, self.state.ways, self.state.shared = proved, ways, shared
             self.settings.has_gathered_rows = picked
             raise
 
@@ -550,7 +562,8 @@ class ModelCall:
         try:
             once = parameters_given(output)  # it may let go of what it holds in its backward
             # nothing is changed by what a checkpoint runs again
-            with gradients_unchanged(model), trial(model) if once else unchanged(model):
+            around = trial(model) if once else unchanged(model)
+            with gradients_unchanged(model), around, without_zeros(model):
                 agree = rows_agree(batch.outputs, own, functools.partial(self._anew, told) if once else None)
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(model), torch_api.reentrant_checkpoints("otherwise"):

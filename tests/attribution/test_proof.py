@@ -130,6 +130,40 @@ def test_a_mean_over_the_batch_is_seen(size: int, dtype: torch.dtype) -> None:
         ours(torch.randn(size, size, 3, dtype=dtype))
 
 
+class Gated(nn.Module):
+    """Behind a gate that is closed at first, another way, in which samples may interact: x (B, 4)."""
+
+    def __init__(self, gate: str, mixes: bool) -> None:
+        super().__init__()
+        self.fc, self.gate, self.out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.scale = nn.Parameter(torch.zeros(1) if gate == "scale" else torch.ones(1))
+        self.norm = nn.LayerNorm(4)
+        if gate == "layer":
+            nn.init.zeros_(self.gate.weight)
+        elif gate == "norm":
+            nn.init.zeros_(self.norm.weight)
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.fc(x))
+        other = h - 0.5 * h.mean(0) if self.mixes else h.square()
+        return self.out(h + self.scale * self.norm(self.gate(other)))
+
+
+@pytest.mark.parametrize("gate", ["layer", "norm", "scale"])
+def test_what_is_before_a_closed_gate_is_proved(gate: str) -> None:
+    x = torch.randn(5, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="samples interact"):
+        ps.convert_model(Gated(gate, mixes=True).double())(x)
+    model = Gated(gate, mixes=False).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    versions = [p._version for p in ours.parameters()]
+    squares(ours(x)).mean().backward()
+    assert_rows(ours, loop(model, square, (x,)))
+    assert [p._version for p in ours.parameters()] == versions
+    assert all(map(torch.equal, ours.parameters(), model.parameters()))
+
+
 class Counted:
     """How often the proof goes backward, and by which way."""
 

@@ -555,3 +555,30 @@ def test_blocks_around_functions_that_run_layers_again(
         assert_rows(ours, expected)
         assert all(p.grad is None for p in ours.parameters())
         ours.zero_grad()
+
+
+class Mixes(nn.Module):
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.one, self.two, self.mixes = nn.Linear(4, 4), nn.Linear(4, 4), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.one(x))
+        return self.two(h - h.mean(0) if self.mixes else h)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_model_alone(reentrant: bool) -> None:
+    """A reentrant one runs it without a graph at first: it is proved when it runs again."""
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        squares(checkpoint(model, x, use_reentrant=reentrant)).mean().backward()
+
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    model, ours = both(Mixes(mixes=False))
+    for _ in range(2):
+        ours.zero_grad()
+        step(ours, x)
+        assert_rows(ours, loop(model, square, (x.detach(),)))
+    with pytest.raises(ValueError, match=r"samples (interact|may interact)"):
+        step(ps.convert_model(Mixes(mixes=True).double()), x)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
+from torch.nn import functional as F
 
 import pslayers as ps
 
 from .. import zoo
 from ..layers.suite import Case, LayerSuite, floats
 from ..oracle import assert_rows, assert_rows_right, loop, square, squares, true_rows
+from .common import both
 from .every_layer import EVERY
 
 pytestmark = [
@@ -441,3 +443,33 @@ def test_weights_of_each_sample_in_a_first_call_by_torch_func_are_refused_by_nam
         torch.func.grad(total)(each)
     squares(ours(x)).sum()
     torch.testing.assert_close(torch.func.grad(total)(each), loop(model, square, (x,)))
+
+
+def test_a_loss_that_holds_parameters_is_differentiated_where_no_rows_could_lack_a_part() -> None:
+    """By torch.autograd.grad; with rows that are differentiated, too: learning to reweight the samples."""
+    model, ours = both(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+    x, y = torch.randn(6, 4, dtype=torch.float64), torch.randint(0, 3, (6,))
+    weights = torch.rand(6, dtype=torch.float64, requires_grad=True)
+
+    def of_penalty(net: nn.Module) -> tuple[Tensor, ...]:
+        params = list(net.parameters())
+        loss = F.cross_entropy(net(x), y) + sum(p.square().sum() for p in params)
+        return torch.autograd.grad(loss, params)
+
+    def of_step(net: nn.Module, rows: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        params = dict(net.named_parameters())
+        moved = {name: p - torch.tensordot(weights, rows[name], 1) for name, p in params.items()}
+        loss = F.cross_entropy(functional_call(net, moved, (x,)), y)
+        return torch.autograd.grad(loss, [weights, *params.values()])
+
+    def rows_by_a_loop() -> dict[str, Tensor]:
+        params = dict(model.named_parameters())
+        losses = (F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]) for i in range(6))
+        rows = [torch.autograd.grad(loss, list(params.values()), create_graph=True) for loss in losses]
+        return {name: torch.stack(each) for name, each in zip(params, zip(*rows, strict=True), strict=True)}
+
+    torch.testing.assert_close(of_penalty(ours), of_penalty(model))
+    rows = ps.per_sample_grads(ours, F.cross_entropy, x, y, create_graph=True)
+    torch.testing.assert_close(of_step(ours, rows), of_step(model, rows_by_a_loop()))
+    with pytest.raises(RuntimeError, match="did not come through its layer"):
+        (F.cross_entropy(ours(x), y) + sum(p.square().sum() for p in ours.parameters())).backward()

@@ -586,6 +586,21 @@ def test_in_a_batch_of_another_size_too() -> None:
         ours(floats(6, 4))
 
 
+def test_a_third_way_in_a_smaller_batch_or_with_another_number() -> None:
+    class Stepped(Freely):
+        def forward(self, x: Tensor, number: float = 0.0) -> Tensor:
+            return super().forward(x) * (1 + number)
+
+    _, ours = both(Stepped())
+    for n in range(4):
+        ours.options.reuses = n % 2 == 1
+        step(ours, floats(5, 4), number=n / 2)
+    ours.options.mixes = True
+    for inputs, number in ((floats(4, 4), 0.0), (floats(5, 4), 7.0)):
+        with pytest.raises(ValueError, match="samples interact"):
+            ours(inputs, number=number)
+
+
 @pytest.fixture
 def strayed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of the calls that went another way, whether their own graphs proved nothing."""
