@@ -19,9 +19,12 @@ from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
 from .convert import convert_model, one_of, restore_model, settings_of, wholly_converted
 from .core.context import Settings, clear, recorded_or_not
+from .core.recorder import recorder_of
+from .core.sharding import in_use
 from .core.sinks import Sink, Streaming
 from .core.trees import trainable_parameters
 from .modules.converted import Converted, State
+from .modules.inventory import Inventory
 
 ACCUMULATION = ("replace", "append", "add")
 # what DistributedDataParallel and torch.compile put before names of parameters
@@ -58,10 +61,28 @@ def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[list[
                 "Inside of ps.recording(model, False) there are no per-sample gradients for ps.factored,"
                 " ps.clipping, ps.reweighting or ps.streaming: go out of it first."
             )
+    if alone:
+        _watch(model)
     sink.names = _names_of(model)
     sink.prefix = model._ps_state().prefix if isinstance(model, Converted) else ""
     with changed(every, "sink", sink):
         yield every
+
+
+def _watch(model: nn.Module) -> None:
+    """Have it noted what arrives at parameters in a block that leaves no plain gradients: those that no
+    recorded call has met have no recorder yet.
+    """
+    if in_use():
+        return
+    if isinstance(model, Converted):
+        inventory, above = model._ps_inventory(), model._ps_state().settings
+    else:
+        inventory, above = Inventory(model, "", 0), None
+    for slot in inventory.slots:
+        param, settings = slot.held[slot.name], slot.settings(above)
+        if settings is not None and isinstance(param, nn.Parameter) and param.requires_grad:
+            recorder_of(param, inventory.prefix + slot.path, settings, slot.module())
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:
@@ -116,6 +137,8 @@ def recording(model: nn.Module, enabled: bool = True, *, grad: bool = True) -> I
     if not (enabled or grad):
         raise ValueError("Neither rows nor `.grad` would be filled: use torch.no_grad().")
     every = settings_of(model)
+    if enabled and not grad:
+        _watch(model)
     filled = changed(every, "grad", bool(grad)) if enabled else nullcontext()
     with recorded_or_not(every, bool(enabled)), filled:
         yield

@@ -690,10 +690,9 @@ def owners_of_packed(packed: PackedSequence) -> Tensor:
 PERIOD = 65521  # a prime number: no two rows of a matrix are alike
 
 
-@functools.cache
-def _random() -> Tensor:
-    with torch.inference_mode(False):  # whoever asks first
-        return torch.rand(PERIOD, generator=torch.Generator().manual_seed(0), device="cpu")
+# made here, and not by whoever asks first: a transform of torch.func would have wrapped it
+with torch.inference_mode(False):
+    _RANDOM = torch.rand(PERIOD, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
 
 
 def noise(t: Tensor) -> Tensor:
@@ -701,7 +700,7 @@ def noise(t: Tensor) -> Tensor:
     as drawing as many as large models have takes long.
     """
     start, count = t.numel() % PERIOD, t.numel()
-    numbers = _random().repeat(-(-(start + count) // PERIOD)) if start + count > PERIOD else _random()
+    numbers = _RANDOM.repeat(-(-(start + count) // PERIOD)) if start + count > PERIOD else _RANDOM
     return numbers[start : start + count].view(t.shape).to(t)
 
 

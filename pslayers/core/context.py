@@ -39,11 +39,12 @@ class Scale:
     over.
     """
 
-    __slots__ = ("__weakref__", "inside", "sums", "total")
+    __slots__ = ("__weakref__", "inside", "streams", "sums", "total")
 
     def __init__(self, total: float = 1.0, inside: float = 1.0) -> None:
         self.total, self.inside = total, inside
         self.sums = True  # plain gradients go to the parameters
+        self.streams = False  # rows go to whom a block hands them on
 
     @property
     def rows(self) -> float:
@@ -211,7 +212,8 @@ class Settings:
                 " it, or compute that part of the loss in a backward pass of its own, without recording:"
                 " ps.recording(model, False). A"
                 " torch.autograd.Function that is given parameters, as by odeint_adjoint, has no rows: call"
-                " the module itself, as odeint does."
+                " the module itself, as odeint does. Nor has a call by torch.func (jvp, vmap): take"
+                " torch.autograd.grad(..., create_graph=True)."
             )
 
     def clear(self) -> None:

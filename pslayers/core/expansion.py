@@ -239,7 +239,7 @@ class Expansion:
         settings = recorder.settings
         if settings.collecting_grads:
             return False
-        if not self.scale.sums and settings.sums:
+        if (not self.scale.sums and settings.sums) or (self.scale.streams and settings.sink is None):
             raise recorder.of_another_block()
         if not torch.is_grad_enabled():
             alone = recorder.uses <= 1 and not self.joined

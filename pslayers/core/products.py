@@ -6,7 +6,6 @@ does not (90 against 180 GFLOP/s on one core of an AMD EPYC, for large float32 p
 Small products are torch's, whose calls cost less.
 """
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -136,13 +135,18 @@ def number(value: float, t: Tensor) -> "Tensor | float":
     """
     if t.dtype not in (torch.float32, torch.float64) or torch_api.dispatch_modes():
         return value
-    return _number(value, t.dtype)
+    if (found := _NUMBERS.get((value, t.dtype))) is None:
+        if torch_api.peek() is not None:  # it would be a tensor of that transform's
+            return value
+        if len(_NUMBERS) >= MANY_NUMBERS:
+            _NUMBERS.clear()
+        with torch.inference_mode(False):  # whoever asks first
+            found = _NUMBERS[value, t.dtype] = torch.full((), value, dtype=t.dtype, device="cpu")
+    return found
 
 
-@functools.lru_cache(maxsize=256)
-def _number(value: float, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):  # whoever asks first
-        return torch.full((), value, dtype=dtype, device="cpu")
+_NUMBERS: dict[tuple[float, torch.dtype], Tensor] = {}
+MANY_NUMBERS = 256  # after which they are forgotten
 
 
 def of_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:

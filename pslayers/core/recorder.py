@@ -56,7 +56,8 @@ class Recorder:
 
     def expansion(self, param: Tensor, batch: Batch, scale: Scale) -> Expansion:
         """The parameter, expanded to a batch. Where its plain gradient is not wanted, none can reach it."""
-        shared, scale.sums = param, self.settings.sums
+        shared, sink, scale.sums = param, self.settings.sink, self.settings.sums
+        scale.streams = sink is not None and sink.streams
         # in a pass that runs, a torch.autograd.Function may ask for the parameter's gradient: it gets zeros
         if not scale.sums and batch.outer_pass == -1:
             shared = param.detach()
@@ -207,7 +208,8 @@ class Recorder:
             " its own, as in F.linear(x, layer.weight) or in a penalty on the weights, or reaches only"
             " an output in which samples interact), so its per-sample rows would lack a part: in a layer"
             " of your own write self.expand(name); compute a penalty on weights in a backward pass of"
-            " its own, without recording: ps.recording(model, False)."
+            " its own, without recording: ps.recording(model, False). Calls by torch.func (jvp, vmap) record"
+            " nothing: take torch.autograd.grad(..., create_graph=True) in their place."
         )
 
     def listen(self) -> None:
@@ -282,11 +284,13 @@ class Recorder:
         self.blank = False
 
     def of_another_block(self) -> RuntimeError:
-        """What is raised where a backward pass is to fill `.grad`, and its forward pass was not."""
+        """What is raised where a backward pass is to fill `.grad`, and its forward pass was not; or where
+        nobody is there any more who takes the rows.
+        """
         return RuntimeError(
-            f"`{self.name}` would get no `.grad`: its forward pass ran inside of ps.clipping, ps.reweighting,"
-            " ps.factored(grad=False) or ps.recording(grad=False), its backward pass runs outside: call"
-            " loss.backward() inside the block."
+            f"`{self.name}` would get no `.grad`, or no rows be handed on: its forward pass ran inside of"
+            " ps.clipping, ps.reweighting, ps.factored(grad=False), ps.recording(grad=False) or ps.streaming,"
+            " its backward pass runs outside: call loss.backward() inside the block."
         )
 
     def of_two_sizes(self, one: int, other: int) -> RuntimeError:

@@ -26,6 +26,7 @@ class Sink:
 
     adds_up = True  # rows that come one after the other, as from several ops on one expanded tensor
     sums = True  # the plain gradients are wanted, too
+    streams = False  # rows are handed on inside of a block
     keeps = False  # factors are read after the backward pass of their op
     names: Mapping[int, str] = {}  # of the parameters of the model that the rows are wanted of, by their ids
     prefix = ""  # what their names begin with in the model that this one is a part of
@@ -239,7 +240,7 @@ class Streaming(Sink):
         sums: the plain gradients are wanted, too.
     """
 
-    adds_up = False
+    adds_up, streams = False, True
 
     def __init__(self, take: Callable[[str, Tensor, bool], object], sums: bool = True) -> None:
         self.take, self.sums = take, sums

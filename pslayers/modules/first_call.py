@@ -344,6 +344,10 @@ class ModelCall:
             return False
         if self.model._ps_given():  # which no op of ours has taken
             return True
+        if any(plan.way != "direct" for _, state in self._states() for plan in state.plans.values()):
+            return (
+                True  # samples that are run by themselves do not interact there, whatever the plain ones do
+            )
         try:
             batch.outputs = GradientProbe.of_graph(self.size, output)
         except Unprovable:
