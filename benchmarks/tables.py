@@ -252,7 +252,7 @@ def short(machines: list[Machine]) -> str:
 
 
 def readme(machines: Iterable[Machine]) -> str:
-    """The README's table: a row for each machine."""
+    """The README's table: a row for each machine on which rows were measured."""
     wanted = {
         "rows: best peer / ours": ("rows", "best peer's time / ours"),
         "clipped step / plain": ("clipped", "a clipped step's time / a plain step's"),
@@ -267,7 +267,7 @@ def readme(machines: Iterable[Machine]) -> str:
         return "-" if mean is None or worst is None else f"{number(mean)} ({number(worst)})"
 
     rows = [(m.name, *(reached(m, *each) for each in wanted.values())) for m in machines]
-    return markdown_table(("mean (worst) of cells", *wanted), rows)
+    return markdown_table(("mean (worst) of cells", *wanted), [row for row in rows if row[1] != "-"])
 
 
 MANY = 12  # cells, of which the names would be more than anybody reads

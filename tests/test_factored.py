@@ -1114,3 +1114,36 @@ def test_what_is_asked_for_wrongly_is_named() -> None:
     listed: Any = lambda grads: [1.0] * 4  # noqa: E731
     with pytest.raises(ValueError, match="Weights must be a tensor"), ps.reweighting(ours, listed):
         ours(x).sum().backward()
+
+
+class PredictsBeside(nn.Sequential):
+    def predict(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.tanh(nn.functional.linear(x, self[0].weight)), self[2].weight)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_pass_without_rows_is_an_error_before_any_recorded_call_too(called: bool, grad: bool) -> None:
+    """`.grad` would hold what nobody has clipped."""
+    model = ps.convert_model(PredictsBeside(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double())
+    x = torch.randn(5, 2, dtype=torch.float64)
+    if called:
+        model(x)
+    losses = (
+        lambda: model.predict(x).square().mean(),
+        lambda: torch.func.jvp(model, (x,), (x,))[1].square().mean(),
+        lambda: (model[0](x) @ model[2].weight.t()).square().mean(),
+    )
+    for loss in losses:
+        model.zero_grad()
+        block = ps.clipping(model, 0.1) if grad else ps.recording(model, grad=False)
+        with pytest.raises(RuntimeError, match=r"no row of it|did not come through its layer"), block:
+            loss().backward()
+
+
+def test_a_streamed_forward_whose_backward_pass_runs_outside() -> None:
+    model = ps.convert_model(nn.Linear(4, 3))
+    with ps.streaming(model, lambda name, rows: None):
+        loss = model(torch.randn(5, 4)).square().sum(1).mean()
+    with pytest.raises(RuntimeError, match="backward pass runs outside"):
+        loss.backward()

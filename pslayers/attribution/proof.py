@@ -206,7 +206,7 @@ class GradientProbe:
         for node, number in _edges(output):
             op: Any = getattr(type(node), "_forward_cls", type(None))
             if issubclass(op, Op) and op.rows_dim is not None:
-                if not op.in_order:
+                if not op.in_order(node):
                     raise Unprovable
                 numbers.setdefault(node, []).append((len(probe.edges), number))
                 probe.edges.append(GradientEdge(node, number))

@@ -55,11 +55,15 @@ class Op(torch.autograd.Function):
     """
 
     rows_dim: ClassVar[int | None] = 0  # in which the results hold the rows; None: each value is one
-    in_order: ClassVar[bool] = True  # outside of a ragged batch they are k a sample
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.backward = staticmethod(_anywhere(cls.__dict__["backward"].__func__))  # type: ignore[assignment]
+
+    @staticmethod
+    def in_order(ctx: Any) -> bool:
+        """Whether these rows are k a sample, in order, outside of a ragged batch."""
+        return True
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

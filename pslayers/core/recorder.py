@@ -167,6 +167,8 @@ class Recorder:
                 self.settings.arrived(self)
                 return
             whole = False
+        elif not self._gets_rows():
+            return
         # a second note means that an older graph took part: its value is gone
         elif isinstance(notes[0], tuple):
             whole = len(notes) > 1 or notes[0] == (grad.data_ptr(), grad._version)
@@ -183,7 +185,7 @@ class Recorder:
                 or torch.equal(total, grad)
                 or equal(total.nan_to_num(), grad.nan_to_num())
             )
-        if not whole and grad.numel() and self._gets_rows():
+        if not whole and grad.numel():
             raise self.of_past_layer()
 
     def _gets_rows(self) -> bool:

@@ -47,7 +47,9 @@ def _composite(x: Tensor, weight: Tensor, offsets: Tensor, samples: Tensor) -> T
 
 
 class _Grouped(Op):
-    in_order = False
+    @staticmethod
+    def in_order(ctx: Any) -> bool:
+        return False
 
     @staticmethod
     def forward(

@@ -49,6 +49,10 @@ class Layer(Op):
     rows_dim = 1
 
     @staticmethod
+    def in_order(ctx: Any) -> bool:
+        return ctx.plan.steps.batch_sizes is None
+
+    @staticmethod
     def forward(ctx: Any, plan: Plan, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         states, flat = _split(plan, tensors)
         steps, weights = plan.steps, plan.by_direction(flat[::2])

@@ -137,6 +137,8 @@ class ModelCall:
         self.others: Randomness | None = None  # likewise, of a first call
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
         self.told = 0  # by data, of which rows are whose: their digest
+        self.beside = False  # it was proved on a run beside this one
+        self.strayed: int | None = None  # how many nodes the graph of a run had that could not be walked
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
@@ -148,6 +150,8 @@ class ModelCall:
             before = Snapshot(self.model, inputs)
         if told != set() and (output := self._attempt(None, told)) is not UNDECIDED:
             return output
+        if told is None and not self.beside and torch_api.saved_tensors_packed(by=_keep):
+            return self._undone(before).first()
         self.forget = self.model._ps_count_from_here()
         if told is not None and (output := self._undone(before)._attempt(before)) is not UNDECIDED:
             return output
@@ -166,6 +170,7 @@ class ModelCall:
         if torch_api.saved_tensors_packed(by=_keep):
             with saved_tensors_hooks(_keep, _keep):
                 self._first()
+            self.beside = True
             return self._undone(before).again()
         if self._known_in_the_other_mode():
             try:
@@ -290,19 +295,11 @@ class ModelCall:
         model, proving = self.model, before is not None
         local.batch = batch = self._batch(proving, trackable=True)
         try:
-            if not (proving or self.settings.has_gathered_rows or told is not None):
-                ways = self._ways()
-                output = self._returned(batch, self.run(*self.args, **self.kwargs))
-                if batch.undecided:
-                    return UNDECIDED
-                if ways is not None and not ways.hold(batch) and self._strayed(batch, output):
-                    if local.again:
-                        raise self._not_in_a_checkpoint()
-                    return UNDECIDED
-                return output
+            noting = proving or told is not None
+            ways = None if noting else self._ways()
             with ExitStack() as around:
-                noting = proving or told is not None
-                around.enter_context(gathering(self.size, self.model, self.args, self.kwargs, noting))
+                if noting or self.settings.has_gathered_rows:
+                    around.enter_context(gathering(self.size, self.model, self.args, self.kwargs, noting))
                 if before is not None:
                     around.enter_context(quiet_hooks(model))
                     around.enter_context(before.watching())
@@ -310,6 +307,10 @@ class ModelCall:
                 if before is not None:
                     self._note_what_changed(before)
                 if batch.undecided or (told is not None and self.told not in told):
+                    return UNDECIDED
+                if ways is not None and not ways.hold(batch) and self._strayed(batch, output, ways):
+                    if local.again:
+                        raise self._not_in_a_checkpoint()
                     return UNDECIDED
                 return output if before is None or self._verified(batch, output) else UNDECIDED
         except Exception:
@@ -329,30 +330,33 @@ class ModelCall:
         """What proved calls have gone through, where a call is to be compared with these: of layers that it
         meets beside theirs, shapes would tell whose the rows are.
         """
-        # rows that are picked are followed in each call
-        if not self.recorded or self.settings.has_gathered_rows or transforming():
+        if not self.recorded or transforming() or sharding.apart(self.model):
             return None
-        if torch_api.saved_tensors_packed(by=_keep) or sharding.apart(self.model):
-            return None
-        if local.again:  # what a checkpoint around the model runs again is the same, unless it had no graph
-            return None if self.model._ps_proved(self.kind) else Ways()
+        if (local.again or self.beside) and torch_api.saved_tensors_packed(by=_keep):
+            return None  # it is the same as the one before
+        if local.again and not self.model._ps_proved(self.kind):  # a reentrant checkpoint had no graph then
+            return Ways()
         return self.state.ways.get(self.kind)
 
-    def _strayed(self, batch: Batch, output: Any) -> bool:
-        """Whether a call that went another way than those that were proved is not proved by its own graph."""
+    def _strayed(self, batch: Batch, output: Any, ways: Ways) -> bool:
+        """Whether a call that went another way than those that were proved is not proved by its own graph, so
+        that it is to be run again.
+        """
         if torch_api.capturing():  # values cannot be looked at
             return False
-        if self.model._ps_given():  # which no op of ours has taken
-            return True
-        if any(plan.way != "direct" for _, state in self._states() for plan in state.plans.values()):
-            return (
-                True  # samples that are run by themselves do not interact there, whatever the plain ones do
-            )
-        try:
-            batch.outputs = GradientProbe.of_graph(self.size, output)
-        except Unprovable:
-            return True
-        return not self._verified(batch, output)
+        proved = None
+        # given weights no op of ours has taken; what packs tensors may be counting them; and samples that are
+        # run by themselves do not interact there, whatever the plain model does
+        alone = any(plan.way != "direct" for _, state in self._states() for plan in state.plans.values())
+        if not (alone or self.model._ps_given() or torch_api.saved_tensors_packed(by=_keep)):
+            with suppress(Unprovable):
+                batch.outputs = GradientProbe.of_graph(self.size, output)
+                proved = self._verified(batch, output, strayed=True)
+        if proved is None and self.settings.has_gathered_rows:  # which are followed in each call
+            ways.nodes.add(batch.nodes)
+            return False
+        self.strayed = batch.nodes if proved is None else None
+        return not proved
 
     def _not_in_a_checkpoint(self) -> ValueError:
         return ValueError(
@@ -389,9 +393,10 @@ class ModelCall:
         state = self.state
         state.keeps, state.writes = state.keeps or before.differs(), state.writes or before.inputs_differ()
 
-    def _verified(self, batch: Batch, output: Any) -> bool:
-        """Whether a first run shows that samples depend on their own rows alone, and that all trainable
-        parameters have rows; noted, but where a NaN leaves it open: then a later call is to show it.
+    def _verified(self, batch: Batch, output: Any, strayed: bool = False) -> bool | None:
+        """Whether a first run, or one of a proved kind that has `strayed`, shows that samples depend on their
+        own rows alone, and that all trainable parameters have rows; noted, but where a NaN leaves it open:
+        then a later call is to show it. None where its graph cannot be walked.
         """
         model, state = self.model, self.state
         again = self.kind in state.by_data
@@ -399,16 +404,16 @@ class ModelCall:
             return False
         try:
             with gradients_unchanged(model), unchanged(model), without_zeros(model):
-                known = self._told_layouts(output) if again else []
+                known = self._told_layouts(output) if again or strayed else []
                 # what was tracked and is not told is nobody's: there may be one output for each sample
                 told = [layout or MIXED for layout in known] if any(known) else None
                 agree = rows_agree(batch.outputs, batched_outputs(output, batch, told))
         except Unprovable:  # then the samples are changed, and what depends on them is seen
-            return False
+            return None
         if agree is False or (not again and batch.outputs.missed(output)):
             return False
         # where rows were picked, what shapes would not tell is looked at more closely, once
-        if self.settings.has_gathered_rows and not again:
+        if self.settings.has_gathered_rows and not (again or strayed):
             return agree is None
         if agree:
             self._note_proved(bool(model._ps_given()), batch, anew=False)
@@ -632,7 +637,10 @@ class ModelCall:
         self.state.proved.add((*self.kind, given))
         states = ((id(m), getattr(m, "_ps", None)) for m in self.model.modules())
         uneven = [module for module, state in states if state is not None and state.uneven()]
-        self.state.ways.setdefault(self.kind, Ways()).add(batch, uneven)
+        ways = self.state.ways.setdefault(self.kind, Ways())
+        ways.add(batch, uneven)
+        if self.strayed is not None:
+            ways.nodes.add(self.strayed)
         self.state.unproved = frozen
         if local.gathered_rows is None:
             return

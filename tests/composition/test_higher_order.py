@@ -473,3 +473,35 @@ def test_a_loss_that_holds_parameters_is_differentiated_where_no_rows_could_lack
     torch.testing.assert_close(of_step(ours, rows), of_step(model, rows_by_a_loop()))
     with pytest.raises(RuntimeError, match="did not come through its layer"):
         (F.cross_entropy(ours(x), y) + sum(p.square().sum() for p in ours.parameters())).backward()
+
+
+def test_a_first_proof_inside_of_transforms_leaves_nothing_of_theirs() -> None:
+    x = torch.randn(6, 4, dtype=torch.float64)
+
+    def ours() -> Any:
+        return ps.convert_model(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double())
+
+    def expanded(model: nn.Module) -> Params:
+        return {name: t.detach().clone() for name, t in ps.expand_params(model, batch_size=6).items()}
+
+    def grads(model: nn.Module) -> Callable[[Params], Params]:
+        return torch.func.grad(lambda params: functional_call(model, params, (x,)).square().sum())
+
+    for _ in range(2):
+        model = ours()
+        params = expanded(model)
+        _, products = torch.func.jvp(grads(model), (params,), (params,))
+        moved = [grads(model)({n: (1 + by) * p for n, p in params.items()}) for by in (1e-6, -1e-6)]
+        for name, product in products.items():
+            torch.testing.assert_close(
+                product, (moved[0][name] - moved[1][name]) / 2e-6, rtol=1e-5, atol=1e-7
+            )
+
+
+def test_gradients_of_several_at_once_beside_a_forward_that_is_not_back_propagated() -> None:
+    model, ours = both(nn.Sequential(nn.Linear(4, 3)))
+    x, vectors = torch.randn(5, 4, dtype=torch.float64), torch.randn(2, 5, 3, dtype=torch.float64)
+    ours(x)
+    found = torch.autograd.grad(ours(x), list(ours.parameters()), vectors, is_grads_batched=True)
+    expected = torch.autograd.grad(model(x), list(model.parameters()), vectors, is_grads_batched=True)
+    torch.testing.assert_close(found, expected)

@@ -607,8 +607,8 @@ def strayed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     look = ModelCall._strayed
 
-    def noted(call: ModelCall, batch: Any, output: Any) -> bool:
-        found.append(look(call, batch, output))
+    def noted(call: ModelCall, *run: Any) -> bool:
+        found.append(look(call, *run))
         return found[-1]
 
     monkeypatch.setattr(ModelCall, "_strayed", noted)
