@@ -96,6 +96,8 @@ graph_is_retained: Callable[[], bool] = _find("_C._autograd._get_current_graph_t
 # how many nodes of graphs this thread has made, in forward passes and differentiated backward passes
 nodes_made: Callable[[], int] = _find("autograd._get_sequence_nr")
 top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
+_push_hooks = _find("_C._autograd._push_saved_tensors_default_hooks")
+_pop_hooks = _find("_C._autograd._pop_saved_tensors_default_hooks")
 _engine = _find("autograd.Variable._execution_engine")
 
 
@@ -218,10 +220,23 @@ def _end_of_outer_pass() -> None:
             callback()
 
 
-def saved_tensors_packed(by: object) -> bool:
-    """Whether somebody, by other hooks than `by`, packs the tensors that are saved for the backward pass."""
-    hooks = top_saved_tensors_hooks(False)
-    return hooks is not None and hooks[0] is not by
+def saved_tensors_packed() -> bool:
+    """Whether somebody packs, by hooks, the tensors that are saved for the backward pass."""
+    return top_saved_tensors_hooks(False) is not None
+
+
+@contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Inside the block nobody does."""
+    hooks = []
+    while (pair := top_saved_tensors_hooks(False)) is not None:
+        hooks.append(pair)
+        _pop_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            _push_hooks(*pair)
 
 
 _is_several: Callable[[Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor")

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributions import Distribution
 
 from .. import torch_api
@@ -91,13 +90,15 @@ class Ways:
         self.met: set[tuple[int, bool]] | None = set()  # None: in a copy it is not known
         self.numbers: dict[int, set[int]] = {}  # of the last calls of these
         self.nodes: set[int] = set()
+        self.calls: dict[int, int] = {}  # of the last one: most are as that
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "met": None, "numbers": {}}
+        return {**vars(self), "met": None, "numbers": {}, "calls": {}}
 
     def add(self, batch: Batch, uneven: Iterable[int]) -> None:
         """Of one more; `uneven` are those whose calls differ."""
         self.nodes.add(batch.nodes)
+        self.calls = batch.calls
         if self.met is not None:
             self.met |= {(module, more) for module, last in batch.calls.items() for more in {False, last > 0}}
             for module in uneven:
@@ -108,9 +109,10 @@ class Ways:
         numbers of nodes it is data, or sizes, that tell.
         """
         calls, met = batch.calls, self.met
-        return (
-            (batch.nodes in self.nodes or len(self.nodes) > MANY_GRAPHS)
-            and (met is None or all((module, last > 0) in met for module, last in calls.items()))
+        if batch.nodes not in self.nodes and len(self.nodes) <= MANY_GRAPHS:
+            return False
+        return calls == self.calls or (
+            (met is None or all((module, last > 0) in met for module, last in calls.items()))
             and all(calls.get(module, -1) in numbers for module, numbers in self.numbers.items())
         )
 
@@ -137,7 +139,6 @@ class ModelCall:
         self.others: Randomness | None = None  # likewise, of a first call
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
         self.told = 0  # by data, of which rows are whose: their digest
-        self.beside = False  # it was proved on a run beside this one
         self.strayed: int | None = None  # how many nodes the graph of a run had that could not be walked
 
     # ---------------------------------------------------------------------------------------------- the steps
@@ -150,8 +151,6 @@ class ModelCall:
             before = Snapshot(self.model, inputs)
         if told != set() and (output := self._attempt(None, told)) is not UNDECIDED:
             return output
-        if told is None and not self.beside and torch_api.saved_tensors_packed(by=_keep):
-            return self._undone(before).first()
         self.forget = self.model._ps_count_from_here()
         if told is not None and (output := self._undone(before)._attempt(before)) is not UNDECIDED:
             return output
@@ -167,10 +166,9 @@ class ModelCall:
     def _first(self) -> Any:
         before = Snapshot(self.model, (self.args, self.kwargs))
         # a checkpoint around this call, say, counts what is saved: prove on a run beside
-        if torch_api.saved_tensors_packed(by=_keep):
-            with saved_tensors_hooks(_keep, _keep):
+        if torch_api.saved_tensors_packed():
+            with torch_api.without_saved_tensors_hooks():
                 self._first()
-            self.beside = True
             return self._undone(before).again()
         if self._known_in_the_other_mode():
             try:
@@ -332,7 +330,7 @@ class ModelCall:
         """
         if not self.recorded or transforming() or sharding.apart(self.model):
             return None
-        if (local.again or self.beside) and torch_api.saved_tensors_packed(by=_keep):
+        if local.again and torch_api.saved_tensors_packed():
             return None  # it is the same as the one before
         if local.again and not self.model._ps_proved(self.kind):  # a reentrant checkpoint had no graph then
             return Ways()
@@ -344,11 +342,13 @@ class ModelCall:
         """
         if torch_api.capturing():  # values cannot be looked at
             return False
+        if torch_api.saved_tensors_packed():
+            return self._strayed_beside(ways, batch.nodes)
         proved = None
-        # given weights no op of ours has taken; what packs tensors may be counting them; and samples that are
-        # run by themselves do not interact there, whatever the plain model does
+        # given weights no op of ours has taken; and samples that are run by themselves do not interact there,
+        # whatever the plain model does
         alone = any(plan.way != "direct" for _, state in self._states() for plan in state.plans.values())
-        if not (alone or self.model._ps_given() or torch_api.saved_tensors_packed(by=_keep)):
+        if not (alone or self.model._ps_given()):
             with suppress(Unprovable):
                 batch.outputs = GradientProbe.of_graph(self.size, output)
                 proved = self._verified(batch, output, strayed=True)
@@ -357,6 +357,18 @@ class ModelCall:
             return False
         self.strayed = batch.nodes if proved is None else None
         return not proved
+
+    def _strayed_beside(self, ways: Ways, nodes: int) -> bool:
+        """The same where what packs tensors may be counting them, as a checkpoint around the call does: it is
+        proved on a run beside, or an error.
+        """
+        forget = self.model._ps_count_from_here()
+        args, kwargs = cloned((self.args, self.kwargs))
+        with changed(batch=None), torch_api.without_saved_tensors_hooks(), trial(self.model):
+            ModelCall(self.model, self.run, args, kwargs, self.size, self.kind).first()
+        forget()
+        ways.nodes.add(nodes)
+        return False
 
     def _not_in_a_checkpoint(self) -> ValueError:
         return ValueError(
@@ -683,7 +695,3 @@ def made_of(output: Any) -> Any:
     if isinstance(output, (tuple, list)):
         return [made_of(value) for value in output]
     return {k: made_of(v) for k, v in output.items()} if isinstance(output, dict) else output
-
-
-def _keep(t: Tensor) -> Tensor:
-    return t

@@ -4,6 +4,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 from pslayers.modules.first_call import MANY_GRAPHS, ModelCall
@@ -565,6 +568,74 @@ def test_what_mixes_samples_from_then_on_is_refused_whatever_tells(
         ours.zero_grad()
         with pytest.raises(ValueError, match="samples interact"):
             ours(floats(5, 4))
+
+
+class Picks(Freely):
+    """Rows of some samples alone go through a layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, 0] > 0
+        h = x.clone()
+        h[mask] = self.fc(x[mask])
+        return super().forward(h)
+
+
+class Loops(Freely):
+    """Is run with parameters of each sample's own, sample by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.fft.fft(self.own).real + float(self.own.sum() > 1e9))
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize("kind", [Freely, Picks, Loops])
+@pytest.mark.parametrize("around", ["nothing", "checkpoint", "reentrant", "offloaded"])
+def test_in_whatever_the_model_is_called(kind: type[Freely], around: str) -> None:
+    ours: Any = ps.convert_model(kind().double())
+
+    def call(x: Tensor) -> Tensor:
+        if around in ("checkpoint", "reentrant"):
+            y: Tensor = checkpoint(ours, x, use_reentrant=around == "reentrant")
+            return y
+        with save_on_cpu() if around == "offloaded" else nullcontext():
+            out: Tensor = ours(x)
+            return out
+
+    ours(floats(5, 4))
+    for mixes in (False, False, True, True):
+        ours.options.mixes = mixes
+        x = floats(5, 4).requires_grad_()
+        with pytest.raises(ValueError, match=r"interact") if mixes else nullcontext():
+            squares(call(x)).mean().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_more_steps_inside_of_a_checkpoint_around_the_model(reentrant: bool) -> None:
+    """Are proved beside, or where they run again: what the checkpoint has counted stays as it is."""
+
+    class Steps(Freely):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc(x[:, 0])
+            for t in range(1, x.shape[1]):
+                h = torch.tanh(h) * torch.rand(()).item() + self.fc(x[:, t])
+            return self.out(h)
+
+    model, ours = both(Steps())
+    for time in (2, 4, 3, 4):
+        x, expected = floats(5, time, 4), []
+        for i in range(5):
+            torch.manual_seed(time)
+            loss = square(model(x[i : i + 1]), i)
+            expected.append(torch.autograd.grad(loss, model.fc.weight)[0])
+        for _ in range(2):
+            torch.manual_seed(time)
+            ours.zero_grad()
+            squares(checkpoint(ours, x.clone().requires_grad_(), use_reentrant=reentrant)).mean().backward()
+            torch.testing.assert_close(ours.fc.weight.grad_sample, torch.stack(expected))
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
