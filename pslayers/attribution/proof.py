@@ -23,6 +23,7 @@ from ..core.expansion import Op, leads_to_rows
 from ..core.factors import at_once
 from ..core.trees import tensors_in, tensors_of
 from ..core.tuning import tuning
+from .snapshot import has_memory
 from .tracking import (
     BATCH_MAJOR,
     MIXED,
@@ -124,13 +125,11 @@ def without_zeros(model: nn.Module) -> Iterator[None]:
     """
     zeros = []
     for p in model.parameters():
-        plain = (
-            type(p) is nn.Parameter and p.is_floating_point() and not (p.is_meta or torch_api.is_wrapped(p))
-        )
-        if not plain or not p.numel() or 0 in p.stride():
-            continue
-        if not p.data[(0,) * p.ndim] and not p.data.any():  # most are told by their first number
-            zeros.append(p.data)
+        data = p.data
+        if type(p) is nn.Parameter and has_memory(data) and data.is_floating_point() and data.numel():
+            # most are told by their first number
+            known = data.is_meta or 0 in data.stride() or data[(0,) * data.ndim] or data.any()
+            zeros += [] if known else [data]
     for data in zeros:
         data.copy_(noise(data) - 0.5)
     try:

@@ -33,7 +33,7 @@ _OF_GRAPHS = {"requires_grad_", "detach_"}  # methods that write no values
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-def _has_memory(t: Tensor) -> bool:
+def has_memory(t: Tensor) -> bool:
     """Of its own: it is no subclass's, nor what a transform has wrapped."""
     return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided and not torch_api.is_wrapped(t)
 
@@ -102,7 +102,7 @@ class Snapshot:
         self.names = [(m._parameters, set(m._parameters)) for m in modules]
         with torch_api.without_torch_function():
             own = [slot for slot in self.slots if isinstance(slot[2], nn.Parameter)]
-            self.data = [(m, name, p, data) for m, name, p in own if _has_memory(data := p.data)]
+            self.data = [(m, name, p, data) for m, name, p in own if has_memory(data := p.data)]
         # they take memory: only of what is known to be written to
         self.values = {id(p): data.clone() for m, name, p, data in self.data if name in _written.get(m, ())}
         with torch.enable_grad():  # a copy is of the graph that an input belongs to
@@ -256,7 +256,7 @@ class _Writes(TorchFunctionMode):
             into += [kwargs.get("out"), *(args[:1] if kwargs.get("inplace") else ())]
         if into and name not in _OF_GRAPHS:
             with torch_api.without_torch_function():
-                for t in filter(_has_memory, tensors_of(into)):
+                for t in filter(has_memory, tensors_of(into)):
                     self.look(t)
         return func(*args, **kwargs)
 

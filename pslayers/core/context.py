@@ -283,7 +283,7 @@ class Batch:
 
     def count(self, module: object) -> int:
         """The number of the call of `module` that begins."""
-        number = self.calls[id(module)] = self.calls.get(id(module), -1) + 1
+        self.calls[id(module)] = number = self.calls.get(id(module), -1) + 1
         return number
 
 
