@@ -95,6 +95,14 @@ will_execute: Callable[[Any], bool] = _find("_C._will_engine_execute_node")
 graph_is_retained: Callable[[], bool] = _find("_C._autograd._get_current_graph_task_keep_graph")
 # how many nodes of graphs this thread has made, in forward passes and differentiated backward passes
 nodes_made: Callable[[], int] = _find("autograd._get_sequence_nr")
+_find("_C._FunctionBase._sequence_nr")
+
+
+def made_since(node: Any, number: int) -> bool:
+    """Whether a node was made when this thread had made so many already."""
+    return node._sequence_nr() >= number  # type: ignore[no-any-return]
+
+
 top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
 _push_hooks = _find("_C._autograd._push_saved_tensors_default_hooks")
 _pop_hooks = _find("_C._autograd._pop_saved_tensors_default_hooks")

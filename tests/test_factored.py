@@ -1147,3 +1147,11 @@ def test_a_streamed_forward_whose_backward_pass_runs_outside() -> None:
         loss = model(torch.randn(5, 4)).square().sum(1).mean()
     with pytest.raises(RuntimeError, match="backward pass runs outside"):
         loss.backward()
+
+
+def test_gradients_by_torch_autograd_grad_inside_of_a_block() -> None:
+    model = ps.convert_model(nn.Sequential(nn.Linear(4, 3)))
+    with ps.clipping(model, 0.1):
+        params = list(model.parameters())
+        grads = torch.autograd.grad(sum(p.square().sum() for p in params), params)  # type: ignore[arg-type]
+    assert all(torch.equal(grad, 2 * p) for grad, p in zip(grads, params, strict=True))

@@ -38,6 +38,8 @@ from .tracking import (
 
 _PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
 
+WIDTHS = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
 Outputs = Sequence[tuple[Tensor, int, Tensor]]  # tensors, the dim of their rows, and whose these are
 Back = Callable[[Sequence[Tensor]], None]  # a pass with these gradients of the outputs
 
@@ -119,20 +121,22 @@ def quiet_pass() -> AbstractContextManager[None]:
 
 @contextmanager
 def without_zeros(model: nn.Module) -> Iterator[None]:
-    """Inside the block parameters that hold nothing but zeros hold some noise, of which no version counter
-    tells: through a layer that is initialised so (an adapter, a gate, the last one of a branch) no gradient
-    flows, and of what is before it nothing would be proved.
+    """Inside the block trained weights that hold nothing but zeros hold some noise, of which no version
+    counter tells: through a layer that is initialised so (an adapter, a gate, the last one of a branch) no
+    gradient flows, and of what is before it nothing would be proved.
     """
     zeros = []
-    for p in model.parameters():
+    for name, p in model.named_parameters():
         data = p.data
-        if type(p) is nn.Parameter and has_memory(data) and data.is_floating_point() and data.numel():
+        # others may read shared memory meanwhile
+        own = type(p) is nn.Parameter and has_memory(data) and data.numel() and not data.is_shared()
+        if own and p.requires_grad and data.dtype in WIDTHS and not name.endswith("bias"):
             # most are told by their first number
             known = data.is_meta or 0 in data.stride() or data[(0,) * data.ndim] or data.any()
             zeros += [] if known else [data]
-    for data in zeros:
-        data.copy_(noise(data) - 0.5)
     try:
+        for data in zeros:
+            data.copy_(noise(data) - 0.5)
         yield
     finally:
         for data in zeros:
@@ -145,8 +149,8 @@ class _QuietTensorHooks(TorchFunctionMode):
     met = False  # some
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.met = self.met or func in (Tensor.register_hook, Tensor.retain_grad)
         if func is Tensor.register_hook:
-            self.met = True
             args = (args[0], _unless_quiet(args[1])) if len(args) > 1 else args
             kwargs = {name: _unless_quiet(hook) for name, hook in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
@@ -195,8 +199,9 @@ class GradientProbe:
         self.dims: list[int] = []  # of the rows, where what the edges are of is gone
 
     @classmethod
-    def of_graph(cls, size: int, output: Any) -> "GradientProbe":
-        """Of a call that is over: what our ops have returned, in which the rows are k a sample, in order.
+    def of_graph(cls, size: int, output: Any, began: int) -> "GradientProbe":
+        """Of a call that is over, which began with so many nodes made: what our ops have returned, in which
+        the rows are k a sample, in order.
 
         Raises:
             Unprovable: those of an op may be otherwise.
@@ -204,7 +209,7 @@ class GradientProbe:
         probe, numbers = cls(size), dict[Any, list[tuple[int, int]]]()
         for node, number in _edges(output):
             op: Any = getattr(type(node), "_forward_cls", type(None))
-            if issubclass(op, Op) and op.rows_dim is not None:
+            if issubclass(op, Op) and op.rows_dim is not None and torch_api.made_since(node, began):
                 if not op.in_order(node):
                     raise Unprovable
                 numbers.setdefault(node, []).append((len(probe.edges), number))

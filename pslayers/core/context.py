@@ -249,7 +249,8 @@ class Batch:
         # what it has returned, the dim of the samples' rows, and whose these are; None: of no one's
         self.returned: list[tuple[weakref.ref[Tensor], int | None, Tensor | None]] = []
         self.calls: dict[int, int] = {}  # how often each module has been called so far
-        self.nodes = 0  # of its graph; while it runs, those that were made before it
+        self.began, self.nodes = 0, 0  # nodes of graphs that were made before it; how many its own has
+        self.checkpointed = False  # a part of it is computed again in each backward pass
         self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
         self.proving = False  # the same, and true of a part that is computed again
         self.ragged: Any = None  # follows whose the rows are, where they belong to given samples
@@ -504,6 +505,8 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
     """What this thread runs its calls as now: a function that gives a context in which a part of them can be
     run again.
     """
+    if local.batch is not None:
+        local.batch.checkpointed = True
     batch, state = (
         local.batch,
         {

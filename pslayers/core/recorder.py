@@ -164,7 +164,8 @@ class Recorder:
             return
         if not noted:
             if not (self.unexpanded and self.settings.recording_in_pass):
-                self.settings.arrived(self)
+                if self._is_filled():
+                    self.settings.arrived(self)
                 return
             whole = False
         elif not self._gets_rows():
@@ -187,6 +188,11 @@ class Recorder:
             )
         if not whole and grad.numel():
             raise self.of_past_layer()
+
+    def _is_filled(self) -> bool:
+        """Whether what arrives goes to `.grad`, as by torch.autograd.grad it does not."""
+        param = self.param()
+        return param is None or will_execute(torch.autograd.graph.get_gradient_edge(param).node, False)
 
     def _gets_rows(self) -> bool:
         """Whether the pass that runs gives the parameter rows, as torch.autograd.grad does not."""

@@ -76,7 +76,7 @@ class State:
         self.per_sample_forward = self.includes_children = False
         # under ps.sample_ids, the whole model is run so: a parameter is used past its layer
         self.ragged_whole = False
-        self.ragged_hooks = False  # its forward puts hooks on tensors
+        self.hooks = self.ragged_hooks = False  # its forward puts hooks on tensors
         self.ragged_shared: set[str] = set()  # parameters that meet what all samples share
         self.ragged_seen: dict[Mode, Seen] = {}
         self.ragged_proved: set[Mode] = set()  # in which it was looked for that

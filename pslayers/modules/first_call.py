@@ -139,7 +139,6 @@ class ModelCall:
         self.others: Randomness | None = None  # likewise, of a first call
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
         self.told = 0  # by data, of which rows are whose: their digest
-        self.strayed: int | None = None  # how many nodes the graph of a run had that could not be walked
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
@@ -278,7 +277,7 @@ class ModelCall:
         if self.forget is not None:
             self.forget()
         batch = Batch(self.size, self.settings, trackable)
-        batch.root, batch.nodes = self.model, torch_api.nodes_made()
+        batch.root, batch.began = self.model, torch_api.nodes_made()
         if self.recorded:
             self.settings.note_forward(batch)
         if proving:
@@ -299,11 +298,12 @@ class ModelCall:
                 if noting or self.settings.has_gathered_rows:
                     around.enter_context(gathering(self.size, self.model, self.args, self.kwargs, noting))
                 if before is not None:
-                    around.enter_context(quiet_hooks(model))
+                    mode = around.enter_context(quiet_hooks(model))
                     around.enter_context(before.watching())
                 output = self._returned(batch, self.run(*self.args, **self.kwargs))
                 if before is not None:
                     self._note_what_changed(before)
+                    self.state.hooks = self.state.hooks or (mode is not None and mode.met)
                 if batch.undecided or (told is not None and self.told not in told):
                     return UNDECIDED
                 if ways is not None and not ways.hold(batch) and self._strayed(batch, output, ways):
@@ -342,33 +342,48 @@ class ModelCall:
         """
         if torch_api.capturing():  # values cannot be looked at
             return False
-        if torch_api.saved_tensors_packed():
-            return self._strayed_beside(ways, batch.nodes)
-        proved = None
-        # given weights no op of ours has taken; and samples that are run by themselves do not interact there,
-        # whatever the plain model does
-        alone = any(plan.way != "direct" for _, state in self._states() for plan in state.plans.values())
-        if not (alone or self.model._ps_given()):
-            with suppress(Unprovable):
-                batch.outputs = GradientProbe.of_graph(self.size, output)
+        proved, packed = None, torch_api.saved_tensors_packed()
+        # what packs tensors may be counting them, hooks are not to be called, and given weights no op of ours
+        # has taken
+        if not (packed or self._hooked() or self.model._ps_given()):
+            with suppress(Unprovable, RuntimeError):  # as of an output whose batch is in another dim
+                batch.outputs = GradientProbe.of_graph(self.size, output, batch.began)
                 proved = self._verified(batch, output, strayed=True)
-        if proved is None and self.settings.has_gathered_rows:  # which are followed in each call
+        if proved is None and self.settings.has_gathered_rows and not packed:  # followed in each call
             ways.nodes.add(batch.nodes)
             return False
-        self.strayed = batch.nodes if proved is None else None
-        return not proved
+        return not proved if proved is not None or local.again else self._taught_beside(batch.nodes)
 
-    def _strayed_beside(self, ways: Ways, nodes: int) -> bool:
-        """The same where what packs tensors may be counting them, as a checkpoint around the call does: it is
-        proved on a run beside, or an error.
+    def _taught(self) -> bool:
+        """Whether layers go by more than shapes, or samples are run by themselves: that was found out of
+        another way.
         """
-        forget = self.model._ps_count_from_here()
+        return any(
+            known.layouts or known.by_shape or any(plan.way != "direct" for plan in known.plans.values())
+            for _, known in self._states()
+        )
+
+    def _hooked(self) -> bool:
+        """Whether somebody looks at the gradients that flow through a call."""
+        modules = self.model.modules()
+        return self.state.hooks or any(m._backward_hooks or m._backward_pre_hooks for m in modules)
+
+    def _taught_beside(self, nodes: int) -> bool:
+        """Whether what a run beside this one has shown is not what the layers went by here; an error where it
+        shows that samples interact.
+        """
+        forget, known = self.model._ps_count_from_here(), [what for _, what in self.model._ps_learned()]
         args, kwargs = cloned((self.args, self.kwargs))
-        with changed(batch=None), torch_api.without_saved_tensors_hooks(), trial(self.model):
-            ModelCall(self.model, self.run, args, kwargs, self.size, self.kind).first()
+        with ExitStack() as around:
+            for context in (changed(batch=None), torch_api.without_saved_tensors_hooks(), trial(self.model)):
+                around.enter_context(context)
+            around.enter_context(torch_api.uncompiled(self.model))
+            call = ModelCall(self.model, self.run, args, kwargs, self.size, self.kind)
+            call.forget = forget
+            call.learn() if self._taught() else call.first()
         forget()
-        ways.nodes.add(nodes)
-        return False
+        self.state.ways.setdefault(self.kind, Ways()).nodes.add(nodes)
+        return [what for _, what in self.model._ps_learned()] != known
 
     def _not_in_a_checkpoint(self) -> ValueError:
         return ValueError(
@@ -383,7 +398,7 @@ class ModelCall:
         made of parameters alone; and what data have told so far.
         """
         watching = 0 if batch.outputs is None else batch.outputs.nodes
-        batch.nodes = torch_api.nodes_made() - batch.nodes - watching
+        batch.nodes = torch_api.nodes_made() - batch.began - watching
         if local.gathered_rows is not None:
             told = local.gathered_rows.assumed.close()
             self.told = self.told if told is None else hash(tuple(told))
@@ -408,14 +423,17 @@ class ModelCall:
     def _verified(self, batch: Batch, output: Any, strayed: bool = False) -> bool | None:
         """Whether a first run, or one of a proved kind that has `strayed`, shows that samples depend on their
         own rows alone, and that all trainable parameters have rows; noted, but where a NaN leaves it open:
-        then a later call is to show it. None where its graph cannot be walked.
+        then a later call is to show it. None where its graph cannot be walked, or where what another way has
+        taught tells whose the rows are: they would seem to agree.
         """
         model, state = self.model, self.state
         again = self.kind in state.by_data
         if parameters_given(output) or (not again and self._past_layers(output)):
             return False
         try:
-            with gradients_unchanged(model), unchanged(model), without_zeros(model):
+            # later on they are few, and other threads may go back through the model
+            opened = nullcontext() if strayed or batch.checkpointed else without_zeros(model)
+            with gradients_unchanged(model), unchanged(model), opened:
                 known = self._told_layouts(output) if again or strayed else []
                 # what was tracked and is not told is nobody's: there may be one output for each sample
                 told = [layout or MIXED for layout in known] if any(known) else None
@@ -424,6 +442,8 @@ class ModelCall:
             return None
         if agree is False or (not again and batch.outputs.missed(output)):
             return False
+        if strayed and self._taught():
+            return None
         # where rows were picked, what shapes would not tell is looked at more closely, once
         if self.settings.has_gathered_rows and not (again or strayed):
             return agree is None
@@ -584,7 +604,8 @@ class ModelCall:
             once = parameters_given(output)  # it may let go of what it holds in its backward
             # nothing is changed by what a checkpoint runs again
             around = trial(model) if once else unchanged(model)
-            with gradients_unchanged(model), around, without_zeros(model):
+            opened = nullcontext() if once or batch.checkpointed else without_zeros(model)
+            with gradients_unchanged(model), around, opened:
                 agree = rows_agree(batch.outputs, own, functools.partial(self._anew, told) if once else None)
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(model), torch_api.reentrant_checkpoints("otherwise"):
@@ -649,10 +670,7 @@ class ModelCall:
         self.state.proved.add((*self.kind, given))
         states = ((id(m), getattr(m, "_ps", None)) for m in self.model.modules())
         uneven = [module for module, state in states if state is not None and state.uneven()]
-        ways = self.state.ways.setdefault(self.kind, Ways())
-        ways.add(batch, uneven)
-        if self.strayed is not None:
-            ways.nodes.add(self.strayed)
+        self.state.ways.setdefault(self.kind, Ways()).add(batch, uneven)
         self.state.unproved = frozen
         if local.gathered_rows is None:
             return
@@ -667,8 +685,10 @@ class ModelCall:
         """The output of a run that is to be proved, and its batch, which has watched what layers returned."""
         local.batch = batch = self._batch(proving=True, trackable=False)
         try:
-            with quiet_hooks(self.model):
-                return self._returned(batch, self.run(*args, **kwargs)), batch
+            with quiet_hooks(self.model) as mode:
+                output = self._returned(batch, self.run(*args, **kwargs))
+            self.state.hooks = self.state.hooks or (mode is not None and mode.met)
+            return output, batch
         except BaseException:
             batch.outputs.close()
             raise

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 from pslayers import general
@@ -162,6 +164,34 @@ def test_what_is_before_a_closed_gate_is_proved(gate: str) -> None:
     assert_rows(ours, loop(model, square, (x,)))
     assert [p._version for p in ours.parameters()] == versions
     assert all(map(torch.equal, ours.parameters(), model.parameters()))
+
+
+class Routed(nn.Module):
+    """A gate that decides what is done, in a checkpoint; and what nobody may write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.one, self.other = nn.Linear(4, 1), nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+        still = np.frombuffer(np.zeros((4, 4)).tobytes()).reshape(4, 4)
+        self.still = nn.Parameter(torch.from_numpy(still), requires_grad=False)
+
+    def inside(self, x: Tensor) -> Tensor:
+        h = self.one(x) if float(self.gate.weight.detach().abs().sum()) else self.other(x)
+        return h * torch.sigmoid(self.gate(x)) + x @ self.still
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
+def test_a_closed_gate_is_as_it_is_where_a_checkpoint_goes_by_it() -> None:
+    model = Routed().double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), torch.randn(5, 4, dtype=torch.float64)
+    ours.still.data = model.still.data
+    squares(ours(x)).mean().backward()
+    assert_rows(ours, loop(model, square, (x,)))
 
 
 class Counted:

@@ -613,6 +613,61 @@ def test_in_whatever_the_model_is_called(kind: type[Freely], around: str) -> Non
             squares(call(x)).mean().backward()
 
 
+class Flattens(Freely):
+    """Its layers take rows (B * T, 4), sample by sample or step by step: x (B, T, 4)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_time = self.options.rate > 0
+        h = self.fc((x.transpose(0, 1) if by_time else x).reshape(-1, 4))
+        h = self.out(torch.tanh(h) * (1 + self.options.rate) if by_time else torch.tanh(h))
+        return h.unflatten(0, (-1, x.shape[0 if by_time else 1]))
+
+
+@pytest.mark.parametrize("rates", [(0.0, 0.5), (0.5, 0.0), (0.0, 0.5, 0.0, 0.5)])
+@pytest.mark.parametrize("time", [3, 4])
+def test_rows_that_lie_otherwise_from_then_on(rates: tuple[float, ...], time: int) -> None:
+    """The outputs, too: rows of layers and outputs would agree."""
+    model, ours = both(Flattens())
+    for rate in rates:
+        model.options.rate = ours.options.rate = rate
+        x, dim = floats(4, time, 4), int(rate > 0)
+        ours.zero_grad()
+        squares(ours(x).movedim(dim, 0)).mean().backward()
+        rows = (
+            torch.autograd.grad(square(model(x[i : i + 1]).movedim(dim, 0), i), model.fc.weight)
+            for i in range(4)
+        )
+        torch.testing.assert_close(ours.fc.weight.grad_sample, torch.stack([row for (row,) in rows]))
+
+
+def test_what_is_before_the_call_is_not_gone_through() -> None:
+    class Before(Freely):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + 0 if self.options.rate else x)
+
+    _, first = both(Before())
+    _, ours = both(Before())
+    for rate in (0.0, 0.0, 0.1):
+        ours.options.rate = rate
+        y, seen = first(floats(5, 4)), []
+        y.register_hook(seen.append)
+        y.retain_grad()
+        loss = squares(ours(y)).mean()
+        assert not seen and y.grad is None
+        loss.backward()
+        assert len(seen) == 1
+
+
+def test_hooks_are_called_but_in_the_users_own_passes() -> None:
+    _, ours = both(Freely())
+    seen: list[Any] = []
+    ours.out.register_full_backward_hook(lambda *grads: seen.append(grads))
+    for reuses in (False, False, True, True):
+        ours.options.reuses = reuses
+        step(ours, floats(5, 4).requires_grad_())
+    assert len(seen) == 4
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_more_steps_inside_of_a_checkpoint_around_the_model(reentrant: bool) -> None:
     """Are proved beside, or where they run again: what the checkpoint has counted stays as it is."""
