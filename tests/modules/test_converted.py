@@ -1,6 +1,7 @@
 """What is set on a model between calls, and its forward goes by, after a kind of call was proved."""
 
 import copy
+import gc
 import pickle
 import random
 from collections.abc import Callable
@@ -611,6 +612,7 @@ def test_in_whatever_the_model_is_called(kind: type[Freely], around: str) -> Non
         x = floats(5, 4).requires_grad_()
         with pytest.raises(ValueError, match=r"interact") if mixes else nullcontext():
             squares(call(x)).mean().backward()
+        gc.collect()  # else torch up to 2.11 leaves what a checkpoint has hooked, whose forward raised
 
 
 class Flattens(Freely):
