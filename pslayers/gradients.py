@@ -19,7 +19,6 @@ from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
 from .convert import convert_model, one_of, restore_model, settings_of, wholly_converted
 from .core.context import Settings, clear, recorded_or_not
-from .core.recorder import recorder_of
 from .core.sharding import in_use
 from .core.sinks import Sink, Streaming
 from .core.trees import trainable_parameters
@@ -76,13 +75,9 @@ def _watch(model: nn.Module) -> None:
     if in_use():
         return
     if isinstance(model, Converted):
-        inventory, above = model._ps_inventory(), model._ps_state().settings
+        model._ps_inventory().recorders(model._ps_state().settings)
     else:
-        inventory, above = Inventory(model, "", 0), None
-    for slot in inventory.slots:
-        param, settings = slot.held[slot.name], slot.settings(above)
-        if settings is not None and isinstance(param, nn.Parameter) and param.requires_grad:
-            recorder_of(param, inventory.prefix + slot.path, settings, slot.module())
+        Inventory(model, "", 0).recorders(None)
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:

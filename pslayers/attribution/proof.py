@@ -38,8 +38,6 @@ from .tracking import (
 
 _PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
 
-WIDTHS = torch.float64, torch.float32, torch.float16, torch.bfloat16
-
 Outputs = Sequence[tuple[Tensor, int, Tensor]]  # tensors, the dim of their rows, and whose these are
 Back = Callable[[Sequence[Tensor]], None]  # a pass with these gradients of the outputs
 
@@ -120,17 +118,18 @@ def quiet_pass() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def without_zeros(model: nn.Module) -> Iterator[None]:
+def without_zeros(model: nn.Module, applies: bool = True) -> Iterator[None]:
     """Inside the block trained weights that hold nothing but zeros hold some noise, of which no version
-    counter tells: through a layer that is initialised so (an adapter, a gate, the last one of a branch) no
-    gradient flows, and of what is before it nothing would be proved.
+    counter tells (unless not `applies`): through a layer that is initialised so (an adapter, a gate, the last
+    one of a branch) no gradient flows, and of what is before it nothing would be proved.
     """
     zeros = []
-    for name, p in model.named_parameters():
+    for name, p in model.named_parameters() if applies else ():
         data = p.data
         # others may read shared memory meanwhile
         own = type(p) is nn.Parameter and has_memory(data) and data.numel() and not data.is_shared()
-        if own and p.requires_grad and data.dtype in WIDTHS and not name.endswith("bias"):
+        wide = data.is_floating_point() and data.element_size() > 1  # a float8 takes part in no sums
+        if own and wide and p.requires_grad and not name.endswith("bias"):
             # most are told by their first number
             known = data.is_meta or 0 in data.stride() or data[(0,) * data.ndim] or data.any()
             zeros += [] if known else [data]

@@ -24,7 +24,7 @@ from ..core import sharding
 from ..core.context import Batch, Form, Settings, changed, clear, form_of, local, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import refuse_rows
-from ..core.recorder import Recorder, let_go, recorder_of
+from ..core.recorder import Recorder, let_go
 from ..core.switches import setting, settings_of_hooks
 from ..core.trees import own_parameters, tensors_in, tensors_of
 from .batch_of_one import run_alone, run_plain
@@ -566,11 +566,9 @@ class Converted(_Mixin):
         """Have memory for all rows before there are activations, between which it would leave holes."""
         if transforming() or sharding.in_use():
             return
-        state, inventory = self._ps_state(), self._ps_inventory()
-        for slot in inventory.slots:
-            if isinstance(param := slot.held[slot.name], nn.Parameter) and param.requires_grad:
-                settings = slot.settings(state.settings)
-                recorder_of(param, inventory.prefix + slot.path, settings, slot.module()).rows_leaf(size)
+        state = self._ps_state()
+        for recorder in self._ps_inventory().recorders(state.settings):
+            recorder.rows_leaf(size)
         state.preallocated_size = size
 
     def _ps_recorders(self) -> list[Recorder]:

@@ -298,12 +298,11 @@ class ModelCall:
                 if noting or self.settings.has_gathered_rows:
                     around.enter_context(gathering(self.size, self.model, self.args, self.kwargs, noting))
                 if before is not None:
-                    mode = around.enter_context(quiet_hooks(model))
+                    around.enter_context(self._quietly())
                     around.enter_context(before.watching())
                 output = self._returned(batch, self.run(*self.args, **self.kwargs))
                 if before is not None:
                     self._note_what_changed(before)
-                    self.state.hooks = self.state.hooks or (mode is not None and mode.met)
                 if batch.undecided or (told is not None and self.told not in told):
                     return UNDECIDED
                 if ways is not None and not ways.hold(batch) and self._strayed(batch, output, ways):
@@ -362,6 +361,15 @@ class ModelCall:
             known.layouts or known.by_shape or any(plan.way != "direct" for plan in known.plans.values())
             for _, known in self._states()
         )
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Around a run that is to be proved: hooks are silent in proofs, and it is noted whether it puts
+        some.
+        """
+        with quiet_hooks(self.model) as mode:
+            yield
+        self.state.hooks = self.state.hooks or (mode is not None and mode.met)
 
     def _hooked(self) -> bool:
         """Whether somebody looks at the gradients that flow through a call."""
@@ -431,9 +439,9 @@ class ModelCall:
         if parameters_given(output) or (not again and self._past_layers(output)):
             return False
         try:
-            # later on they are few, and other threads may go back through the model
-            opened = nullcontext() if strayed or batch.checkpointed else without_zeros(model)
-            with gradients_unchanged(model), unchanged(model), opened:
+            # later on zeros are few, and other threads may go back through the model
+            noise = without_zeros(model, not (strayed or batch.checkpointed))
+            with gradients_unchanged(model), unchanged(model), noise:
                 known = self._told_layouts(output) if again or strayed else []
                 # what was tracked and is not told is nobody's: there may be one output for each sample
                 told = [layout or MIXED for layout in known] if any(known) else None
@@ -604,8 +612,7 @@ class ModelCall:
             once = parameters_given(output)  # it may let go of what it holds in its backward
             # nothing is changed by what a checkpoint runs again
             around = trial(model) if once else unchanged(model)
-            opened = nullcontext() if once or batch.checkpointed else without_zeros(model)
-            with gradients_unchanged(model), around, opened:
+            with gradients_unchanged(model), around, without_zeros(model, not (once or batch.checkpointed)):
                 agree = rows_agree(batch.outputs, own, functools.partial(self._anew, told) if once else None)
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(model), torch_api.reentrant_checkpoints("otherwise"):
@@ -685,10 +692,8 @@ class ModelCall:
         """The output of a run that is to be proved, and its batch, which has watched what layers returned."""
         local.batch = batch = self._batch(proving=True, trackable=False)
         try:
-            with quiet_hooks(self.model) as mode:
-                output = self._returned(batch, self.run(*args, **kwargs))
-            self.state.hooks = self.state.hooks or (mode is not None and mode.met)
-            return output, batch
+            with self._quietly():
+                return self._returned(batch, self.run(*args, **kwargs)), batch
         except BaseException:
             batch.outputs.close()
             raise

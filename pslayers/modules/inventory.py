@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..core.recorder import Recorder, recorder_of
+
 
 class Slot(NamedTuple):
     """Where a module holds a parameter."""
@@ -109,6 +111,17 @@ class Inventory:
     def unrecorded(self) -> list[Slot]:
         """Where parameters are held that are trained, and of which no converted module records rows."""
         return [s for s in self.strangers if (p := s.held[s.name]) is not None and p.requires_grad]
+
+    def recorders(self, above: Any) -> list[Recorder]:
+        """Of the trained parameters whose rows go by the settings of converted modules, or by those `above`
+        (None: of others there are none), made where there are none yet.
+        """
+        found = []
+        for slot in self.slots:
+            param, settings = slot.held[slot.name], slot.settings(above)
+            if settings is not None and isinstance(param, nn.Parameter) and param.requires_grad:
+                found.append(recorder_of(param, self.prefix + slot.path, settings, slot.module()))
+        return found
 
     def frozen(self) -> frozenset[str]:
         """The paths of parameters that are not trained."""
