@@ -51,6 +51,11 @@ is_wrapped = _find("_C._functorch.is_functorch_wrapped_tensor")  # the same of a
 unwrapped = _find("_C._functorch.get_unwrapped")  # what one transform has wrapped
 batch_dim_of = _find("_C._functorch.maybe_get_bdim")  # the dim that vmap hides
 add_batch_dim = _find("_C._functorch._add_batch_dim")  # (tensor, dim, level): a tensor as vmap wraps it
+_remove_batch_dim = _find("_C._functorch._remove_batch_dim")
+_enter_vmap, _leave_vmap = (
+    _find("_C._functorch._vmap_increment_nesting"),
+    _find("_C._functorch._vmap_decrement_nesting"),
+)
 # whether an autograd.Function has to know of a transform
 functions_transformed = _find("_C._are_functorch_transforms_active")
 _warn_of_loops = _find("_C._functorch._set_vmap_fallback_warning_enabled")
@@ -83,6 +88,21 @@ def quiet_vmap() -> Iterator[None]:
         yield
     finally:
         _warn_of_loops(True)
+
+
+def grads_of_each(output: Tensor, inputs: Sequence[Tensor], grads: Tensor) -> list[Tensor | None]:
+    """The gradients of inputs for each of several gradients of the output, (B, ...), at once; the graph
+    stays.
+    """
+    size = len(grads)
+    level = _enter_vmap(size, "same")
+    try:
+        found = torch.autograd.grad(
+            output, inputs, add_batch_dim(grads, 0, level), retain_graph=True, allow_unused=True
+        )
+        return [None if g is None else _remove_batch_dim(g, level, size, 0) for g in found]
+    finally:
+        _leave_vmap()
 
 
 # -------------------------------------------------------------------------------------------- backward passes

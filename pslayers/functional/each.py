@@ -1,10 +1,10 @@
-"""Any function of torch with per-sample weights: one run for all samples, and the gradient of each sample's
-weights by vmap.
+"""Any function of torch of the batch and per-sample weights: one run for all samples, and the gradient of
+each sample's weights by vmap. What is made of weights alone is in `computed`.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ def for_each(fn: Callable[..., Any], weights: Sequence[Tensor], batch: Sequence[
     """``y[n] = fn(*weights[n], *batch[n])``, weights being expansions (of stride 0 over the batch), by one
     run for all samples.
 
-    Shapes: weights (B, *S); batch (k * B, ...), k rows a sample, and a result's rows likewise; without a
-    batch, results are expansions (B, *S') themselves. `fn` must treat the rows of each sample by themselves:
-    that is the caller's to know. It returns a tensor or a tuple of some. Memory: what `fn` takes, and B x S
-    values for each weight's gradient.
+    Shapes: weights (B, *S); batch (k * B, ...), k rows a sample, and a result's rows likewise. `fn` must
+    treat the rows of each sample by themselves: that is the caller's to know. It returns a tensor or a tuple
+    of some. Memory: what `fn` takes, and B x S values for each weight's gradient.
     """
     made: list[Any] = []
 
@@ -39,7 +38,7 @@ def _apart(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
     return [t.unflatten(0, (size, -1)) for t in tensors]
 
 
-def _generator(device: torch.device) -> torch.Generator:
+def generator_of(device: torch.device) -> torch.Generator:
     """That torch's functions draw from by default."""
     if device.type != "cuda":
         return torch.default_generator
@@ -47,26 +46,11 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[place]
 
 
-def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+def autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
     """Autocast as it is now, for what is run again in the backward pass, around which there is none."""
     if not torch.is_autocast_enabled(device):
         return nullcontext
     return functools.partial(torch.autocast, device, torch.get_autocast_dtype(device))
-
-
-@contextmanager
-def _drawn_again(state: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Inside the block the same random numbers come as after this state; None: nothing is drawn."""
-    if state is None:
-        yield
-        return
-    generator = _generator(device)
-    now = generator.get_state()
-    generator.set_state(state)
-    try:
-        yield
-    finally:
-        generator.set_state(now)
 
 
 class _Each(Op):
@@ -76,15 +60,12 @@ class _Each(Op):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.fn, ctx.count, ctx.size = fn, count, size
-        ctx.cast = _autocast(tensors[0].device.type)
-        generator = _generator(tensors[0].device)
+        ctx.cast = autocast(tensors[0].device.type)
+        generator = generator_of(tensors[0].device)
         before = generator.get_state()
         results = fn(*(w[0] for w in tensors[:count]), *tensors[count:])
-        ctx.random = None if torch.equal(before, generator.get_state()) else before
-        if ctx.random is not None and count < len(tensors):
+        if not torch.equal(before, generator.get_state()):
             raise RuntimeError("it draws random numbers for the rows of each sample")
-        if count == len(tensors):
-            results = tuple(t.expand(size, *t.shape) for t in results)
         results = tuple(t.clone() if any(t is given for given in tensors) else owned(t) for t in results)
         ctx.mark_non_differentiable(*(t for t in results if not (t.is_floating_point() or t.is_complex())))
         return results
@@ -92,16 +73,15 @@ class _Each(Op):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         fn, count, size, tensors = ctx.fn, ctx.count, ctx.size, ctx.saved_tensors
-        alone = count == len(tensors)
 
         def together(*tensors: Tensor) -> tuple[Tensor, ...]:
             """The same by truly different weights: where samples' values share memory, torch takes the
             gradient of `as_strided` for one of what they share.
             """
             own = [t.contiguous() for t in tensors[:count]]
-            with torch_api.quiet_vmap(), _drawn_again(ctx.random, own[0].device), ctx.cast():
-                found = torch.func.vmap(fn, randomness="same")(*own, *_apart(tensors[count:], size))
-            return found if alone else tuple(t.flatten(0, 1) for t in found)
+            with torch_api.quiet_vmap(), ctx.cast():
+                found = torch.func.vmap(fn)(*own, *_apart(tensors[count:], size))
+            return tuple(t.flatten(0, 1) for t in found)
 
         if torch.is_grad_enabled():
             return None, None, None, *composite_backward(together, tensors, grads)
@@ -119,9 +99,9 @@ class _Each(Op):
 
         shared = [w[0] for w in tensors[:count]]
         dims = [None] * count + [0] * (len(tensors) - count)
-        with torch_api.quiet_vmap(), _drawn_again(ctx.random, tensors[0].device), ctx.cast():
-            found = torch.func.vmap(pull, in_dims=(dims, 0), randomness="same")(
-                [*shared, *_apart(tensors[count:], size)], of if alone else _apart(of, size)
+        with torch_api.quiet_vmap(), ctx.cast():
+            found = torch.func.vmap(pull, in_dims=(dims, 0))(
+                [*shared, *_apart(tensors[count:], size)], _apart(of, size)
             )
         result: list[Tensor | None] = [None] * len(tensors)
         for i, g in zip(differentiable, found, strict=True):

@@ -70,7 +70,7 @@ class Kept(Tensor):
             return func(*args, **kwargs)
         try:
             of_all = _check_what_it_meets(func, given, tensors_of((args, kwargs)))
-            size = len(given[0].one.each)  # type: ignore[union-attr]
+            size = given[0].one.samples  # type: ignore[union-attr]
             standing = Standing([torch.empty(size, device="cpu")], False, {})
             standing.in_loss = True
             with changed(stand_ins=standing):
@@ -103,7 +103,7 @@ def _check_what_it_meets(func: Any, given: Sequence[Kept], tensors: Sequence[Ten
     of_all = bool(totals) or any(t.of_all for t in given)
     if of_all and len(given) + len(totals) > 1 and getattr(func, "__name__", "") not in _ADDS:
         raise NoRuleError("it meets a number of all samples, to which it can only be added")
-    size, batch = len(given[0].one.each), given[0].batch  # type: ignore[union-attr]
+    size, batch = given[0].one.samples, given[0].batch  # type: ignore[union-attr]
     for t in others:
         if t.ndim and len(t) == size and not (goes_along(t, given) or _in_order(t, batch)):
             gone = batch is not None and batch.returned and all(ref() is None for ref, *_ in batch.returned)

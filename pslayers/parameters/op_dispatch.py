@@ -63,7 +63,7 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     names = names_of(own)
     if local.stand_ins is not None:
         computed = (
-            t for t in own if t is not x and len(t.each) > 1 and t.each.stride(0) and not is_vector(t.shape)
+            t for t in own if t is not x and t.samples > 1 and t.each.stride(0) and not is_vector(t.shape)
         )
         local.stand_ins.slow |= names_of(computed)  # for each sample
     same = all(t.same for t in own)
@@ -75,7 +75,7 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     if owners is None and local.stand_ins is not None and local.stand_ins.choose(*picks.copies(x)):
         return _watched(op(x, *each))  # made like the batch, a row for each of its
     if owners is None and not same:  # what all samples share
-        return PerSample.of(op(x.expand(own[0].each.shape[0], *x.shape), *each), False, names)
+        return PerSample.of(op(x.expand(own[0].samples, *x.shape), *each), False, names)
     if owners is None or owners.sample_ids is None:
         return NotImplemented
     if owners.picked:

@@ -27,6 +27,7 @@ from ..core import op_kinds
 from ..core.context import UNSCALED, NoRuleError, in_ragged, local, transforming
 from ..core.expansion import Expansion, Op
 from ..core.trees import map_tensors, tensors_of
+from ..functional.computed import Computed, Leaf, Source, compute
 from ..functional.each import for_each
 
 Rule = Callable[..., Any]
@@ -142,25 +143,74 @@ UNFOLLOWED = (
 
 
 class PerSample(Tensor):
-    """A tensor of shape S for each sample: `each` (B, *S)."""
+    """A tensor of shape S for each sample: `each` (B, *S), which of what was computed of parameters alone is
+    made when it meets a batch.
+    """
 
-    each: Tensor
+    samples: int  # B
     same: bool  # whether all samples' values are the same, though their gradients are not
     # of the parameters that it was made of
     names: frozenset[str] = frozenset()
     parts: tuple[Tensor, ...] = ()
     is_kept = False  # by what may be used after the call
+    _each: Tensor | None = None
+    _source: Source | None = None
 
     @staticmethod
     def of(each: Tensor, same: bool = False, names: frozenset[str] = frozenset()) -> "PerSample":
         """What stands for `each` (B, *S), B not 0."""
         one: PerSample = each.detach()[0].as_subclass(PerSample)
-        one.each, one.same, one.names = each, same, names
-        if each.requires_grad and not transforming():
-            refuse_gradients(one, names)
+        one._each = each
+        return one._standing(len(each), same, names)
+
+    @staticmethod
+    def computed(source: Computed, size: int, names: frozenset[str]) -> "PerSample":
+        """What stands for values that were computed of parameters alone."""
+        one: PerSample = source.value.detach().as_subclass(PerSample)
+        one._source = source
+        return one._standing(size, True, names)
+
+    def _standing(self, size: int, same: bool, names: frozenset[str]) -> "PerSample":
+        self.samples, self.same, self.names = size, same, names
+        if self.graph.requires_grad and not transforming():
+            refuse_gradients(self, names)
         if local.stand_ins is not None:
-            local.stand_ins.made.append(weakref.ref(one))
-        return one
+            local.stand_ins.made.append(weakref.ref(self))
+        return self
+
+    @property
+    def each(self) -> Tensor:
+        """(B, *S), of stride 0 over samples where these are the `same`, mostly."""
+        if self._each is None:
+            assert isinstance(self._source, Computed)
+            self._each = self._source.each()
+        return self._each
+
+    @each.setter
+    def each(self, each: Tensor) -> None:
+        self._each, self._source, self.parts = each, None, ()
+
+    @property
+    def pending(self) -> bool:
+        """Whether it has met no batch so far, so that more can be computed of it before that."""
+        return self._each is None
+
+    @property
+    def source(self) -> Source:
+        """What computations take it for, where all samples' values are the same."""
+        if self._source is None:
+            self._source = Leaf(self.each)
+        return self._source
+
+    @property
+    def graph(self) -> Tensor:
+        """The tensor whose gradient is that of each sample's, or leads there."""
+        return self._source.value if self._each is None else self._each  # type: ignore[union-attr]
+
+    def become(self, other: "PerSample") -> None:
+        """Stand for what another one does."""
+        self._each, self._source, self.parts = other._each, other._source, ()
+        self.samples, self.same, self.names = other.samples, other.same, other.names
 
     def like(self, each: Tensor) -> "PerSample":
         """What stands for values that were made of these."""
@@ -173,7 +223,7 @@ class PerSample(Tensor):
         if local.stand_ins is not None:
             local.stand_ins.check_level()
         for t in args:
-            if isinstance(t, PerSample) and t.each.grad_fn is None and _joined_by_others(t):
+            if isinstance(t, PerSample) and t.graph.grad_fn is None and _joined_by_others(t):
                 raise NoRuleError(f"what was made of {_named(t.names)} {UNFOLLOWED}, as module hooks are")
         if func in _OF_A_KIND:
             func, args, kwargs = _by_kind(*args, **kwargs)
@@ -194,10 +244,10 @@ class PerSample(Tensor):
         """Stand for a parameter's values anew, which have been changed in place: autograd refuses what was
         expanded before.
         """
-        before, tag = self.each, getattr(self.each, "_ps_expansion", None)
+        before, tag = self.graph, getattr(self._each, "_ps_expansion", None)
         if tag is not None and local.stand_ins is not None:
             with torch.enable_grad():
-                self.each, self.parts = tag.tensor(len(before)), ()
+                self.each = tag.tensor(len(before))
             weights = local.stand_ins.weights
             weights.update({name: self.each for name, w in weights.items() if w is before})
 
@@ -207,7 +257,7 @@ class PerSample(Tensor):
         """
         if (tag := getattr(self.each, "_ps_expansion", None)) is None:
             with torch.enable_grad():
-                self.each, self.parts = over_other_values(self.each, values), ()
+                self.each = over_other_values(self.each, values)
         else:
             for t in (tag.weight, *(() if tag.recorder is None else (tag.recorder.param(),))):
                 t.data = values
@@ -283,8 +333,8 @@ def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             ``F.relu(w, inplace=True)``: what is written has no gradient.
     """
     own = args[0] if args and isinstance(args[0], PerSample) else None
-    each = None if own is None else own.each
-    version = None if each is None else _version(each)
+    graph = None if own is None else own.graph
+    version = None if graph is None else _version(graph)
     result = NotImplemented
     if func in BY_FUNCTION:
         result = BY_FUNCTION[func](func, *args, **kwargs)
@@ -292,7 +342,7 @@ def by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = OPS[func](*args, **kwargs)
     if result is NotImplemented:
         result = _for_each(func, args, kwargs)
-    written = own is not None and own.each is each and _version(each) != version
+    written = own is not None and own.graph is graph and _version(graph) != version
     if written and not op_kinds.writes(getattr(func, "__name__", "")):
         raise NoRuleError("a parameter of each sample's own was written to")
     return result
@@ -336,7 +386,7 @@ def expansion_of(t: PerSample) -> Expansion:
 
 def recorded(own: Iterable[PerSample]) -> bool:
     """Whether what is made of one of these, or written to it, has a gradient of each sample's own."""
-    return torch.is_grad_enabled() and any(t.each.requires_grad for t in own)
+    return torch.is_grad_enabled() and any(t.graph.requires_grad for t in own)
 
 
 def names_of(own: Iterable[PerSample]) -> frozenset[str]:
@@ -423,7 +473,7 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NoRuleError(f"`{name}` would write to a tensor that all samples share")
     if writes:
         return _written(args[0], _for_each(getattr(Tensor, op_kinds.apart(name)), args, kwargs))
-    rows = _Rows(len(own[0].each), name)
+    rows = _Rows(own[0].samples, name)
     batch = [(t, held) for t in others if (held := rows.take(t)) is not None]
     of_batch = {id(t) for t, _ in batch}
     # what all samples share gets the sum of what each has to say
@@ -433,9 +483,15 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stand_ins.meet(func, names_of(own), *(t.ndim for t in (*own, *shared)), *(t.ndim for t, _ in batch))
     try:
         with torch_api.without_torch_function(), torch_api.quiet_vmap():
-            found = _run_for_each(one, rows, own, shared, batch)
+            if same and not batch and not torch_api.functions_transformed():
+                expanded = [t.expand(rows.size, *t.shape) for t in shared]
+                found, computed = compute(one, [*(t.source for t in own), *map(Leaf, expanded)])
+            else:
+                found, computed = _run_for_each(one, rows, own, shared, batch), None
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise NoRuleError(f"`{name}` cannot be run for each sample ({error})".splitlines()[0]) from error
+    if computed is not None:
+        return map_tensors(lambda _: PerSample.computed(next(computed), rows.size, names_of(own)), found)
     if not batch:
         return map_tensors(lambda each: PerSample.of(each, same, names_of(own)), found)
     if stand_ins is not None:
@@ -490,7 +546,7 @@ def _of_some_batch(t: Tensor, own: Sequence[PerSample]) -> bool:
     """
     if local.stand_ins is None or not local.stand_ins.in_loss:
         return t.ndim > 0
-    return any(n % len(own[0].each) == 0 for n in t.shape) and not goes_along(t, own)
+    return any(n % own[0].samples == 0 for n in t.shape) and not goes_along(t, own)
 
 
 def goes_along(t: Tensor, given: Iterable[Tensor]) -> bool:
@@ -519,7 +575,9 @@ def function_of(
 
 def values_of(t: Tensor) -> Tensor:
     """The values of what stands for a parameter, an ordinary tensor."""
-    return t.each.detach()[0] if isinstance(t, PerSample) else t
+    if not isinstance(t, PerSample):
+        return t
+    return t.graph.detach() if t.pending else t.each.detach()[0]
 
 
 def is_vector(shape: Sequence[int]) -> bool:
@@ -534,7 +592,7 @@ def _written(t: Any, result: Any) -> Any:
     if isinstance(t, PerSample):
         if not isinstance(result, PerSample) or _shares_memory(t):
             raise NoRuleError("a parameter of each sample's own, or a view of one, would be written to")
-        t.each, t.same, t.names, t.parts = result.each, result.same, result.names, ()
+        t.become(result)
         return t
     if isinstance(result, PerSample):
         raise NoRuleError("samples' own values would be written into what they share")
@@ -544,7 +602,7 @@ def _written(t: Any, result: Any) -> Any:
 def _of_the_memory(t: PerSample) -> list[PerSample]:
     """What stands for values in the same memory: the parameter, copies that are none, views."""
     made = () if local.stand_ins is None else (ref() for ref in local.stand_ins.made)
-    return [o for o in made if o is not None and _memory(o.each) == _memory(t.each)]
+    return [o for o in made if o is not None and _memory(o.graph) == _memory(t.graph)]
 
 
 def _shares_memory(t: PerSample) -> bool:
@@ -552,7 +610,7 @@ def _shares_memory(t: PerSample) -> bool:
     to it.
     """
     weights = () if local.stand_ins is None else local.stand_ins.weights.values()
-    return any(o is not t for o in _of_the_memory(t)) or any(_memory(w) == _memory(t.each) for w in weights)
+    return any(o is not t for o in _of_the_memory(t)) or any(_memory(w) == _memory(t.graph) for w in weights)
 
 
 # by which masks and indices say which rows go where: in each batch otherwise

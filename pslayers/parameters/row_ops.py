@@ -18,7 +18,7 @@ from ..core import op_kinds
 from ..core.context import NoRuleError, by_samples, local
 from ..core.expansion import Op, needed_grads
 from ..core.trees import map_tensors, memory_order, tensors_of
-from ..functional.each import for_each
+from ..functional.computed import compute
 from .op_dispatch import RULES
 from .per_sample import (
     RAGGED,
@@ -113,8 +113,8 @@ def _of_parameters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own
     own = list({id(t): t for t in own}.values())
     one = function_of(own, func, args, kwargs)
     with torch_api.without_torch_function():
-        found = for_each(one, [t.each for t in own], [])
-    return map_tensors(lambda each: PerSample.of(each, True, names_of(own)), found)
+        found, computed = compute(one, [t.source for t in own])
+    return map_tensors(lambda _: PerSample.computed(next(computed), own[0].samples, names_of(own)), found)
 
 
 def _leading(t: Tensor, shape: Sequence[int]) -> int:

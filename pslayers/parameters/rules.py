@@ -4,6 +4,7 @@ A rule is called with the function and its arguments, and returns NotImplemented
 then the function is run for each sample by itself.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,20 +30,35 @@ from .per_sample import (
 )
 
 
+def _view(rule: Rule) -> Rule:
+    """Of what has met no batch yet, a view is computed as all else is."""
+
+    @functools.wraps(rule)
+    def view(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
+        alone = isinstance(t, PerSample) and t.pending and not any(isinstance(a, Tensor) for a in args)
+        return NotImplemented if alone else rule(func, t, *args, **kwargs)
+
+    return view
+
+
+@_view
 def _reshaped(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(t, PerSample) or (like := plainly(func, t, *args, **kwargs)).dtype != t.dtype:
         return NotImplemented  # view(dtype)
-    return t.like(t.each.reshape(len(t.each), *like.shape))
+    return t.like(t.each.reshape(t.samples, *like.shape))
 
 
+@_view
 def _transposed(func: Any, t: Any, dim0: int = 0, dim1: int = 1) -> Any:
     return t.like(t.each.transpose(dim0 % t.ndim + 1, dim1 % t.ndim + 1)) if t.ndim >= 2 else t
 
 
+@_view
 def _turned(func: Any, t: Any) -> Any:
     return t.like(t.each.mT) if t.ndim == 2 else NotImplemented
 
 
+@_view
 def _permuted(func: Any, t: Any, *dims: Any) -> Any:
     order = dims[0] if isinstance(dims[0], tuple | list) else dims
     return t.like(t.each.permute(0, *(d % t.ndim + 1 for d in order)))
@@ -52,12 +68,21 @@ def _indexed(func: Any, t: Any, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if not isinstance(t, PerSample) or any(isinstance(i, PerSample) or _of_the_batch(i) for i in parts):
         return NotImplemented  # looked up by the batch's ids
+    if t.pending:
+        return NotImplemented
     if len(parts) == 1 and (
         isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim and index.dtype == torch.long)
     ):
         return t.part(int(index))
     like, each = plainly(func, t, index), t.each[(slice(None), *parts)]
     return t.like(each) if each.shape[1:] == like.shape else NotImplemented
+
+
+def _once(own: Sequence[PerSample], shape: Sequence[int]) -> bool:
+    """Whether what is made of these alone, of this shape, is computed once for all samples: not where each
+    sample's own values cost nothing.
+    """
+    return all(t.same for t in own) and (any(t.pending for t in own) or not is_vector(shape))
 
 
 def _of_the_batch(index: Any) -> bool:
@@ -75,7 +100,7 @@ def _expanded(func: Any, t: Any, *sizes: Any) -> Any:
         return NotImplemented
     same = (-1, *t.shape) if func is Tensor.expand else (1, 1, 1, 1)
     if len(shape) == t.ndim == 3 and t.shape[1] == 1 and shape[0] in same[:2] and shape[2] in same[::3]:
-        return _states(t, standing.choose(shape[1] == len(t.each)))
+        return _states(t, standing.choose(shape[1] == t.samples))
     fits = any(shape[0] == len(x) for x in standing.inputs) and (t.ndim < len(shape) or t.shape[0] == 1)
     if shape[0] in (-1, 1) or not standing.choose(fits):
         return NotImplemented
@@ -101,7 +126,7 @@ def _of_each(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
     given = (*args, *kwargs.values())
     if any(isinstance(a, PerSample) for a in given) or kwargs.get("out") is not None:
         return NotImplemented
-    if not isinstance(t, PerSample) or (t.same and not is_vector(t.shape)):
+    if not isinstance(t, PerSample) or _once([t], t.shape):
         return NotImplemented
     return t.like(func(t.each, *args, **kwargs))
 
@@ -112,8 +137,10 @@ def _converted(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if (like := plainly(func, t, *args, **kwargs)) is t:
         return t
-    if not t.same or is_vector(t.each.shape[1:]):
+    if not _once([t], t.shape):
         return _of_each(func, t, *args, **kwargs)
+    if t.pending:
+        return NotImplemented
     if (like.dtype, like.device) != (t.dtype, t.device) or torch_api.functions_transformed():
         return NotImplemented
     one = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
@@ -132,7 +159,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     batch = [t for t in others if t.ndim]
     if not batch:
         shapes = (t.shape for t in (*own, *others))
-        if all(t.same for t in own) and not is_vector(torch.broadcast_shapes(*shapes)):
+        if _once(own, torch.broadcast_shapes(*shapes)):
             return NotImplemented
         aligned = [
             a.each.reshape(len(a.each), *(1,) * (ndim - a.ndim), *a.shape) if isinstance(a, PerSample) else a
@@ -178,10 +205,10 @@ def _joined(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     if kwargs or (followed() is not None and any(followed().owners(t) is not None for t in tensors)):
         return NotImplemented
     trained = any(t.requires_grad for t in tensors if not isinstance(t, PerSample))  # a loss of all samples
-    once = all(t.same for t in own) and (func is torch.stack or not all(is_vector(t.shape) for t in tensors))
-    if once and not trained:
+    vectors = func is not torch.stack and all(is_vector(t.shape) for t in tensors)
+    if _once(own, () if vectors else (2, 2)) and not trained:
         return NotImplemented
-    size, ndim = len(own[0].each), tensors[0].ndim + (func is torch.stack)
+    size, ndim = own[0].samples, tensors[0].ndim + (func is torch.stack)
     return _of_own(
         own,
         func(
@@ -214,7 +241,7 @@ def _made_like(func: Any, t: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(t, PerSample) or kwargs.get("requires_grad"):
         return NotImplemented
     found = plainly(func, values_of(t), *args, **kwargs)
-    return PerSample.of(found.expand(len(t.each), *found.shape), True)
+    return PerSample.of(found.expand(t.samples, *found.shape), True)
 
 
 def _trained(func: Any, t: Any, requires_grad: bool = True) -> Any:
@@ -282,6 +309,6 @@ _KINDS: dict[Rule, Iterable[str]] = {
 BY_FUNCTION |= {f: rule for rule, names in _KINDS.items() for f in op_kinds.functions(names)}
 BY_FUNCTION |= {getattr(Tensor, name).__get__: plainly for name in op_kinds.PROPERTIES}
 BY_FUNCTION |= dict.fromkeys((Tensor.mT.__get__, Tensor.T.__get__), _turned)  # type: ignore[attr-defined]
-BY_FUNCTION[Tensor.requires_grad.__get__] = lambda func, t: t.each.requires_grad  # type: ignore[attr-defined]
+BY_FUNCTION[Tensor.requires_grad.__get__] = lambda func, t: t.graph.requires_grad  # type: ignore[attr-defined]
 BY_FUNCTION[Tensor.data.__set__] = _replaced  # type: ignore[attr-defined]
 BY_FUNCTION[Tensor.data.__get__] = lambda func, t: t.like(t.each.detach())  # type: ignore[attr-defined]

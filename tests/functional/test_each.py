@@ -40,43 +40,6 @@ def test_equals_the_loop(case: Case) -> None:
     check_sizes(case, "expanded", SIZES[:4])
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_without_a_batch(create_graph: bool) -> None:
-    """Results are of stride 0, computed once; gradients are those of each sample's weight."""
-    shared, direction = floats(2, 3), floats(4, 3, 2)
-    rows = shared.expand(4, 2, 3).requires_grad_()
-    y = for_each(lambda w: w.sin().t(), [rows], [])
-    assert y.shape == (4, 3, 2) and y.stride(0) == 0
-    (found,) = torch.autograd.grad((y * direction).sum(), rows, create_graph=create_graph)
-    torch.testing.assert_close(found, shared.cos() * direction.mT)
-    if create_graph:
-        (again,) = torch.autograd.grad(found.sum(), rows)
-        torch.testing.assert_close(again, -shared.sin() * direction.mT)
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_views_by_strides(create_graph: bool) -> None:
-    """Samples whose values share memory do not share gradients."""
-    shared, direction = floats(8), floats(3, 5, 4)
-    rows = shared.expand(3, 8).requires_grad_()
-
-    def toeplitz(w: Tensor) -> Tensor:
-        return w.as_strided((5, 4), (1, 1)).exp()
-
-    y = for_each(toeplitz, [rows], [])
-    (found,) = torch.autograd.grad((y * direction).sum(), rows, create_graph=create_graph)
-    each = [shared.clone().requires_grad_() for _ in range(3)]
-    expected = [
-        torch.autograd.grad((toeplitz(w) * g).sum(), w, create_graph=True)[0]
-        for w, g in zip(each, direction, strict=True)
-    ]
-    torch.testing.assert_close(found, torch.stack(expected))
-    if create_graph:
-        (again,) = torch.autograd.grad(found.square().sum(), rows)
-        expected = [torch.autograd.grad(g.square().sum(), w)[0] for g, w in zip(expected, each, strict=True)]
-        torch.testing.assert_close(again, torch.stack(expected))
-
-
 def test_several_results_some_without_a_gradient() -> None:
     x, rows = floats(6, 4), floats(4).expand(3, 4).requires_grad_()
     values, places = for_each(lambda w, x: (x * w).max(1), [rows], [x])
