@@ -7,6 +7,7 @@ from .attention import in_projection, multi_head_attention
 from .bags import embedding_bag
 from .batch_norm import batch_norm
 from .bilinear import bilinear
+from .contraction import einsum
 from .conv import conv1d, conv2d, conv3d
 from .conv_transpose import conv_transpose1d, conv_transpose2d, conv_transpose3d
 from .embedding import embedding
@@ -24,6 +25,7 @@ __all__ = [
     "conv_transpose1d",
     "conv_transpose2d",
     "conv_transpose3d",
+    "einsum",
     "embedding",
     "embedding_bag",
     "group_norm",

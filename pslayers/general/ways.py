@@ -164,8 +164,9 @@ def _directly(
     standing.inputs = [
         t for t, layout in layouts if isinstance(t, Tensor) and layout in (BATCH_MAJOR, ("dim", 0))
     ]
-    with following(size, layouts) if plan.follows else nullcontext():
-        with _below(module, size) if plan.includes_children else nullcontext(), standing_in(module, standing):
+    below = _below(module, size) if plan.includes_children else nullcontext()
+    with below, standing_in(module, standing):
+        with following(size, layouts) if plan.follows else nullcontext():
             output = forward(module, *call[0], **call[1])
             # then what it returns may stand for each sample's, too
             if not any(isinstance(t, PerSample) for t, _ in layouts):

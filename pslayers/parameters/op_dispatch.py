@@ -20,6 +20,8 @@ from .. import functional as PF
 from .. import torch_api
 from ..core import op_kinds
 from ..core.context import NoRuleError, in_ragged, local
+from ..functional.contraction import terms_of
+from .letters import Letters, of_einsum, of_matmul, of_tensordot
 from .per_sample import OPS, PerSample, behind, expansion_of, followed, is_vector, names_of, of_the_input
 
 Op = Callable[..., Tensor]
@@ -147,8 +149,41 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 
 def _matmul(input: Tensor, other: Tensor) -> Any:
     if not _expanded(other) or other.ndim != 2 or input.ndim == 0:
-        return NotImplemented
+        return _product(input, other, of_matmul(input.ndim, other.ndim))
     return _call(_turned, input, other, None)
+
+
+def _einsum(equation: Any, *operands: Any) -> Any:
+    given = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    if not isinstance(equation, str) or len(given) != 2:
+        return NotImplemented
+    a, b = given
+    return _product(a, b, of_einsum(equation, a.ndim, b.ndim))
+
+
+def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> Any:
+    if isinstance(dims, Tensor) or out is not None:
+        return NotImplemented
+    return _product(a, b, of_tensordot(a.ndim, b.ndim, dims))
+
+
+def _product(a: Tensor, b: Tensor, letters: Letters | None) -> Any:
+    """Of the batch and a parameter, in whichever order, whose dims have these letters."""
+    if letters is None or isinstance(a, PerSample) == isinstance(b, PerSample):
+        return NotImplemented
+    x, w, of_x, of_w = (b, a, letters[1], letters[0]) if isinstance(a, PerSample) else (a, b, *letters[:2])
+    terms = terms_of(of_x, of_w, letters[2])
+    # an input's rows without a dim of positions are a ragged batch's
+    if terms is None or x.is_complex() or not terms.fits(x, w.shape) or (in_ragged() and terms.positions):
+        return NotImplemented
+    if (
+        len(of_w) == 2
+        and len(terms.summed) == 1
+        and letters[2] == of_x[:-1] + terms.free == of_x[:-1] + letters[2][-1]
+    ):
+        return _call(PF.linear if of_w[1] == terms.summed else _turned, x, w, None)
+    equation = f"{of_x},{of_w}->{letters[2]}"
+    return _call(lambda x, w, _: PF.einsum(x, w, equation), x, w, None)
 
 
 def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
@@ -342,6 +377,8 @@ _MAKERS = set(op_kinds.functions(op_kinds.MADE))
 RULES: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     **dict.fromkeys(op_kinds.functions(["matmul", "mm", "__matmul__"]), _matmul),
+    torch.einsum: _einsum,
+    torch.tensordot: _tensordot,
     torch.addmm: _addmm,
     torch.conv1d: _conv(1),
     torch.conv2d: _conv(2),

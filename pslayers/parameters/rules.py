@@ -45,6 +45,8 @@ def _view(rule: Rule) -> Rule:
 def _reshaped(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(t, PerSample) or (like := plainly(func, t, *args, **kwargs)).dtype != t.dtype:
         return NotImplemented  # view(dtype)
+    if t.same and not plainly(Tensor._is_view, like):
+        return NotImplemented  # a copy
     return t.like(t.each.reshape(t.samples, *like.shape))
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from einops import einsum
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -130,8 +131,27 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention-bias": (BiasedAttention, SEQUENCE),
     "parameter-list": (Listed, SEQUENCE),
 }
+# of products that are no linear map of the last dim, which vmap runs as they are
+PRODUCTS = {
+    "einsum": (_leaf(lambda x, w: torch.einsum("bti,io->bto", x, w), w=(4, 3)), SEQUENCE),
+    "einsum-heads": (_leaf(lambda x, w: torch.einsum("bti,hio->bhto", x, w), w=(2, 4, 3)), SEQUENCE),
+    "einsum-dots": (_leaf(lambda x, w: torch.einsum("...i, oi -> ...o", x, w), w=(3, 4)), SEQUENCE),
+    "einsum-groups": (_leaf(lambda x, w: torch.einsum("bti,toi->bot", [x, w]), w=(5, 3, 4)), SEQUENCE),
+    "einsum-weight-first": (_leaf(lambda x, w: torch.einsum("iok,bik->bo", w, x), w=(5, 3, 4)), SEQUENCE),
+    "einsum-of-einops": (_leaf(lambda x, w: einsum(x, w, "b t i, t i o -> b o"), w=(5, 4, 3)), SEQUENCE),
+    "matmul-of-heads": (
+        _leaf(lambda x, w: x.unflatten(2, (2, 2)).transpose(1, 2) @ w, w=(2, 2, 3)),
+        SEQUENCE,
+    ),
+    "matmul-with-a-vector": (_leaf(lambda x, w: x @ w, w=(4,)), SEQUENCE),
+    "matmul-from-the-left": (_leaf(lambda x, w: w @ x, w=(3, 5)), SEQUENCE),
+    "tensordot": (_leaf(lambda x, w: torch.tensordot(x, w, ([1, 2], [0, 1])), w=(5, 4, 3)), SEQUENCE),
+    "tensordot-by-number": (_leaf(lambda x, w: torch.tensordot(x, w, 1), w=(4, 3, 2)), SEQUENCE),
+}
+LEAVES |= PRODUCTS
 # the share on fast ops, under vmap
 SLOW = {"linear-bias-in-parts": 48 / 56, "attention-bias": 60 / 90, "parameter-list": 32 / 36}
+SLOW |= dict.fromkeys(PRODUCTS, 0.0)
 
 
 @pytest.fixture(params=["direct", "vmap"])
@@ -225,3 +245,46 @@ def test_attention_leaves_its_kernel_only_where_the_mask_needs_a_gradient(needed
     torch.func.vmap(attend)(q, mask)
     attend(q[0], mask[0])
     assert ways == [not needed] * 2
+
+
+# what is left to torch, as it is no product of one parameter with the batch's rows, or an error
+LEFT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "no-arrow": lambda x, w: torch.einsum("bti,io", x, w),
+    "twice": lambda x, w: torch.einsum("bti,ii->bt", x, w),
+    "summed-alone": lambda x, w: torch.einsum("bti,io->bo", x, w),
+    "three": lambda x, w: torch.einsum("bti,io,oj->btj", x, w, w),
+    "broadcast": lambda x, w: x[:, None] @ w.expand(1, 4, 4),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_other_products_are_right_too(name: str) -> None:
+    model = Leaf(LEFT[name], w=(4, 4))
+    ours = assert_rows_right(model, _batch(3, SEQUENCE))
+    ours.zero_grad()
+    assert_rows_right(model, _batch(2, SEQUENCE), converted=ours)
+
+
+def test_a_wrong_product_is_torchs_error() -> None:
+    model = ps.convert_model(Leaf(lambda x, w: torch.einsum("bti,io->bto", x, w), w=(3, 4)))
+    with pytest.raises(RuntimeError, match="einsum"):
+        model(_batch(3, SEQUENCE))
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_clipping_by_their_factors(name: str) -> None:
+    """Equal to the rows of the loop, clipped; and no rows are made."""
+    build, shape = LEAVES[name]
+    model, x = build(), _batch(3, shape)
+    rows = loop(model, square, (x,))["w"]
+    ours = ps.convert_model(model, loss_reduction="sum")
+    with ps.factored(ours) as grads:
+        squares(ours(x)).sum().backward()
+    norms = rows.flatten(1).norm(dim=1)
+    torch.testing.assert_close(grads.norms(), norms)
+    torch.testing.assert_close(grads.gram(), rows.flatten(1) @ rows.flatten(1).t())
+    ours.zero_grad()
+    with ps.clipping(ours, max_norm=float(norms.median())):
+        squares(ours(x)).sum().backward()
+    clipped = torch.tensordot((norms.median() / norms).clamp(max=1), rows, 1)
+    torch.testing.assert_close(next(ours.parameters()).grad, clipped, rtol=1e-5, atol=1e-8)
