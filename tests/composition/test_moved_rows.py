@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
+from pslayers.modules.first_call import ModelCall
 from tests.oracle import assert_rows, loop, square, squares, true_rows
 
 from ..combinations import every
@@ -480,3 +481,51 @@ def test_rows_in_dim_1_sorted_by_numbers(ordered: str) -> None:
             return model(x[:, i : i + 1], n[i : i + 1]).square().sum()
 
         assert_rows(ours, true_rows(loss, model, len(n)))
+
+
+class Bags(nn.Module):
+    """Texts of any length, one after the other, and where each begins; with `weigh`, each token counts as a
+    layer says.
+    """
+
+    def __init__(self, weigh: bool = False) -> None:
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(9, 4, mode="sum"), nn.Linear(4, 2)
+        self.weigh = nn.Sequential(nn.Embedding(9, 1), nn.Flatten(0)) if weigh else None
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        weights = None if self.weigh is None else self.weigh(ids)
+        return self.head(self.table(ids, per_sample_weights=weights, offsets=offsets).tanh())
+
+
+def _texts(*lengths: int) -> tuple[Tensor, Tensor]:
+    n = torch.tensor(lengths)
+    return torch.randint(0, 9, (sum(lengths),)), n.cumsum(0) - n
+
+
+@pytest.mark.parametrize("weigh", [False, True])
+def test_bags_of_any_length(weigh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose each bag is, its place says: it is not proved again in every batch. Where it sums up what a layer
+    has made of its tokens, that is refused, or right.
+    """
+    model, ours = both(Bags(weigh))
+    proofs: list[ModelCall] = []
+    verified = ModelCall._verified
+    monkeypatch.setattr(
+        ModelCall, "_verified", lambda self, *a, **k: proofs.append(self) or verified(self, *a, **k)
+    )
+    for lengths in ((3, 5, 1), (2, 2, 2), (1, 2, 6), (4, 2), (3, 3), (1, 7, 2, 2)):
+        ids, offsets = _texts(*lengths)
+        ours.zero_grad()
+        try:
+            losses = squares(ours(ids, offsets))
+        except ValueError:  # whose the tokens are that are weighed
+            assert weigh
+            continue
+        losses.mean().backward()
+
+        def loss(i: int, parts: tuple[Tensor, ...] = ids.split(lengths)) -> Tensor:
+            return square(model(parts[i], torch.zeros(1, dtype=torch.long)), 0)
+
+        assert_rows(ours, true_rows(loss, model, len(lengths)))
+    assert weigh or len(proofs) == 1

@@ -273,7 +273,7 @@ def test_a_wrong_product_is_torchs_error() -> None:
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_clipping_by_their_factors(name: str) -> None:
-    """Equal to the rows of the loop, clipped; and no rows are made."""
+    """Norms, Gram matrix and clipped sum are those of the loop's rows."""
     build, shape = LEAVES[name]
     model, x = build(), _batch(3, shape)
     rows = loop(model, square, (x,))["w"]
