@@ -8,6 +8,7 @@ returns is picked rows again. Nothing is guessed from how many rows there are: w
 any other function may be anybody's, and a module that is given that is run sample by sample.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
@@ -186,8 +187,9 @@ class GatheredRows(TorchFunctionMode):
 
     def _of_batch(self, k: int, t: Tensor) -> RowProvenance:
         """Whose k rows a sample are, in order, where `t` lies."""
-        ids = torch.arange(self.size, device=t.device).repeat_interleave(k)
-        return RowProvenance(ids, k, picked=False)
+        # what is made there is another's, or not there before the graph runs
+        lasting = torch_api.peek() is None and not torch_api.capturing()
+        return (_in_order if lasting else _in_order.__wrapped__)(self.size, k, t.device)
 
     def tag_packed(self, t: PackedSequence) -> None:
         """Note whose the rows of packed sequences are, one a sample."""
@@ -433,6 +435,12 @@ class GatheredRows(TorchFunctionMode):
         nothing.
         """
         return int(local.tracker is not None or (local.batch is not None and local.batch.proving))
+
+
+@functools.lru_cache(256)
+def _in_order(size: int, k: int, device: torch.device) -> RowProvenance:
+    with torch.inference_mode(False):  # whoever asks first
+        return RowProvenance(torch.arange(size, device=device).repeat_interleave(k), k, picked=False)
 
 
 def without_gathered_rows() -> AbstractContextManager[None]:

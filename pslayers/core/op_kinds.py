@@ -85,6 +85,7 @@ OF_FIRST = [
     *{*PRODUCTS, *OF_VECTORS},
     *_names(
         "grouped_mm _grouped_mm grouped_mm_fallback group_norm instance_norm embedding one_hot interpolate"
+        " pixel_shuffle pixel_unshuffle channel_shuffle local_response_norm tril triu"
     ),
     *_names("conv conv_transpose max_pool avg_pool", "{}1d", "{}2d", "{}3d"),
     *_names("adaptive_max_pool adaptive_avg_pool", "{}1d", "{}2d", "{}3d"),
@@ -95,15 +96,23 @@ RECURRENT = _names("lstm gru rnn_tanh rnn_relu")
 REDUCED = _names("sum mean prod amax amin argmax argmin max min median std var all any")
 SORTED = _names("sort argsort topk")
 PARTS = _names("chunk split tensor_split narrow")
-_OTHERS = "logsumexp var_mean std_mean nansum nanmean cumsum cumprod softmax log_softmax softmin"
+_OTHERS = """
+    logsumexp var_mean std_mean nansum nanmean cumsum cumprod logcumsumexp cummax cummin
+    softmax log_softmax softmin
+"""
+_TRANSFORMS = "fft ifft rfft irfft hfft ihfft"
 # which argument says along which of them, and what it is by default (None: all)
-ALONG: dict[str, tuple[int, int | None]] = {
+ALONG: dict[str, tuple[int, int | tuple[int, ...] | None]] = {
     **dict.fromkeys([*REDUCED, *_names(_OTHERS), "select", "narrow"], (1, None)),
     **dict.fromkeys(["glu", "sort", "argsort"], (1, -1)),
     **dict.fromkeys(["chunk", "split", "tensor_split"], (2, 0)),
     **dict.fromkeys(["norm", "linalg_norm", "linalg_vector_norm"], (2, None)),
     **dict.fromkeys(["topk", "diff"], (2, -1)),
     "normalize": (2, 1),
+    **dict.fromkeys(_names(_TRANSFORMS, "fft_{}"), (2, -1)),
+    **dict.fromkeys(_names(_TRANSFORMS, "fft_{}2"), (2, (-2, -1))),
+    **dict.fromkeys(_names(_TRANSFORMS, "fft_{}n"), (2, None)),
+    **dict.fromkeys(_names("fft_fftshift fft_ifftshift"), (1, None)),
     "gumbel_softmax": (4, -1),
 }
 

@@ -44,7 +44,7 @@ def einsum(x: Tensor, weight: Tensor | Expansion, equation: str) -> Tensor:
             " result, and every other letter in two of the three."
         )
     w = as_expansion(weight, len(right))
-    if w is None or x.is_complex() or (in_ragged() and terms.positions):
+    if w is None or (in_ragged() and terms.positions):
         return _composite(x, per_sample(weight, len(right), len(x)), terms)
     check_rows("einsum", x, w.rows)
     return _Einsum.apply(x, w.weight, w.rows, terms, w)
@@ -120,10 +120,11 @@ class _Einsum(Op):
         gx = g_weight = g_rows = None
         gy = of_dtype(gy, weight.dtype)
         if need_x:
-            gx = of_dtype(torch.einsum(f"{terms.result},{terms.weight}->{terms.x}", gy, weight), x.dtype)
+            gx = torch.einsum(f"{terms.result},{terms.weight}->{terms.x}", gy, weight.conj())
+            gx = of_dtype(gx, x.dtype)
         if need_weight or need_rows:
             g_weight, g_rows = w.take(
-                _factor(of_dtype(x, weight.dtype), gy, terms, w.shape), need_weight, need_rows
+                _factor(of_dtype(x, weight.dtype).conj(), gy, terms, w.shape), need_weight, need_rows
             )
         return gx, g_weight, g_rows, None, None
 

@@ -174,13 +174,10 @@ def _product(a: Tensor, b: Tensor, letters: Letters | None) -> Any:
     x, w, of_x, of_w = (b, a, letters[1], letters[0]) if isinstance(a, PerSample) else (a, b, *letters[:2])
     terms = terms_of(of_x, of_w, letters[2])
     # an input's rows without a dim of positions are a ragged batch's
-    if terms is None or x.is_complex() or not terms.fits(x, w.shape) or (in_ragged() and terms.positions):
+    if terms is None or not terms.fits(x, w.shape) or (in_ragged() and terms.positions):
         return NotImplemented
-    if (
-        len(of_w) == 2
-        and len(terms.summed) == 1
-        and letters[2] == of_x[:-1] + terms.free == of_x[:-1] + letters[2][-1]
-    ):
+    matrix = (len(terms.free), len(terms.summed), len(of_w)) == (1, 1, 2)
+    if matrix and letters[2] == of_x[:-1] + terms.free and not x.is_complex():
         return _call(PF.linear if of_w[1] == terms.summed else _turned, x, w, None)
     equation = f"{of_x},{of_w}->{letters[2]}"
     return _call(lambda x, w, _: PF.einsum(x, w, equation), x, w, None)

@@ -27,8 +27,9 @@ INSIDE = {
     "VALUES": "TO_NUMBERS",
 }
 INSIDE |= dict.fromkeys(["REDUCED", "SORTED", "PARTS"], "ALONG")
-# of other versions of torch than this one, of torch.linalg, and of transformers
+# of other versions of torch than this one, of torch.linalg and torch.fft, and of transformers
 OF_OTHERS = {"grouped_mm", "_grouped_mm", "linalg_norm", "linalg_vector_norm", "grouped_mm_fallback"}
+OF_OTHERS |= {f"fft_{name}" for name in dir(torch.fft)}
 MORE = {"threshold": (0.1, 0.2), "to": (torch.float32,), "type_as": (torch.ones(1),)}  # arguments
 THREE = ("lerp", "addcmul", "addcdiv")  # tensors; others are given two
 BITS = ("and", "rand", "or", "ror", "xor", "rxor", "nvert")
@@ -81,6 +82,25 @@ def test_rules_are_made_of_all_that_they_are_for() -> None:
     assert not {torch.rand_like, torch.randn_like} & op_dispatch._MAKERS
     random = op_kinds.functions([*op_kinds.RANDOM, *op_kinds.with_in_place(op_kinds.DRAWN_LIKE)])
     assert F.dropout in random and {BY_FUNCTION.get(f) for f in random} == {None, rules._made_like}
+
+
+TRANSFORMS = [f for f in vars(torch.fft).values() if getattr(f, "__name__", "") in op_kinds.ALONG]
+
+
+@pytest.mark.parametrize("function", TRANSFORMS, ids=lambda f: f.__name__)
+def test_transforms_of_rows(function: Any) -> None:
+    """Rows are followed, but where they are transformed themselves."""
+    x, several = torch.randn(3, 4, 5), function.__name__[-1] in "2n" or "shift" in function.__name__
+    for given, kept in (
+        ({"dim": (1, 2) if several else 1}, True),
+        ({"dim": (0, 2) if several else 0}, False),
+    ):
+        picks = GatheredRows(3)
+        picks.tag_batch(x)
+        with changed(gathered_rows=picks), picks:
+            owners = picks.owners(function(x, **given))
+        assert (owners is not None and owners.same(picks.owners(x))) == kept
+    assert len(TRANSFORMS) == 20
 
 
 @named([*op_kinds.OF_ONE, *op_kinds.CONVERTED, *op_kinds.COPIED])

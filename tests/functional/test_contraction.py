@@ -46,6 +46,32 @@ def test_equals_the_loop(case: Case, form: str) -> None:
     check_sizes(case, form)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("equation", ["bim,iom->bom", "bti,hio->btho"])
+def test_complex_numbers(equation: str, create_graph: bool) -> None:
+    """Gradients take conjugates."""
+    x = torch.randn(6, 4, 3, dtype=torch.complex128, requires_grad=True)
+    values = torch.randn(*{"bim,iom->bom": (4, 2, 3), "bti,hio->btho": (2, 3, 5)}[equation], dtype=x.dtype)
+    rows = values.expand(3, *values.shape).requires_grad_()
+    each = values.repeat(3, 1, 1, 1).requires_grad_()
+    y = einsum(x, rows, equation)
+    expected = torch.cat(
+        [torch.einsum(equation, i, w) for i, w in zip(x.split(2), each.unbind(), strict=True)]
+    )
+    torch.testing.assert_close(y, expected)
+    found, true = (
+        torch.autograd.grad(out.abs().pow(3).sum(), (x, w), create_graph=create_graph)
+        for out, w in ((y, rows), (expected, each))
+    )
+    torch.testing.assert_close(found, true)
+    if create_graph:
+        again, true = (
+            torch.autograd.grad(sum(g.abs().pow(3).sum() for g in grads), (x, w))
+            for grads, w in ((found, rows), (true, each))
+        )
+        torch.testing.assert_close(again, true)
+
+
 def made(name: str, k: int = 1) -> tuple[Contracted, Tensor]:
     """A factor of three samples, and their dense rows by torch."""
     equation, shape, weight = EQUATIONS[name]
