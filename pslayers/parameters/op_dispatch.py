@@ -65,7 +65,7 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     names = names_of(own)
     if local.stand_ins is not None:
         computed = (
-            t for t in own if t is not x and t.samples > 1 and t.each.stride(0) and not is_vector(t.shape)
+            t for t in own if t is not x and t.samples > 1 and t.each.stride(0) and not is_vector(t.sizes)
         )
         local.stand_ins.slow |= names_of(computed)  # for each sample
     same = all(t.same for t in own)

@@ -207,6 +207,11 @@ class PerSample(Tensor):
         """The tensor whose gradient is that of each sample's, or leads there."""
         return self._source.value if self._each is None else self._each  # type: ignore[union-attr]
 
+    @property
+    def sizes(self) -> torch.Size:
+        """Its shape, S: to ask itself costs as much as an op."""
+        return self._source.value.shape if self._each is None else self._each.shape[1:]  # type: ignore[union-attr]
+
     def become(self, other: "PerSample") -> None:
         """Stand for what another one does."""
         self._each, self._source, self.parts = other._each, other._source, ()
@@ -269,7 +274,7 @@ class PerSample(Tensor):
         That holds as many rows as the module's input, or rows of which it is known whose they are
         (`provenance.RowProvenance`).
         """
-        size, *own = self.each.shape  # asking a tensor like this one for its shape costs as much as an op
+        size, *own = self.each.shape
         shape = (*(1,) * (x_ndim - len(own)), *own)
         inputs = () if local.stand_ins is None else local.stand_ins.inputs
         told = owners is not None or any(rows == t.shape[0] for t in inputs)
@@ -535,7 +540,7 @@ def _own_rows(t: PerSample, rows: Tensor, size: int) -> Tensor:
     """Where values meet those of the batch's rows one by one, and each sample has as many as all rows: the
     part that meets its own, (B, k, ...); else all.
     """
-    if t.ndim != rows.ndim or len(rows) <= 1 or t.shape[0] != len(rows):
+    if len(t.sizes) != rows.ndim or len(rows) <= 1 or t.sizes[0] != len(rows):
         return t.each
     return t.each.unflatten(1, (size, -1)).diagonal(dim1=0, dim2=1).movedim(-1, 0)
 
@@ -557,11 +562,17 @@ def goes_along(t: Tensor, given: Iterable[Tensor]) -> bool:
     return not t.requires_grad and tuple(t.shape) in shapes
 
 
+_MARKS: list[Tensor] = []  # which take the place of what is given
+
+
 def function_of(
     given: Sequence[Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any]:
     """A call as a function of some of its tensors, which it does not keep."""
-    marks = {id(t): torch.empty((), device="cpu") for t in given}
+    if (missing := len(given) - len(_MARKS)) > 0:
+        with torch_api.without_torch_function():
+            _MARKS.extend(Tensor() for _ in range(missing))
+    marks = dict(zip(map(id, given), _MARKS, strict=False))
     marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
     order = list(map(id, marks.values()))
 

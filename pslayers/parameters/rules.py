@@ -5,6 +5,7 @@ then the function is run for each sample by itself.
 """
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -52,18 +53,19 @@ def _reshaped(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 @_view
 def _transposed(func: Any, t: Any, dim0: int = 0, dim1: int = 1) -> Any:
-    return t.like(t.each.transpose(dim0 % t.ndim + 1, dim1 % t.ndim + 1)) if t.ndim >= 2 else t
+    ndim = len(t.sizes)
+    return t.like(t.each.transpose(dim0 % ndim + 1, dim1 % ndim + 1)) if ndim >= 2 else t
 
 
 @_view
 def _turned(func: Any, t: Any) -> Any:
-    return t.like(t.each.mT) if t.ndim == 2 else NotImplemented
+    return t.like(t.each.mT) if len(t.sizes) == 2 else NotImplemented
 
 
 @_view
 def _permuted(func: Any, t: Any, *dims: Any) -> Any:
     order = dims[0] if isinstance(dims[0], tuple | list) else dims
-    return t.like(t.each.permute(0, *(d % t.ndim + 1 for d in order)))
+    return t.like(t.each.permute(0, *(d % len(t.sizes) + 1 for d in order)))
 
 
 def _indexed(func: Any, t: Any, index: Any) -> Any:
@@ -78,6 +80,14 @@ def _indexed(func: Any, t: Any, index: Any) -> Any:
         return t.part(int(index))
     like, each = plainly(func, t, index), t.each[(slice(None), *parts)]
     return t.like(each) if each.shape[1:] == like.shape else NotImplemented
+
+
+def _broadcast(shapes: Sequence[Sequence[int]]) -> Sequence[int]:
+    """torch.broadcast_shapes, which takes longer than an op; of those that do not fit, any."""
+    if len(shapes) == 1:
+        return shapes[0]
+    turned = (reversed(shape) for shape in shapes)
+    return [max(sizes) for sizes in itertools.zip_longest(*turned, fillvalue=1)]
 
 
 def _once(own: Sequence[PerSample], shape: Sequence[int]) -> bool:
@@ -128,7 +138,7 @@ def _of_each(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
     given = (*args, *kwargs.values())
     if any(isinstance(a, PerSample) for a in given) or kwargs.get("out") is not None:
         return NotImplemented
-    if not isinstance(t, PerSample) or _once([t], t.shape):
+    if not isinstance(t, PerSample) or _once([t], t.sizes):
         return NotImplemented
     return t.like(func(t.each, *args, **kwargs))
 
@@ -139,7 +149,7 @@ def _converted(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if (like := plainly(func, t, *args, **kwargs)) is t:
         return t
-    if not _once([t], t.shape):
+    if not _once([t], t.sizes):
         return _of_each(func, t, *args, **kwargs)
     if t.pending:
         return NotImplemented
@@ -157,14 +167,15 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     own = [a for a in args if isinstance(a, PerSample)]
     others = [a for a in args if isinstance(a, Tensor) and not isinstance(a, PerSample)]
-    ndim = max(*(t.each.ndim - 1 for t in own), *(t.ndim for t in others), 0)
+    ndim = max(*(len(t.sizes) for t in own), *(t.ndim for t in others), 0)
     batch = [t for t in others if t.ndim]
     if not batch:
-        shapes = (t.shape for t in (*own, *others))
-        if _once(own, torch.broadcast_shapes(*shapes)):
+        if _once(own, _broadcast([t.sizes for t in own])):
             return NotImplemented
         aligned = [
-            a.each.reshape(len(a.each), *(1,) * (ndim - a.ndim), *a.shape) if isinstance(a, PerSample) else a
+            a.each.reshape(a.samples, *(1,) * (ndim - len(a.sizes)), *a.sizes)
+            if isinstance(a, PerSample)
+            else a
             for a in args
         ]
         each = func(*aligned, **kwargs)
