@@ -1,4 +1,4 @@
-"""Products of two tensors by a letter for each dim of the one, the other and the result."""
+"""Products of tensors by a letter for each dim of these, and of the result."""
 
 import functools
 import string
@@ -8,21 +8,21 @@ Letters = tuple[str, str, str]
 
 
 @functools.lru_cache(4096)
-def of_einsum(equation: str, first: int, second: int) -> Letters | None:
-    """Those of ``torch.einsum(equation, a, b)``, with so many dims; None where torch is to tell what is
-    wrong, or to choose the result's.
+def of_einsum(equation: str, *ndims: int) -> tuple[str, ...] | None:
+    """Those of ``torch.einsum(equation, *tensors)``, with so many dims each; None where torch is to tell what
+    is wrong, or to choose the result's.
     """
     operands, arrow, result = equation.replace(" ", "").partition("->")
     parts = operands.split(",")
-    if not arrow or len(parts) != 2:
+    if not arrow or len(parts) != len(ndims):
         return None
     spare, dots = [c for c in string.ascii_letters if c not in equation], ""
-    for part, ndim in zip(parts, (first, second), strict=True):
+    for part, ndim in zip(parts, ndims, strict=True):
         count = ndim - len(part.replace("...", ""))
         if count < 0 or (count > 0 and ("..." not in part or dots)):
             return None
         dots = dots or "".join(spare[:count])
-    return parts[0].replace("...", dots), parts[1].replace("...", dots), result.replace("...", dots)
+    return *(part.replace("...", dots) for part in parts), result.replace("...", dots)
 
 
 @functools.lru_cache(4096)

@@ -21,7 +21,7 @@ from .. import torch_api
 from ..core import op_kinds
 from ..core.context import NoRuleError, in_ragged, local
 from ..functional.contraction import terms_of
-from .letters import Letters, of_einsum, of_matmul, of_tensordot
+from .letters import of_einsum, of_matmul, of_tensordot
 from .per_sample import OPS, PerSample, behind, expansion_of, followed, is_vector, names_of, of_the_input
 
 Op = Callable[..., Tensor]
@@ -148,17 +148,32 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 
 
 def _matmul(input: Tensor, other: Tensor) -> Any:
-    if not _expanded(other) or other.ndim != 2 or input.ndim == 0:
+    if not (input.ndim and other.ndim):
+        return NotImplemented
+    if not _expanded(other) or other.ndim != 2:
         return _product(input, other, of_matmul(input.ndim, other.ndim))
     return _call(_turned, input, other, None)
 
 
 def _einsum(equation: Any, *operands: Any) -> Any:
     given = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
-    if not isinstance(equation, str) or len(given) != 2:
+    letters = of_einsum(equation, *(t.ndim for t in given)) if isinstance(equation, str) else None
+    if letters is None or len(given) < 2:
         return NotImplemented
-    a, b = given
-    return _product(a, b, of_einsum(equation, a.ndim, b.ndim))
+    if len(given) == 2:
+        return _product(given[0], given[1], letters)
+    batch = [t for t in given if not isinstance(t, PerSample)]
+    owners = None if (picks := followed()) is None or not batch else picks.owners(batch[0])
+    if owners is None or not all((o := picks.owners(t)) is not None and o.same(owners) for t in batch):
+        return NotImplemented
+    found, term, result = given[0], letters[0], letters[-1]
+    for i, (other, own) in enumerate(zip(given[1:], letters[1:-1], strict=True), 2):  # from left to right
+        wanted = "".join((result, *letters[i:]))
+        made = "".join(sorted({*term, *own} & {*wanted}, key=wanted.index))
+        found, term = torch.einsum(f"{term},{own}->{made}", found, other), made
+        if not isinstance(found, PerSample) and made[:1] == result[:1]:
+            picks.tag(found, owners)
+    return found
 
 
 def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> Any:
@@ -167,19 +182,22 @@ def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> Any:
     return _product(a, b, of_tensordot(a.ndim, b.ndim, dims))
 
 
-def _product(a: Tensor, b: Tensor, letters: Letters | None) -> Any:
+def _product(a: Tensor, b: Tensor, letters: tuple[str, ...]) -> Any:
     """Of the batch and a parameter, in whichever order, whose dims have these letters."""
-    if letters is None or isinstance(a, PerSample) == isinstance(b, PerSample):
+    if isinstance(a, PerSample) == isinstance(b, PerSample):
         return NotImplemented
-    x, w, of_x, of_w = (b, a, letters[1], letters[0]) if isinstance(a, PerSample) else (a, b, *letters[:2])
-    terms = terms_of(of_x, of_w, letters[2])
+    of_x, of_w, result = letters
+    x, w = a, b
+    if isinstance(a, PerSample):
+        x, w, of_x, of_w = b, a, of_w, of_x
+    terms = terms_of(of_x, of_w, result)
     # an input's rows without a dim of positions are a ragged batch's
     if terms is None or not terms.fits(x, w.shape) or (in_ragged() and terms.positions):
         return NotImplemented
     matrix = (len(terms.free), len(terms.summed), len(of_w)) == (1, 1, 2)
-    if matrix and letters[2] == of_x[:-1] + terms.free and not x.is_complex():
+    if matrix and result == of_x[:-1] + terms.free and not x.is_complex():
         return _call(PF.linear if of_w[1] == terms.summed else _turned, x, w, None)
-    equation = f"{of_x},{of_w}->{letters[2]}"
+    equation = f"{of_x},{of_w}->{result}"
     return _call(lambda x, w, _: PF.einsum(x, w, equation), x, w, None)
 
 

@@ -139,6 +139,12 @@ PRODUCTS = {
     "einsum-groups": (_leaf(lambda x, w: torch.einsum("bti,toi->bot", [x, w]), w=(5, 3, 4)), SEQUENCE),
     "einsum-weight-first": (_leaf(lambda x, w: torch.einsum("iok,bik->bo", w, x), w=(5, 3, 4)), SEQUENCE),
     "einsum-of-einops": (_leaf(lambda x, w: einsum(x, w, "b t i, t i o -> b o"), w=(5, 4, 3)), SEQUENCE),
+    "einsum-of-three": (_leaf(lambda x, w: torch.einsum("bti,ij,bsj->bts", x, w, x), w=(4, 4)), SEQUENCE),
+    "einsum-biaffine": (
+        _leaf(lambda x, w: torch.einsum("oij,bti,bsj->bots", w, x, x), w=(3, 4, 4)),
+        SEQUENCE,
+    ),
+    "einsum-bilinear": (_leaf(lambda x, w: torch.einsum("bti,btj,oij->bto", x, x, w), w=(3, 4, 4)), SEQUENCE),
     "matmul-of-heads": (
         _leaf(lambda x, w: x.unflatten(2, (2, 2)).transpose(1, 2) @ w, w=(2, 2, 3)),
         SEQUENCE,
@@ -252,7 +258,8 @@ LEFT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "no-arrow": lambda x, w: torch.einsum("bti,io", x, w),
     "twice": lambda x, w: torch.einsum("bti,ii->bt", x, w),
     "summed-alone": lambda x, w: torch.einsum("bti,io->bo", x, w),
-    "three": lambda x, w: torch.einsum("bti,io,oj->btj", x, w, w),
+    "weights-of-two": lambda x, w: torch.einsum("bti,io,oj->btj", x, w, w),
+    "a-constant": lambda x, w: torch.einsum("bti,io,o->bto", x, w, torch.arange(4.0).double()),
     "broadcast": lambda x, w: x[:, None] @ w.expand(1, 4, 4),
 }
 
