@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from . import drawn
 from . import larger_networks as larger
 from . import networks as nets
+from . import own_modules as own
 from .registry import CASES, Problem, case, classified
 
 
@@ -102,6 +103,57 @@ def transformer(b: int, d: int) -> Problem:
 def encoder(b: int, d: int) -> Problem:
     """T=64."""
     return classified(nets.encoder(d), torch.randn(b, 64, 32))
+
+
+# Modules of one's own, which have no replacement
+
+OWN: dict[str, Any] = {"group": "own", "batch_sizes": (16, 64)}
+
+
+@case(**OWN)
+def own_masked(b: int, _: int) -> Problem:
+    """784-512-512-10."""
+    hidden = own.Masked(784, 512), nn.ReLU(), own.Masked(512, 512), nn.ReLU()
+    return classified(nn.Sequential(*hidden, nn.Linear(512, 10)), torch.randn(b, 784))
+
+
+@case(**OWN)
+def own_standardized(b: int, _: int) -> Problem:
+    """32x32."""
+    convs = (own.Standardized(i, o, 3, 2, 1) for i, o in ((3, 32), (32, 64), (64, 64)))
+    layers = [layer for conv in convs for layer in (conv, nn.ReLU())]
+    return classified(nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 10)), torch.randn(b, 3, 32, 32))
+
+
+@case(**OWN)
+def own_adapted(b: int, _: int) -> Problem:
+    """256-1024-256, T=64."""
+    model = nn.Sequential(own.Adapted(256, 1024), nn.GELU(), own.Adapted(1024, 256))
+    return _layer(model, torch.randn(b, 64, 256))
+
+
+@case(**OWN)
+def own_heads(b: int, _: int) -> Problem:
+    """Two blocks, 256 wide, 4 heads, T=64."""
+    return _layer(nn.Sequential(own.Heads(256, 4), own.Heads(256, 4)), torch.randn(b, 64, 256))
+
+
+@case(**OWN)
+def own_experts(b: int, _: int) -> Problem:
+    """8 experts, 128 wide."""
+    return classified(nn.Sequential(own.Experts(128, 8), nn.Linear(128, 10)), torch.randn(b, 128))
+
+
+@case(**OWN)
+def own_cell(b: int, _: int) -> Problem:
+    """128 wide, T=64."""
+    return classified(nn.Sequential(own.Cell(64, 128), nn.Linear(128, 10)), torch.randn(b, 64, 64))
+
+
+@case(**OWN)
+def own_selective(b: int, _: int) -> Problem:
+    """128 wide, T=64."""
+    return _layer(own.Selective(128), torch.randn(b, 64, 128))
 
 
 # fast-dpsgd's models (its CIFAR network is above)

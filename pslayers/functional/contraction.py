@@ -112,7 +112,7 @@ class _Einsum(Op):
         if torch.is_grad_enabled():
 
             def composite(x: Tensor, *handles: Tensor) -> Tensor:
-                size = len(x) if rows is None else len(rows)
+                size = len(x) if rows is None or w.use is not None else len(rows)
                 return _composite(x, w.rebind(*handles).tensor(size), terms)
 
             return *composite_backward(composite, (x, weight, rows), grads), None, None
