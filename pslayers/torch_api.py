@@ -90,16 +90,17 @@ def quiet_vmap() -> Iterator[None]:
         _warn_of_loops(True)
 
 
-def grads_of_each(output: Tensor, inputs: Sequence[Tensor], grads: Tensor) -> list[Tensor | None]:
-    """The gradients of inputs for each of several gradients of the output, (B, ...), at once; the graph
+def grads_of_each(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The gradients of inputs for each of several gradients of the outputs, (B, ...) each, at once; the graph
     stays.
     """
-    size = len(grads)
+    size = len(grads[0])
     level = _enter_vmap(size, "same")
     try:
-        found = torch.autograd.grad(
-            output, inputs, add_batch_dim(grads, 0, level), retain_graph=True, allow_unused=True
-        )
+        each = [add_batch_dim(g, 0, level) for g in grads]
+        found = torch.autograd.grad(outputs, inputs, each, retain_graph=True, allow_unused=True)
         return [None if g is None else _remove_batch_dim(g, level, size, 0) for g in found]
     finally:
         _leave_vmap()
@@ -145,6 +146,7 @@ class Thread:
         self.reentrant = ""  # how reentrant checkpoints run: "straight", "otherwise", or as torch has it
         self.in_reentrant_forward = False
         self.quiet = False  # a pass only proves something
+        self.of_several = 0  # how often a node goes back by one of several gradients, one in another
         self.unrecorded: tuple[Any, ...] = ()  # settings of the models of which nothing is recorded
 
 
@@ -279,6 +281,11 @@ def is_several(t: Tensor | None) -> bool:
     return t is not None and _is_several(t)
 
 
+def in_one_of_several() -> bool:
+    """Whether one of these is going back by itself."""
+    return thread().of_several > 0
+
+
 def one_by_one(fn: Callable[..., Any], tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     """`fn` of tensors some of which are several, of one after the other; what it returns is several, too."""
     depth = _deeper() - 1  # not known in the threads of a GPU's backward passes
@@ -292,7 +299,8 @@ def one_by_one(fn: Callable[..., Any], tensors: Sequence[Tensor | None]) -> tupl
         [t if a is None or not len(a) else a[k] for t, a in zip(tensors, apart, strict=True)]
         for k in range(count)
     ]
-    found = zip(*(fn(*each) for each in chosen), strict=True)
+    with changed(here := thread(), of_several=here.of_several + 1):
+        found = list(zip(*(fn(*each) for each in chosen), strict=True))
     return tuple(None if each[0] is None else _several(torch.stack(each), 0, level) for each in found)
 
 

@@ -151,6 +151,10 @@ class Expansion:
         other.use, other.joined, other.names = self.use, self.joined, self.names
         return other
 
+    def over(self, tensor: Tensor) -> "Expansion":
+        """That behind an ordinary tensor, (B, *S), which says so."""
+        return self
+
     def tensor(self, n: int) -> Tensor:
         """An ordinary tensor (N, *S) that any differentiable op may use."""
         if self.rows is None:
@@ -319,7 +323,7 @@ def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
         return None
     tag: Expansion | None = getattr(weight, "_ps_expansion", None)
     if tag is not None:
-        return tag.again(tag.weight, tag.rows) if in_ragged() else tag
+        return tag.again(tag.weight, tag.rows) if in_ragged() else tag.over(weight)
     if len(weight) and (weight.stride(0) == 0 or len(weight) == 1):
         return Expansion(weight.detach()[0], weight if weight.requires_grad else None)
     return None

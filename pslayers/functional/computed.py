@@ -1,6 +1,9 @@
 """What is computed of parameters alone (a masked or normalized weight): once, in a graph of torch's own,
 through which the gradients of all samples go back together. Direct derivation.
 
+In the backward pass ops hand over factors, not dense rows, as those of layers do: each `Collector` waits for
+all of them, of parameters as they are, too (of every step of a cell), and makes one of each parameter.
+
 B samples; S the shape of a parameter, S' that of what is computed.
 """
 
@@ -13,7 +16,9 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..core.expansion import Op, composite_backward
+from ..core.expansion import Expansion, Op, composite_backward, needed_grads
+from ..core.factors import Dense, Factor, OfParts, at_once, joined
+from ..core.products import number, summed
 from ..core.trees import tensors_of
 from .common import owned
 from .each import autocast, generator_of
@@ -23,13 +28,43 @@ class Leaf:
     """What a computation begins with.
 
     Args:
-        each: (B, *S), alike for all samples, in the graph that their gradients go into.
+        behind: (B, *S), alike for all samples, in the graph that their gradients go into; or the expansion of
+            a parameter.
+        size: B.
     """
 
-    __slots__ = ("each", "value")
+    __slots__ = ("collector", "expansion", "size", "tensor", "value")
 
-    def __init__(self, each: Tensor) -> None:
-        self.each, self.value = each, each.detach()[0].requires_grad_(each.requires_grad)
+    def __init__(self, behind: Tensor | Expansion, size: int) -> None:
+        self.size = size
+        self.collector: Collector | None = None  # of what ops hand over for it
+        self.expansion = behind if isinstance(behind, Expansion) else None
+        self.tensor = None if isinstance(behind, Expansion) else behind
+        if isinstance(behind, Expansion):
+            self.value = behind.weight.detach().requires_grad_()
+        else:
+            self.value = behind.detach()[0].requires_grad_(behind.requires_grad)
+
+    def each(self) -> Tensor:
+        """(B, *S), as any op may use it."""
+        if self.tensor is None:
+            self.tensor = self.expansion.tensor(self.size)  # type: ignore[union-attr]
+        return self.tensor
+
+    def handles(self) -> tuple[Tensor | None, ...]:
+        """What gradients are returned for."""
+        e = self.expansion
+        return (self.tensor,) if e is None else (e.weight, e.rows)
+
+    def again(self, handles: Sequence[Tensor]) -> Tensor:
+        """(B, *S) over what a backward pass with a graph has unpacked of these."""
+        return handles[0] if self.expansion is None else self.expansion.rebind(*handles).tensor(self.size)
+
+    def returned(self, rows: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of the handles, from those of each sample (B, *S)."""
+        if self.expansion is None:
+            return (rows,)
+        return self.expansion.finish_differentiable(None if rows is None else summed(rows), rows)
 
 
 class Computed:
@@ -39,14 +74,6 @@ class Computed:
 
     def __init__(self, call: "_Call", index: int, value: Tensor) -> None:
         self.call, self.index, self.value = call, index, value
-
-    def each(self) -> Tensor:
-        """(B, *S'), of stride 0: each sample's own, as far as gradients go."""
-        calls, leaves = _behind(self.call)
-        if not self.value.requires_grad:
-            return self.value.expand(len(leaves[0].each), *self.value.shape)
-        found: Tensor = _Pulled.apply(self, calls, leaves, *[leaf.each for leaf in leaves])
-        return found
 
 
 Source = Leaf | Computed
@@ -96,6 +123,27 @@ def _behind(call: _Call) -> tuple[list[_Call], list[Leaf]]:
     return sorted(calls, key=lambda one: one.number), list(leaves)
 
 
+def each_of(source: Source, token: "Token | None" = None) -> Tensor:
+    """(B, *S'), of stride 0: each sample's own, as far as gradients go; these are collected, if those of all
+    leaves are.
+    """
+    calls, leaves = ([], [source]) if isinstance(source, Leaf) else _behind(source.call)
+    if not source.value.requires_grad:
+        return source.value.expand(leaves[0].size, *source.value.shape)
+    begin = collector = None
+    if token is not None and all(leaf.collector is token.collector for leaf in leaves):
+        begin, collector = token.tensor(), token.collector
+    else:
+        for leaf in leaves:
+            leaf.each()
+    found: Tensor = _Pulled.apply(
+        source, calls, leaves, collector, begin, *(t for leaf in leaves for t in leaf.handles())
+    )
+    if collector is not None:
+        found._ps_expansion = Collected(source, leaves, collector)  # type: ignore[attr-defined]
+    return found
+
+
 @contextmanager
 def _drawn_again(state: Tensor | None, device: torch.device) -> Iterator[None]:
     """Inside the block the same random numbers come as after this state; None: nothing is drawn."""
@@ -112,38 +160,240 @@ def _drawn_again(state: Tensor | None, device: torch.device) -> Iterator[None]:
 
 
 class _Pulled(Op):
-    @staticmethod
-    def forward(
-        ctx: Any, source: Computed, calls: Sequence[_Call], leaves: Sequence[Leaf], *each: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(*each)
-        ctx.source, ctx.calls, ctx.leaves = source, calls, leaves
-        return owned(source.value.detach().expand(len(each[0]), *source.value.shape))
+    """Of what is computed, the gradients to what it begins with."""
+
+    rows_dim = None
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        source, calls, leaves = ctx.source, ctx.calls, ctx.leaves
+    def forward(
+        ctx: Any,
+        source: Source,
+        calls: Sequence[_Call],
+        leaves: Sequence[Leaf],
+        collector: "Collector | None",
+        token: Tensor | None,
+        *handles: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(*handles)
+        ctx.set_materialize_grads(False)
+        ctx.source, ctx.calls, ctx.leaves, ctx.collector = source, calls, leaves, collector
+        return owned(source.value.detach().expand(leaves[0].size, *source.value.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        source, calls, leaves, collector, grad = ctx.source, ctx.calls, ctx.leaves, ctx.collector, grads[0]
+        nothing = (None,) * len(ctx.needs_input_grad)
+        if grad is None:
+            return nothing
         if torch.is_grad_enabled():
 
             def again(*values: Tensor) -> Tensor:
                 known = dict(zip(leaves, values, strict=True))
                 found = dict[_Call, list[Tensor]]()
-                for call in calls:
-                    given = [known[s] if isinstance(s, Leaf) else found[s.call][s.index] for s in call.inputs]
-                    with _drawn_again(call.random, values[0].device), call.autocast():
-                        found[call] = tensors_of(call.run(*given))
-                return found[source.call][source.index]
 
-            def together(*each: Tensor) -> Tensor:
+                def value(one: Source) -> Tensor:
+                    return known[one] if isinstance(one, Leaf) else found[one.call][one.index]
+
+                for call in calls:
+                    with _drawn_again(call.random, values[0].device), call.autocast():
+                        found[call] = tensors_of(call.run(*map(value, call.inputs)))
+                return value(source)
+
+            def together(*handles: Tensor) -> Tensor:
+                rest = iter(handles)
+                each = [leaf.again([next(rest) for _ in leaf.handles()]) for leaf in leaves]
                 with torch_api.quiet_vmap():
                     result: Tensor = torch.func.vmap(again, randomness="same")(
                         *(t.contiguous() for t in each)
                     )
                     return result
 
-            return None, None, None, *composite_backward(together, ctx.saved_tensors, grads)
-        need = ctx.needs_input_grad[3:]
-        wanted = [leaf.value for leaf, needed in zip(leaves, need, strict=True) if needed]
+            return *nothing[:5], *composite_backward(together, ctx.saved_tensors, [grad])
+        if collector is not None and not torch_api.in_one_of_several():
+            collector.hand(source, leaves, Dense(grad, grad.shape))
+            return nothing
+        wanted = [leaf for leaf in leaves if leaf.value.requires_grad]
         with torch_api.quiet_vmap():
-            pulled = iter(torch_api.grads_of_each(source.value, wanted, grads[0]))
-        return None, None, None, *(next(pulled) if needed else None for needed in need)
+            pulled = torch_api.grads_of_each([source.value], [leaf.value for leaf in wanted], [grad])
+        rows = dict(zip(wanted, pulled, strict=True))
+        return *nothing[:5], *(g for leaf in leaves for g in leaf.returned(rows.get(leaf)))
+
+
+# ---------------------------------------------------------------------------------------------- handed over
+class Collected(Expansion):
+    """What is behind a tensor that stands for a parameter in one run of a module, or for what is computed of
+    some: the ops that take it hand their factors over together.
+    """
+
+    __slots__ = ("collector", "leaves", "source")
+
+    def __init__(
+        self, source: Source, leaves: Sequence[Leaf], collector: "Collector", rows: Tensor | None = None
+    ) -> None:
+        super().__init__(source.value.detach(), rows)
+        self.source, self.leaves, self.collector = source, leaves, collector
+
+    def over(self, rows: Tensor) -> Expansion:
+        return Collected(self.source, self.leaves, self.collector, rows)
+
+    def take(self, factor: Factor, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Hands it over; with a graph, of one of several gradients, or where a pass proves something, dense
+        rows for autograd to pass on.
+        """
+        if torch.is_grad_enabled() or torch_api.thread().quiet or torch_api.in_one_of_several():
+            return super().take(factor, need_weight, need_rows)
+        if need_rows:
+            self.collector.hand(self.source, self.leaves, factor)
+        return None, None
+
+
+class Collector:
+    """What ops have handed over in a backward pass for the parameters of one run of a module."""
+
+    def __init__(self) -> None:
+        self.expansions: list[Expansion] = []
+        self.handed: list[tuple[Source, Sequence[Leaf], Factor]] = []
+        self.pass_id = -1  # that they are of
+
+    def hand(self, source: Source, leaves: Sequence[Leaf], factor: Factor) -> None:
+        """Take a factor (B, *S')."""
+        if (now := torch_api.current_pass()) != self.pass_id:
+            self.pass_id, self.handed = now, []
+        self.handed.append((source, leaves, factor))
+
+    def taken(self) -> list[Factor | None]:
+        """The factor of each parameter; None of those that nothing was handed over for."""
+        handed, self.handed = self.handed, []
+        found: dict[Source, list[Factor]] = {}
+        begun: dict[Source, Sequence[Leaf]] = {}
+        for source, leaves, factor in handed:
+            found.setdefault(source, []).append(factor)
+            begun[source] = leaves
+        uses = {source: _one(factors) for source, factors in found.items()}
+        return [self._of(e, uses, begun) for e in self.expansions]
+
+    def _of(
+        self, e: Expansion, uses: dict[Source, Factor], begun: dict[Source, Sequence[Leaf]]
+    ) -> Factor | None:
+        raw = [f for s, f in uses.items() if isinstance(s, Leaf) and s.expansion is e]
+        computed = [s for s in uses if isinstance(s, Computed)]
+        parts: dict[Leaf, list[Source]] = {}
+        for source in computed:
+            for leaf in begun[source]:
+                if leaf.expansion is e:
+                    parts.setdefault(leaf, []).append(source)
+        for leaf, sources in parts.items():
+            factors = [uses[source] for source in sources]
+            shape = torch.Size((leaf.size, *leaf.value.shape))
+            raw.append(Pulled([source.value for source in sources], factors, leaf.value, shape))
+        return _one(raw) if raw else None
+
+
+def _one(factors: Sequence[Factor]) -> Factor:
+    """Several uses of one weight as one."""
+    if len(factors) == 1:
+        return factors[0]
+    found = joined(factors, [1.0] * len(factors))
+    return found.parts[0] if len(found.parts) == 1 else found
+
+
+class Token:
+    """What a run of a module holds of its collector: the node of the graph that waits for all that is handed
+    over.
+    """
+
+    def __init__(self) -> None:
+        self.collector = Collector()
+        self.begin: Tensor | None = None
+
+    def leaf(self, expansion: Expansion, size: int) -> Leaf:
+        """A parameter whose factors are collected."""
+        leaf = Leaf(expansion, size)
+        leaf.collector = self.collector
+        if all(e is not expansion for e in self.collector.expansions):
+            self.collector.expansions.append(expansion)
+        return leaf
+
+    def tensor(self) -> Tensor:
+        """An input of every node whose gradients are collected."""
+        if self.begin is None:
+            handles = [t for e in self.collector.expansions for t in (e.weight, e.rows)]
+            self.begin = _Collect.apply(self.collector, *handles)
+        return self.begin
+
+
+class _Collect(Op):
+    rows_dim = None
+
+    @staticmethod
+    def forward(ctx: Any, collector: Collector, *handles: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.collector = collector
+        return handles[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        expansions = ctx.collector.expansions
+        need = iter(needed_grads(ctx, *expansions)[1:])
+        found: list[Tensor | None] = []
+        for e, factor in zip(expansions, ctx.collector.taken(), strict=True):
+            needs = next(need), next(need)
+            found += (None, None) if factor is None else e.take(factor, *needs)
+        return None, *found
+
+
+class Pulled(OfParts):
+    """Of a parameter, through what was computed of it: ``vjp(g[n])`` of each sample.
+
+    Args:
+        values: what was computed, (*S') each.
+        parts: of these.
+        leaf: that they were computed of, (*S).
+        shape: (B, *S).
+    """
+
+    def __init__(
+        self, values: Sequence[Tensor], parts: Sequence[Factor], leaf: Tensor, shape: torch.Size
+    ) -> None:
+        self.values, self.parts, self.leaf, self.shape = values, parts, leaf, shape
+
+    def _of(self, parts: Sequence[Factor]) -> Factor:
+        return Pulled(self.values, parts, self.leaf, torch.Size((parts[0].shape[0], *self.shape[1:])))
+
+    def _once(self, grads: Sequence[Tensor]) -> Tensor:
+        grads = [g.to(v.dtype) for g, v in zip(grads, self.values, strict=True)]
+        (found,) = torch.autograd.grad(
+            self.values, [self.leaf], grads, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return found
+
+    def total(self) -> Tensor:
+        """By the plain gradient."""
+        return self._once([part.total() for part in self.parts])
+
+    def write(self, out: Tensor, scale: float) -> None:
+        """Some samples' at a time."""
+        for some, rows in self.chunks():
+            torch.mul(rows, number(scale, rows), out=out[some])
+
+    def like(self) -> Tensor:
+        return self.leaf.detach()
+
+    def to(self, dtype: torch.dtype) -> Factor:
+        return Dense(self.dense().to(dtype), self.shape)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        step = at_once(max(t.numel() for t in (self.leaf, *self.values)), self.leaf)
+        for start in range(0, self.shape[0], step):
+            some = slice(start, min(start + step, self.shape[0]))
+            yield some, self.read(some)
+
+    def read(self, some: slice) -> Tensor:
+        grads = [part.read(some).to(v.dtype) for part, v in zip(self.parts, self.values, strict=True)]
+        with torch_api.quiet_vmap():
+            (found,) = torch_api.grads_of_each(self.values, [self.leaf], grads)
+        return self.leaf.new_zeros(len(grads[0]), *self.shape[1:]) if found is None else found
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """By the plain gradient of what was computed, of its weighted sum."""
+        return self._once([part.weighted_sum(weights) for part in self.parts])

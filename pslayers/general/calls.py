@@ -83,8 +83,7 @@ def run(
         with torch.random.fork_rng(), by_original_layers(), without_gathered_rows(), by_them:
             forward(module, *args, **kwargs)
     if batch.outputs is not None:
-        if plan.way == "direct":  # the caller may index what now has a row for each sample
-            batch.outputs.add([(w, 0, None) for w in weights.values()])
+        if plan.way == "direct":
             _note(batch, tensors_in(output), plan.layouts.outputs)
         else:  # inside, the way itself keeps samples apart
             _note(
@@ -181,18 +180,17 @@ def run_ragged(
         ) from error
 
 
-def _weights(
-    module: ConvertedModule, given: set[str], own: bool, plan: Plan | None = None
-) -> dict[str, Tensor]:
+def _weights(module: ConvertedModule, given: set[str], own: bool, plan: Plan | None = None) -> dict[str, Any]:
     """Per-sample weights (B, *S): those that were given, and recorded expansions of trainable parameters, but
-    those that are idle.
+    those that are idle. In a direct run, what is behind these.
 
     These have no rows: an error by name, should they get a gradient.
     """
     batch, state = local.batch, module._ps_state()
     assert batch is not None
     idle, others = (frozenset[str](), frozenset[str]()) if plan is None else (plan.idle, plan.others)
-    weights: dict[str, Tensor] = {}
+    as_they_are = plan is not None and plan.way == "direct"
+    weights: dict[str, Any] = {}
     for name, param in own_parameters(module) if own else module.named_parameters():
         if name in others:
             continue
@@ -205,7 +203,7 @@ def _weights(
             recorder.unexpanded = name in idle
             if name not in idle:
                 expansion = recorder.expansion(param, batch, Scale(batch.scale.total))
-                weights[name] = expansion.tensor(batch.size)
+                weights[name] = expansion if as_they_are else expansion.tensor(batch.size)
     return weights
 
 

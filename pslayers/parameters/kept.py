@@ -25,6 +25,7 @@ def kept(value: Any) -> Any:
     """What is left, after a call, of a value that stands for each sample's own: see `Kept`."""
     if not isinstance(value, PerSample):
         return value
+    value.each = value.each  # nothing more is computed of it in the call
     values: Kept = value.each.detach()[0].as_subclass(Kept)
     if value.each.requires_grad and not transforming():
         value.is_kept, values.one, values.batch = True, value, local.batch

@@ -16,7 +16,7 @@ import copy
 import functools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..core import op_kinds
 from ..core.context import UNSCALED, NoRuleError, in_ragged, local, transforming
 from ..core.expansion import Expansion, Op
 from ..core.trees import map_tensors, tensors_of
-from ..functional.computed import Computed, Leaf, Source, compute
+from ..functional.computed import Computed, Leaf, Source, Token, compute, each_of
 from ..functional.each import for_each
 
 Rule = Callable[..., Any]
@@ -48,7 +48,7 @@ class Standing:
     Args:
         inputs: of that forward, those that hold the batch: its rows in dim 0, k a sample.
         includes_children: parameters of all modules below are stood for, too.
-        weights: (B, *S) each, by their names.
+        weights: by their names: (B, *S), or what is behind the samples' own of a parameter.
         follows: whose the rows of other tensors are is followed.
         choices: for each tensor with as many rows as the batch, in order, whether the run that proved this
             took it for the batch's; None during that run.
@@ -60,7 +60,7 @@ class Standing:
         self,
         inputs: Sequence[Tensor],
         includes_children: bool,
-        weights: dict[str, Tensor],
+        weights: Mapping[str, Tensor | Expansion],
         follows: bool = False,
         choices: Sequence[bool] | None = None,
         known: frozenset[Hashable] = frozenset(),
@@ -77,6 +77,7 @@ class Standing:
         self.level = torch_api.level()  # of transforms of torch.func around the forward
         self.in_loss = False  # after the forward: what is no batch's is known by its shape
         self.slow: set[str] = set()  # names of parameters that some op used as truly different ones
+        self.again = False  # its weights have been stood for, in a part of the forward that is run again
 
     def mark(self) -> Callable[[], "Standing"]:
         """What gives the same for a part of the forward that begins here, and is computed again."""
@@ -93,10 +94,18 @@ class Standing:
 
     def stand_ins(self) -> dict[str, "PerSample"]:
         """One for each of the weights."""
-        return {
-            name: PerSample.of(w, len(w) < 2 or w.stride(0) == 0, frozenset((self.prefix + name,)))
-            for name, w in self.weights.items()
-        }
+        token, found = Token(), {}
+        for name, w in self.weights.items():
+            names = frozenset((self.prefix + name,))
+            if isinstance(w, Expansion):
+                # then not all that ops hand over comes together
+                w.joined = w.joined or self.again
+                leaf = token.leaf(w, w.shape[0])
+                found[name] = PerSample.computed(leaf, w.shape[0], names, token)
+            else:
+                found[name] = PerSample.of(w, len(w) < 2 or w.stride(0) == 0, names)
+        self.again = True
+        return found
 
     def choose(self, fits: bool, alike: Callable[[], bool] = lambda: True) -> bool:
         """Whether what has as many rows as the batch is the batch's: whatever it was when this was proved."""
@@ -155,6 +164,7 @@ class PerSample(Tensor):
     is_kept = False  # by what may be used after the call
     _each: Tensor | None = None
     _source: Source | None = None
+    _token: Token | None = None  # for what ops hand over
 
     @staticmethod
     def of(each: Tensor, same: bool = False, names: frozenset[str] = frozenset()) -> "PerSample":
@@ -164,14 +174,16 @@ class PerSample(Tensor):
         return one._standing(len(each), same, names)
 
     @staticmethod
-    def computed(source: Computed, size: int, names: frozenset[str]) -> "PerSample":
-        """What stands for values that were computed of parameters alone."""
+    def computed(
+        source: Source, samples: int, names: frozenset[str], token: Token | None = None
+    ) -> "PerSample":
+        """What stands for a recorded parameter, or for values that were computed of parameters alone."""
         one: PerSample = source.value.detach().as_subclass(PerSample)
-        one._source = source
-        return one._standing(size, True, names)
+        one._source, one._token = source, token
+        return one._standing(samples, True, names)
 
-    def _standing(self, size: int, same: bool, names: frozenset[str]) -> "PerSample":
-        self.samples, self.same, self.names = size, same, names
+    def _standing(self, samples: int, same: bool, names: frozenset[str]) -> "PerSample":
+        self.samples, self.same, self.names = samples, same, names
         if self.graph.requires_grad and not transforming():
             refuse_gradients(self, names)
         if local.stand_ins is not None:
@@ -182,8 +194,12 @@ class PerSample(Tensor):
     def each(self) -> Tensor:
         """(B, *S), of stride 0 over samples where these are the `same`, mostly."""
         if self._each is None:
-            assert isinstance(self._source, Computed)
-            self._each = self._source.each()
+            assert self._source is not None
+            with torch.enable_grad():  # it stays, wherever it is asked for first
+                self._each = each_of(self._source, self._token)
+            if self._token is not None and local.batch is not None and local.batch.outputs is not None:
+                # the caller may index what now has a row for each sample
+                local.batch.outputs.add([(self._each, 0, None)])
         return self._each
 
     @each.setter
@@ -191,16 +207,17 @@ class PerSample(Tensor):
         self._each, self._source, self.parts = each, None, ()
 
     @property
-    def pending(self) -> bool:
-        """Whether it has met no batch so far, so that more can be computed of it before that."""
-        return self._each is None
+    def is_computed(self) -> bool:
+        """Whether more is computed of it before it meets a batch; of a vector, each sample's own cost
+        nothing.
+        """
+        source = self._source
+        return source is not None and (isinstance(source, Computed) or not is_vector(source.value.shape))
 
     @property
     def source(self) -> Source:
         """What computations take it for, where all samples' values are the same."""
-        if self._source is None:
-            self._source = Leaf(self.each)
-        return self._source
+        return self._source or Leaf(self.each, self.samples)
 
     @property
     def graph(self) -> Tensor:
@@ -210,11 +227,11 @@ class PerSample(Tensor):
     @property
     def sizes(self) -> torch.Size:
         """Its shape, S: to ask itself costs as much as an op."""
-        return self._source.value.shape if self._each is None else self._each.shape[1:]  # type: ignore[union-attr]
+        return self._each.shape[1:] if self._source is None else self._source.value.shape  # type: ignore[union-attr]
 
     def become(self, other: "PerSample") -> None:
         """Stand for what another one does."""
-        self._each, self._source, self.parts = other._each, other._source, ()
+        self._each, self._source, self._token, self.parts = other._each, other._source, other._token, ()
         self.samples, self.same, self.names = other.samples, other.same, other.names
 
     def like(self, each: Tensor) -> "PerSample":
@@ -249,18 +266,25 @@ class PerSample(Tensor):
         """Stand for a parameter's values anew, which have been changed in place: autograd refuses what was
         expanded before.
         """
+        if self._source is not None:
+            if isinstance(self._source, Leaf):
+                leaf = self._token.leaf(self._source.expansion, self.samples)  # type: ignore[union-attr, arg-type]
+                self._each, self._source, self.parts = None, leaf, ()
+            return
         before, tag = self.graph, getattr(self._each, "_ps_expansion", None)
         if tag is not None and local.stand_ins is not None:
             with torch.enable_grad():
                 self.each = tag.tensor(len(before))
-            weights = local.stand_ins.weights
+            weights: Any = local.stand_ins.weights
             weights.update({name: self.each for name, w in weights.items() if w is before})
 
     def replace(self, values: Tensor) -> None:
         """Stand for a parameter whose `.data` becomes these values; in a run that proves, which leaves the
         parameter as it is, too.
         """
-        if (tag := getattr(self.each, "_ps_expansion", None)) is None:
+        leaf = self._source if isinstance(self._source, Leaf) else None
+        tag = leaf.expansion if leaf is not None else getattr(self.each, "_ps_expansion", None)
+        if tag is None:
             with torch.enable_grad():
                 self.each = over_other_values(self.each, values)
         else:
@@ -490,13 +514,16 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch_api.without_torch_function(), torch_api.quiet_vmap():
             if same and not batch and not torch_api.functions_transformed():
                 expanded = [t.expand(rows.size, *t.shape) for t in shared]
-                found, computed = compute(one, [*(t.source for t in own), *map(Leaf, expanded)])
+                found, computed = compute(
+                    one, [*(t.source for t in own), *(Leaf(t, rows.size) for t in expanded)]
+                )
             else:
                 found, computed = _run_for_each(one, rows, own, shared, batch), None
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise NoRuleError(f"`{name}` cannot be run for each sample ({error})".splitlines()[0]) from error
     if computed is not None:
-        return map_tensors(lambda _: PerSample.computed(next(computed), rows.size, names_of(own)), found)
+        token, names = own[0]._token, names_of(own)
+        return map_tensors(lambda _: PerSample.computed(next(computed), rows.size, names, token), found)
     if not batch:
         return map_tensors(lambda each: PerSample.of(each, same, names_of(own)), found)
     if stand_ins is not None:
@@ -588,7 +615,7 @@ def values_of(t: Tensor) -> Tensor:
     """The values of what stands for a parameter, an ordinary tensor."""
     if not isinstance(t, PerSample):
         return t
-    return t.graph.detach() if t.pending else t.each.detach()[0]
+    return t.each.detach()[0] if t._source is None else t._source.value.detach()
 
 
 def is_vector(shape: Sequence[int]) -> bool:
@@ -621,7 +648,9 @@ def _shares_memory(t: PerSample) -> bool:
     to it.
     """
     weights = () if local.stand_ins is None else local.stand_ins.weights.values()
-    return any(o is not t for o in _of_the_memory(t)) or any(_memory(w) == _memory(t.graph) for w in weights)
+    return any(o is not t for o in _of_the_memory(t)) or any(
+        _memory(w.weight if isinstance(w, Expansion) else w) == _memory(t.graph) for w in weights
+    )
 
 
 # by which masks and indices say which rows go where: in each batch otherwise

@@ -36,7 +36,7 @@ def _view(rule: Rule) -> Rule:
 
     @functools.wraps(rule)
     def view(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
-        alone = isinstance(t, PerSample) and t.pending and not any(isinstance(a, Tensor) for a in args)
+        alone = isinstance(t, PerSample) and t.is_computed and not any(isinstance(a, Tensor) for a in args)
         return NotImplemented if alone else rule(func, t, *args, **kwargs)
 
     return view
@@ -72,7 +72,7 @@ def _indexed(func: Any, t: Any, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if not isinstance(t, PerSample) or any(isinstance(i, PerSample) or _of_the_batch(i) for i in parts):
         return NotImplemented  # looked up by the batch's ids
-    if t.pending:
+    if t.is_computed:
         return NotImplemented
     if len(parts) == 1 and (
         isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim and index.dtype == torch.long)
@@ -94,7 +94,7 @@ def _once(own: Sequence[PerSample], shape: Sequence[int]) -> bool:
     """Whether what is made of these alone, of this shape, is computed once for all samples: not where each
     sample's own values cost nothing.
     """
-    return all(t.same for t in own) and (any(t.pending for t in own) or not is_vector(shape))
+    return all(t.same for t in own) and (any(t.is_computed for t in own) or not is_vector(shape))
 
 
 def _of_the_batch(index: Any) -> bool:
@@ -151,7 +151,7 @@ def _converted(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
         return t
     if not _once([t], t.sizes):
         return _of_each(func, t, *args, **kwargs)
-    if t.pending:
+    if t.is_computed:
         return NotImplemented
     if (like.dtype, like.device) != (t.dtype, t.device) or torch_api.functions_transformed():
         return NotImplemented
@@ -264,7 +264,7 @@ def _trained(func: Any, t: Any, requires_grad: bool = True) -> Any:
     if t.each.requires_grad != requires_grad:
         if not t.each.is_leaf:
             raise NoRuleError("a parameter of each sample's own would have no gradient")
-        t.each.requires_grad_(requires_grad)
+        t.each = t.each.requires_grad_(requires_grad)
     return t
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pslayers.functional.computed import Leaf, compute
+from pslayers.functional.computed import Leaf, compute, each_of
 
 from .ops import floats
 
@@ -16,13 +16,13 @@ Chain = Callable[..., Tensor]
 
 def ours(steps: Chain, *rows: Tensor) -> Tensor:
     """A chain of calls, made one by one, each of what the last one gave, and of the weights."""
-    leaves = [Leaf(w) for w in rows]
+    leaves = [Leaf(w, len(w)) for w in rows]
     computed = None
     for step in steps():
         _, found = compute(step, leaves if computed is None else [computed, *leaves])
         computed = next(found)
     assert computed is not None
-    return computed.each()
+    return each_of(computed)
 
 
 def expected(steps: Chain, weights: list[Tensor]) -> Tensor:
@@ -83,8 +83,8 @@ def test_equals_each_samples_own(name: str, create_graph: bool) -> None:
 
 def test_several_results_some_without_a_gradient() -> None:
     rows = floats(3, 4).expand(2, 3, 4).requires_grad_()
-    result, computed = compute(lambda w: w.max(1), [Leaf(rows)])
-    values, places = (one.each() for one in computed)
+    result, computed = compute(lambda w: w.max(1), [Leaf(rows, len(rows))])
+    values, places = map(each_of, computed)
     torch.testing.assert_close((values[0], places[0]), tuple(result))
     assert not places.requires_grad
     (found,) = torch.autograd.grad(values.sum(), rows)
@@ -95,9 +95,9 @@ def test_several_results_some_without_a_gradient() -> None:
 def test_random_numbers_are_drawn_once(create_graph: bool) -> None:
     """Also where the gradient is to be differentiated, for which the calls are made again."""
     rows = floats(5, 4).expand(3, 5, 4).requires_grad_()
-    _, computed = compute(lambda w: F.dropout(w * w), [Leaf(rows)])
+    _, computed = compute(lambda w: F.dropout(w * w), [Leaf(rows, len(rows))])
     state = torch.get_rng_state()
-    y = next(computed).each()
+    y = each_of(next(computed))
     mask = (y / rows.square()).detach()
     assert {0.0, 2.0} == set(mask.round().unique().tolist())
     (found,) = torch.autograd.grad(y.sum(), rows, create_graph=create_graph)
@@ -124,8 +124,8 @@ def test_nothing_is_packed_of_it() -> None:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        _, computed = compute(lambda w: w.sin().exp(), [Leaf(rows)])
-        y = next(computed).each()
+        _, computed = compute(lambda w: w.sin().exp(), [Leaf(rows, len(rows))])
+        y = each_of(next(computed))
     assert packed == [(2, 3)]  # the expansion, of which autograd has to know
     torch.testing.assert_close(torch.autograd.grad(y.sum(), rows)[0], rows.cos() * y)
 
@@ -133,14 +133,14 @@ def test_nothing_is_packed_of_it() -> None:
 @pytest.mark.parametrize("write", [lambda w: F.relu(w * 1, inplace=True), lambda w: w.exp()])
 def test_what_it_makes_may_be_written_to(write: Callable[[Tensor], Tensor]) -> None:
     rows = floats(3).expand(2, 3).requires_grad_()
-    y = next(compute(write, [Leaf(rows)])[1]).each()
+    y = each_of(next(compute(write, [Leaf(rows, 2)])[1]))
     torch.testing.assert_close(y[0], write(rows[0]))
 
 
 def test_what_it_is_given_may_not() -> None:
     rows = floats(3).expand(2, 3).requires_grad_()
-    _, computed = compute(lambda w: w * 2, [Leaf(rows)])
+    _, computed = compute(lambda w: w * 2, [Leaf(rows, len(rows))])
     with pytest.raises(ValueError, match="writes to what it is given"):
         compute(lambda y: y.relu_(), [next(computed)])
     with pytest.raises(RuntimeError, match="in-place"):
-        compute(lambda w: w.relu_(), [Leaf(rows)])
+        compute(lambda w: w.relu_(), [Leaf(rows, len(rows))])
