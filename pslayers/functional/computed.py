@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..core.expansion import Expansion, Op, composite_backward, needed_grads
+from ..core.expansion import Expansion, Op, needed_grads
 from ..core.factors import Dense, Factor, OfParts, at_once, joined
 from ..core.products import number, summed
 from ..core.trees import tensors_of
@@ -136,9 +136,9 @@ def each_of(source: Source, token: "Token | None" = None) -> Tensor:
     else:
         for leaf in leaves:
             leaf.each()
-    found: Tensor = _Pulled.apply(
-        source, calls, leaves, collector, begin, *(t for leaf in leaves for t in leaf.handles())
-    )
+    handles = [t for leaf in leaves for t in leaf.handles()]
+    with torch_api.without_saved_tensors_hooks():  # a checkpoint computes it again, perhaps elsewhere
+        found: Tensor = _Pulled.apply(source, calls, leaves, collector, begin, *handles)
     if collector is not None:
         found._ps_expansion = Collected(source, leaves, collector)  # type: ignore[attr-defined]
     return found
@@ -186,29 +186,7 @@ class _Pulled(Op):
         if grad is None:
             return nothing
         if torch.is_grad_enabled():
-
-            def again(*values: Tensor) -> Tensor:
-                known = dict(zip(leaves, values, strict=True))
-                found = dict[_Call, list[Tensor]]()
-
-                def value(one: Source) -> Tensor:
-                    return known[one] if isinstance(one, Leaf) else found[one.call][one.index]
-
-                for call in calls:
-                    with _drawn_again(call.random, values[0].device), call.autocast():
-                        found[call] = tensors_of(call.run(*map(value, call.inputs)))
-                return value(source)
-
-            def together(*handles: Tensor) -> Tensor:
-                rest = iter(handles)
-                each = [leaf.again([next(rest) for _ in leaf.handles()]) for leaf in leaves]
-                with torch_api.quiet_vmap():
-                    result: Tensor = torch.func.vmap(again, randomness="same")(
-                        *(t.contiguous() for t in each)
-                    )
-                    return result
-
-            return *nothing[:5], *composite_backward(together, ctx.saved_tensors, [grad])
+            return *nothing[:5], *_with_a_graph(source, calls, leaves, ctx.saved_tensors, grad)
         if collector is not None and not torch_api.in_one_of_several():
             collector.hand(source, leaves, Dense(grad, grad.shape))
             return nothing
@@ -217,6 +195,67 @@ class _Pulled(Op):
             pulled = torch_api.grads_of_each([source.value], [leaf.value for leaf in wanted], [grad])
         rows = dict(zip(wanted, pulled, strict=True))
         return *nothing[:5], *(g for leaf in leaves for g in leaf.returned(rows.get(leaf)))
+
+
+def _with_a_graph(
+    source: Source, calls: Sequence[_Call], leaves: Sequence[Leaf], handles: Sequence[Tensor], grad: Tensor
+) -> list[Tensor | None]:
+    """The gradients of the handles, to be differentiated: all is computed again, with each sample's own
+    values, and held against what the graph gives that there is.
+    """
+    rest, size = iter(handles), len(grad)
+    each = [leaf.again([next(rest) for _ in leaf.handles()]) for leaf in leaves]
+    each = [t.view_as(t) for t in each]  # one may have been made of another: each has its own part
+    wanted = [i for i, leaf in enumerate(leaves) if leaf.value.requires_grad]
+
+    def again(*values: Tensor) -> Tensor:
+        known = dict(zip(leaves, values, strict=True))
+        found = dict[_Call, list[Tensor]]()
+
+        def value(one: Source) -> Tensor:
+            return known[one] if isinstance(one, Leaf) else found[one.call][one.index]
+
+        for call in calls:
+            with _drawn_again(call.random, values[0].device), call.autocast():
+                found[call] = tensors_of(call.run(*map(value, call.inputs)))
+        return value(source)
+
+    def at_once() -> Tensor:
+        with torch_api.quiet_vmap():
+            found: Tensor = torch.func.vmap(again, randomness="same")(*(t.contiguous() for t in each))
+            return found
+
+    def one_by_one() -> Tensor:  # not all can be batched
+        return torch.stack([again(*(t[i] for t in each)) for i in range(size)])
+
+    with torch.no_grad(), torch_api.quiet_vmap():
+        true = torch_api.grads_of_each([source.value], [leaves[i].value for i in wanted], [grad.detach()])
+    for way in (at_once, one_by_one):
+        try:
+            y = way()
+            found = torch.autograd.grad(
+                y, [each[i] for i in wanted], grad, create_graph=True, allow_unused=True
+            )
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+            continue
+        pairs = [(y, source.value.expand_as(y)), *zip(found, true, strict=True)]
+        if all(one is other or _alike(one, other) for one, other in pairs):
+            rows = dict(zip(wanted, found, strict=True))
+            return [g for i, leaf in enumerate(leaves) for g in leaf.returned(rows.get(i))]
+    raise NotImplementedError(
+        "What a forward computes of parameters alone is computed again for gradients of gradients, and comes"
+        " out otherwise: a buffer was changed in place since, or a value under torch.no_grad(). Make a new"
+        " tensor instead, or take the loop over samples."
+    )
+
+
+def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return False
+    close = 64 * torch.finfo(other.dtype).eps ** 0.75
+    one, other = one.detach(), other.detach()
+    most = float(other.abs().nan_to_num().max()) if other.numel() else 0.0
+    return torch.allclose(one, other, close, close * most, equal_nan=True)
 
 
 # ---------------------------------------------------------------------------------------------- handed over
