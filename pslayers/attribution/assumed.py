@@ -255,8 +255,9 @@ class AssumedRows:
         if x is None or self.unsure:
             return
         if isinstance(module, nn.EmbeddingBag) and x.ndim == 1:  # a row is a bag, which offsets begin
-            ids, x = x, given[1].get("offsets", (*given[0], None)[1])
-            self.unsure = any(self.rows.get(t) for t in tensors if t is not ids and t is not x)
+            args, kwargs = given
+            x = kwargs.get("offsets", args[1] if len(args) > 1 else None)
+            self.unsure = any(t.requires_grad for t in tensors)  # weights of a layer's, of whichever texts
         size = self.picks.size
         before = any(self.rows.get(t) or (self.rows.get(t) is not None and len(t) == size) for t in tensors)
         by_count = len(x) != size and len(x) % size == 0 and not self._of_samples(x)

@@ -419,11 +419,11 @@ def _of_constant(x: Tensor, size: int, eps: float) -> Layout:
 
 
 def _noisy(model: ConvertedModule) -> dict[str, Tensor]:
-    """The floating parameters with some noise, one for all samples where they were given per sample."""
+    """The parameters with some noise, but integers, one for all samples where they were given per sample."""
     noisy, given = {}, model._ps_given()
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
-            if p is not None and p.is_floating_point():
+            if p is not None and (p.is_floating_point() or p.is_complex()):
                 name = f"{path}.{name}" if path else name
                 value = p.detach()[0] if name in given and len(p) else p.detach()
                 some = 4 * (noise(value) - 0.5)
@@ -479,7 +479,7 @@ class Coarsest(TorchFunctionMode):
 
     def _look(self, values: Any) -> None:
         for t in tensors_of(values):
-            if t.is_floating_point():
+            if t.is_floating_point() or t.is_complex():
                 self.eps = max(self.eps, torch.finfo(t.dtype).eps)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -75,7 +75,7 @@ RANDOM = _names("""
 # of all tensors that are given
 BY_ROW = [
     *RANDOM,
-    *_names("masked_fill prelu real imag conj view_as_real view_as_complex type cuda"),
+    *_names("masked_fill prelu complex polar real imag conj view_as_real view_as_complex type cuda"),
     *_names("requires_grad_ detach_ copy_ fill_ zero_"),
 ]
 # of the first one

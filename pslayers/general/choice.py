@@ -220,7 +220,7 @@ class _Proof:
     def _parts(self, tensors: Sequence[Tensor], mixed: bool) -> Iterator[tuple[Tensor, Layout]]:
         """The outputs that count, with their layouts, and a row for each sample of what all share."""
         for t, plain, layout in zip(tensors, self.plain, self.layouts, strict=True):
-            if t.is_floating_point() and (layout == MIXED) is mixed:
+            if (t.is_floating_point() or t.is_complex()) and (layout == MIXED) is mixed:
                 alone = t.ndim == plain.ndim if layout == TABLE else layout == SHARED and len(t) != self.size
                 each = t.expand(self.size, *t.shape[layout == SHARED :]) if alone else t
                 yield each, ("dim", 0) if layout in (SHARED, TABLE) else layout
@@ -235,6 +235,7 @@ class _Proof:
         """Of some numbers times the outputs, and times the factors of samples; of inputs by their numbers."""
         loss: Tensor | float = 0.0
         for t, layout in self._parts(tensors, mixed):
+            t = torch.view_as_real(t) if t.is_complex() else t
             weights = torch.where(t.isfinite(), noise(t) + 0.5, 0)
             weights = weights if factors is None else weights * _factors(factors.to(t), t, layout)
             loss = loss + (torch.where(t.isfinite(), t, 0) * weights).sum()
@@ -340,7 +341,7 @@ class _Proof:
 
         def change(t: Tensor) -> Tensor:
             layout = next(layouts)
-            if not t.is_floating_point() or layout in (SHARED, TABLE, MIXED):
+            if not (t.is_floating_point() or t.is_complex()) or layout in (SHARED, TABLE, MIXED):
                 return t.clone()
             return torch.where(
                 _factors(samples.to(t.device), t, layout), t * (0.5 + noise(t)) + 0.1 * noise(t), t
@@ -359,7 +360,7 @@ class _Proof:
                 return f"a tensor of shape {tuple(t.shape)} instead of {tuple(plain.shape)}"
             if layout == PICKED:
                 samples_of_rows(layout, t, self.size)
-            if t.is_floating_point() and t.numel():
+            if (t.is_floating_point() or t.is_complex()) and t.numel():
                 same = (t == plain) | (t.isnan() & plain.isnan())  # infinities, as in masks
                 error = torch.where(same, 0, (t - plain).abs()).max()
                 if not error <= self.relative * plain.abs().nan_to_num(0, 0, 0).max():

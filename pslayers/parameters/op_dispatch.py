@@ -7,6 +7,8 @@ an op whose weight is only an expansion goes to its form in `functional` instead
 autograd.Function, which is handed the real tensors, every sample's part in dim 0.
 """
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -166,14 +168,23 @@ def _einsum(equation: Any, *operands: Any) -> Any:
     owners = None if (picks := followed()) is None or not batch else picks.owners(batch[0])
     if owners is None or not all((o := picks.owners(t)) is not None and o.same(owners) for t in batch):
         return NotImplemented
-    found, term, result = given[0], letters[0], letters[-1]
-    for i, (other, own) in enumerate(zip(given[1:], letters[1:-1], strict=True), 2):  # from left to right
-        wanted = "".join((result, *letters[i:]))
-        made = "".join(sorted({*term, *own} & {*wanted}, key=wanted.index))
-        found, term = torch.einsum(f"{term},{own}->{made}", found, other), made
-        if not isinstance(found, PerSample) and made[:1] == result[:1]:
+    *terms, result = letters
+    sizes = {c: n for t, term in zip(given, terms, strict=True) for c, n in zip(term, t.shape, strict=True)}
+    left = list(zip(given, terms, strict=True))
+    while len(left) > 1:  # first what gives the least
+
+        def made(pair: tuple[int, int]) -> str:
+            wanted = result + "".join(term for i, (_, term) in enumerate(left) if i not in pair)
+            return "".join(sorted({c for i in pair for c in left[i][1] if c in wanted}, key=wanted.index))
+
+        pairs = itertools.combinations(range(len(left)), 2)
+        i, j = min(pairs, key=lambda pair: math.prod(sizes[c] for c in made(pair)))
+        term, (b, of_b), (a, of_a) = made((i, j)), left.pop(j), left.pop(i)
+        found = torch.einsum(f"{of_a},{of_b}->{term}", a, b)
+        if not isinstance(found, PerSample) and term[:1] == result[:1]:
             picks.tag(found, owners)
-    return found
+        left.append((found, term))
+    return left[0][0]
 
 
 def _tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: Any = None) -> Any:

@@ -491,6 +491,10 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
         if not (writes and isinstance(args[0], PerSample)):
             return result
+        each = args[0]._each
+        if each is not None and each.stride(0) and len(each) > 1:  # of a vector: the others' values, too
+            with torch.no_grad():
+                each.copy_(each[:1].clone())
         for other in _of_the_memory(args[0]):
             other.expand_again()
         return args[0]
@@ -501,7 +505,9 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs.get("out") is not None:
         raise NoRuleError(f"`{name}` would write to a tensor that all samples share")
     if writes:
-        return _written(args[0], _for_each(getattr(Tensor, op_kinds.apart(name)), args, kwargs))
+        if (function := getattr(Tensor, op_kinds.apart(name), None)) is None:
+            raise NoRuleError(f"`{name}` writes to a parameter of each sample's own")
+        return _written(args[0], _for_each(function, args, kwargs))
     rows = _Rows(own[0].samples, name)
     batch = [(t, held) for t in others if (held := rows.take(t)) is not None]
     of_batch = {id(t) for t, _ in batch}

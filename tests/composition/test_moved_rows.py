@@ -529,3 +529,37 @@ def test_bags_of_any_length(weigh: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 
         assert_rows(ours, true_rows(loss, model, len(lengths)))
     assert weigh or len(proofs) == 1
+
+
+class WeighedBags(nn.Module):
+    """Tokens count as the samples' rows say, and offsets say where a bag begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.weigh, self.head = (
+            nn.EmbeddingBag(9, 4, mode="sum"),
+            nn.Linear(3, 2),
+            nn.Linear(4, 2),
+        )
+
+    def forward(self, x: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+        weights = self.weigh(x).flatten()
+        return self.head(self.table(offsets=offsets, input=ids, per_sample_weights=weights))
+
+
+def test_bags_of_whichever_samples_weights() -> None:
+    """Two weights a sample: in a later batch a bag holds those of others."""
+    model, ours = both(WeighedBags())
+    for starts in ((0, 2, 4, 6), (0, 2, 4, 6), (0, 1, 4, 6), (0, 2, 4, 6)):
+        x, ids, offsets = batch(4, 3), torch.randint(0, 9, (8,)), torch.tensor(starts)
+        ours.zero_grad()
+        if starts[1] != 2:
+            with pytest.raises(ValueError, match="samples interact"):
+                ours(x, ids, offsets)
+            continue
+        squares(ours(x, ids, offsets)).mean().backward()
+
+        def loss(i: int, x: Tensor = x, ids: Tensor = ids) -> Tensor:
+            return square(model(x[i : i + 1], ids[2 * i : 2 * i + 2], torch.zeros(1, dtype=torch.long)), 0)
+
+        assert_rows(ours, true_rows(loss, model, 4))

@@ -726,3 +726,48 @@ def test_what_reached_nothing_is_free_outside_of_recording() -> None:
         ours(x, True).sum().backward()
         ours.part.bias.square().sum().backward()
     torch.testing.assert_close(ours.part.bias.grad, 3 + 2 * ours.part.bias.detach())
+
+
+class Complex(nn.Module):
+    """Complex outputs, of samples in another dim."""
+
+    def __init__(self, mixes: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.w, self.mixes = nn.Parameter(torch.randn(3, dtype=torch.complex128)), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mixes(torch.complex(x, 2 * x), self.w)
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
+@pytest.mark.parametrize(
+    "mixes",
+    [
+        lambda z, w: z * w,
+        lambda z, w: (z.transpose(0, 1) * w).transpose(0, 1),
+        lambda z, w: (z.flip(0) * w).flip(0),
+        lambda z, w: z * (torch.arange(12.0).view(4, 3) * w),
+        lambda z, w: torch.einsum("bti,i->bt", z, w),
+    ],
+    ids=["scaled", "time-first", "turned-round", "a table", "summed"],
+)
+def test_complex_outputs_are_proved(mixes: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """As many times as samples."""
+    model, x = Complex(mixes), torch.randn(4, 4, 3, dtype=torch.float64)
+
+    def losses(z: Tensor) -> Tensor:
+        return torch.view_as_real(z).sin().flatten(1).sum(1)
+
+    expected = [torch.autograd.grad(losses(model(x[i : i + 1])).sum(), model.w)[0] for i in range(4)]
+    ours = ps.convert_model(model)
+    for _ in range(2):
+        losses(ours(x)).mean().backward()
+        torch.testing.assert_close(ours.w.grad_sample, torch.stack(expected))
+    weights = ps.expand_params(ours, 4)
+    try:
+        out = torch.func.functional_call(ours, weights, (x,))
+    except ValueError as error:  # rows that were turned round are refused there
+        assert "a mask has picked" in str(error)
+        return
+    (found,) = torch.autograd.grad(losses(out).sum(), weights["w"])
+    torch.testing.assert_close(found, torch.stack(expected))

@@ -145,6 +145,14 @@ PRODUCTS = {
         SEQUENCE,
     ),
     "einsum-bilinear": (_leaf(lambda x, w: torch.einsum("bti,btj,oij->bto", x, x, w), w=(3, 4, 4)), SEQUENCE),
+    "einsum-of-five": (
+        _leaf(
+            lambda x, u, g: torch.einsum("bi,bj,ia,jc,aco->bo", x[:, 0], x[:, 1], u, u, g),
+            u=(4, 2),
+            g=(2, 2, 3),
+        ),
+        SEQUENCE,
+    ),
     "matmul-of-heads": (
         _leaf(lambda x, w: x.unflatten(2, (2, 2)).transpose(1, 2) @ w, w=(2, 2, 3)),
         SEQUENCE,
@@ -283,7 +291,7 @@ def test_clipping_by_their_factors(name: str) -> None:
     """Norms, Gram matrix and clipped sum are those of the loop's rows."""
     build, shape = LEAVES[name]
     model, x = build(), _batch(3, shape)
-    rows = loop(model, square, (x,))["w"]
+    rows = torch.cat([g.flatten(1) for g in loop(model, square, (x,)).values()], 1)
     ours = ps.convert_model(model, loss_reduction="sum")
     with ps.factored(ours) as grads:
         squares(ours(x)).sum().backward()
@@ -294,4 +302,24 @@ def test_clipping_by_their_factors(name: str) -> None:
     with ps.clipping(ours, max_norm=float(norms.median())):
         squares(ours(x)).sum().backward()
     clipped = torch.tensordot((norms.median() / norms).clamp(max=1), rows, 1)
-    torch.testing.assert_close(next(ours.parameters()).grad, clipped, rtol=1e-5, atol=1e-8)
+    found = torch.cat([p.grad.flatten() for p in ours.parameters()])
+    torch.testing.assert_close(found, clipped, rtol=1e-5, atol=1e-8)
+
+
+def test_products_of_several_make_nothing_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever order they are given in."""
+    sizes, einsum_ = list[int](), torch.einsum
+
+    def noted(equation: str, *operands: Tensor) -> Tensor:
+        found = einsum_(equation, *operands)
+        sizes.append(found.numel())
+        return found
+
+    model = Leaf(
+        lambda x, u, g: torch.einsum("bi,bj,ia,jc,aco->bo", x[:, 0], x[:, 1], u, u, g), u=(40, 2), g=(2, 2, 3)
+    )
+    ours = ps.convert_model(model)
+    ours(_batch(3, (2, 40)))
+    monkeypatch.setattr(torch, "einsum", noted)
+    ours(_batch(3, (2, 40)))
+    assert sizes and max(sizes) <= 3 * 2 * 3
