@@ -235,9 +235,11 @@ class _Proof:
         """Of some numbers times the outputs, and times the factors of samples; of inputs by their numbers."""
         loss: Tensor | float = 0.0
         for t, layout in self._parts(tensors, mixed):
-            t = torch.view_as_real(t) if t.is_complex() else t
+            each = None if factors is None else _factors(factors.to(t.device), t, layout)
+            if t.is_complex():
+                t, each = torch.view_as_real(t), None if each is None else each.unsqueeze(-1)
             weights = torch.where(t.isfinite(), noise(t) + 0.5, 0)
-            weights = weights if factors is None else weights * _factors(factors.to(t), t, layout)
+            weights = weights if each is None else weights * each.to(t.dtype)
             loss = loss + (torch.where(t.isfinite(), t, 0) * weights).sum()
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             return {}
