@@ -91,7 +91,7 @@ def quiet_vmap() -> Iterator[None]:
 
 
 def grads_of_each(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]
+    outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """The gradients of inputs for each of several gradients of the outputs, (B, ...) each, at once; the graph
     stays.

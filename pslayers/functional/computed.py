@@ -7,6 +7,7 @@ all of them, of parameters as they are, too (of every step of a cell), and makes
 B samples; S the shape of a parameter, S' that of what is computed.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -192,7 +193,7 @@ class _Pulled(Op):
             return nothing
         wanted = [leaf for leaf in leaves if leaf.value.requires_grad]
         with torch_api.quiet_vmap():
-            pulled = torch_api.grads_of_each([source.value], [leaf.value for leaf in wanted], [grad])
+            pulled = torch_api.grads_of_each([source.value], [grad], [leaf.value for leaf in wanted])
         rows = dict(zip(wanted, pulled, strict=True))
         return *nothing[:5], *(g for leaf in leaves for g in leaf.returned(rows.get(leaf)))
 
@@ -229,7 +230,7 @@ def _with_a_graph(
         return torch.stack([again(*(t[i] for t in each)) for i in range(size)])
 
     with torch.no_grad(), torch_api.quiet_vmap():
-        true = torch_api.grads_of_each([source.value], [leaves[i].value for i in wanted], [grad.detach()])
+        true = torch_api.grads_of_each([source.value], [grad.detach()], [leaves[i].value for i in wanted])
     for way in (at_once, one_by_one):
         try:
             y = way()
@@ -309,22 +310,31 @@ class Collector:
             found.setdefault(source, []).append(factor)
             begun[source] = leaves
         uses = {source: _one(factors) for source, factors in found.items()}
-        return [self._of(e, uses, begun) for e in self.expansions]
+        groups: dict[tuple[Source, ...], list[Pulled]] = {}
+        each = [self._of(e, uses, begun, groups) for e in self.expansions]
+        for group in groups.values():
+            for one in group:
+                one.group = group
+        return each
 
     def _of(
-        self, e: Expansion, uses: dict[Source, Factor], begun: dict[Source, Sequence[Leaf]]
+        self,
+        e: Expansion,
+        uses: dict[Source, Factor],
+        begun: dict[Source, Sequence[Leaf]],
+        groups: "dict[tuple[Source, ...], list[Pulled]]",
     ) -> Factor | None:
         raw = [f for s, f in uses.items() if isinstance(s, Leaf) and s.expansion is e]
-        computed = [s for s in uses if isinstance(s, Computed)]
         parts: dict[Leaf, list[Source]] = {}
-        for source in computed:
-            for leaf in begun[source]:
+        for source in uses:
+            for leaf in begun[source] if isinstance(source, Computed) else ():
                 if leaf.expansion is e:
                     parts.setdefault(leaf, []).append(source)
         for leaf, sources in parts.items():
-            factors = [uses[source] for source in sources]
             shape = torch.Size((leaf.size, *leaf.value.shape))
-            raw.append(Pulled([source.value for source in sources], factors, leaf.value, shape))
+            one = Pulled([s.value for s in sources], [uses[s] for s in sources], leaf.value, shape)
+            groups.setdefault(tuple(sources), []).append(one)
+            raw.append(one)
         return _one(raw) if raw else None
 
 
@@ -381,6 +391,9 @@ class _Collect(Op):
         return None, *found
 
 
+FEW_VALUES = 1 << 18
+
+
 class Pulled(OfParts):
     """Of a parameter, through what was computed of it: ``vjp(g[n])`` of each sample.
 
@@ -395,20 +408,48 @@ class Pulled(OfParts):
         self, values: Sequence[Tensor], parts: Sequence[Factor], leaf: Tensor, shape: torch.Size
     ) -> None:
         self.values, self.parts, self.leaf, self.shape = values, parts, leaf, shape
+        self.group = [self]  # of the same parts: what is pulled through for one, is for all
+        self.pulled: dict[str, Tensor] = {}
 
     def _of(self, parts: Sequence[Factor]) -> Factor:
         return Pulled(self.values, parts, self.leaf, torch.Size((parts[0].shape[0], *self.shape[1:])))
 
-    def _once(self, grads: Sequence[Tensor]) -> Tensor:
-        grads = [g.to(v.dtype) for g, v in zip(grads, self.values, strict=True)]
-        (found,) = torch.autograd.grad(
-            self.values, [self.leaf], grads, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        return found
+    def _through(self, grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(self.values, leaves, grads, retain_graph=True, allow_unused=True)
+
+    def _of_all(
+        self,
+        name: str,
+        of_part: Callable[[Factor], Tensor],
+        through: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor | None]],
+        shape: tuple[int, ...] = (),
+    ) -> Tensor:
+        """What comes of gradients of the parts, for this one and, once each, for the others of the group."""
+        if name not in self.pulled:
+            group = self.group if name else [self]
+            grads = [of_part(part).to(v.dtype) for part, v in zip(self.parts, self.values, strict=True)]
+            try:
+                with torch_api.quiet_vmap():
+                    found = through(grads, [one.leaf for one in group])
+            except RuntimeError as error:
+                if "modified by an inplace operation" not in str(error):
+                    raise
+                raise RuntimeError(
+                    "A parameter of which a forward computes something, as a normalized weight, has been"
+                    " changed in place since, as by an optimizer's step: what is asked of its per-sample"
+                    " gradients is to be asked before."
+                ) from error
+            for one, t in zip(group, found, strict=True):
+                one.pulled[name] = t if t is not None else one.leaf.new_zeros(*shape, *one.shape[1:])
+        return self.pulled.pop(name)
 
     def total(self) -> Tensor:
         """By the plain gradient."""
-        return self._once([part.total() for part in self.parts])
+        return self._of_all("total", lambda part: part.total(), self._through)
+
+    def total_of(self, rows: Tensor, scale: float) -> Tensor:
+        """Of a few values by their sum, which takes less time than a way through the graph."""
+        return summed(rows, 1 / scale) if rows.numel() <= FEW_VALUES else self.total()
 
     def write(self, out: Tensor, scale: float) -> None:
         """Some samples' at a time."""
@@ -428,11 +469,10 @@ class Pulled(OfParts):
             yield some, self.read(some)
 
     def read(self, some: slice) -> Tensor:
-        grads = [part.read(some).to(v.dtype) for part, v in zip(self.parts, self.values, strict=True)]
-        with torch_api.quiet_vmap():
-            (found,) = torch_api.grads_of_each(self.values, [self.leaf], grads)
-        return self.leaf.new_zeros(len(grads[0]), *self.shape[1:]) if found is None else found
+        n = some.stop - some.start
+        through = functools.partial(torch_api.grads_of_each, self.values)
+        return self._of_all("rows" if n == self.shape[0] else "", lambda part: part.read(some), through, (n,))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """By the plain gradient of what was computed, of its weighted sum."""
-        return self._once([part.weighted_sum(weights) for part in self.parts])
+        return self._of_all("", lambda part: part.weighted_sum(weights), self._through)
