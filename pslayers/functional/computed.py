@@ -23,6 +23,7 @@ from ..core.products import number, summed
 from ..core.trees import tensors_of
 from .common import owned
 from .each import autocast, generator_of
+from .linear_factor import Outer
 
 
 class Leaf:
@@ -324,11 +325,17 @@ class Collector:
         begun: dict[Source, Sequence[Leaf]],
         groups: "dict[tuple[Source, ...], list[Pulled]]",
     ) -> Factor | None:
-        raw = [f for s, f in uses.items() if isinstance(s, Leaf) and s.expansion is e]
+        raw: list[Factor] = []
         parts: dict[Leaf, list[Source]] = {}
-        for source in uses:
-            for leaf in begun[source] if isinstance(source, Computed) else ():
-                if leaf.expansion is e:
+        for source, factor in uses.items():
+            for leaf in begun[source]:
+                if leaf.expansion is not e:
+                    continue
+                if source is leaf:
+                    raw.append(factor)
+                elif isinstance(factor, Outer) and _turned(source.value, leaf.value):
+                    raw.append(factor.turned())
+                else:
                     parts.setdefault(leaf, []).append(source)
         for leaf, sources in parts.items():
             shape = torch.Size((leaf.size, *leaf.value.shape))
@@ -336,6 +343,15 @@ class Collector:
             groups.setdefault(tuple(sources), []).append(one)
             raw.append(one)
         return _one(raw) if raw else None
+
+
+def _turned(t: Tensor, other: Tensor) -> bool:
+    """Whether a matrix is the other one, transposed, in the same memory."""
+    return (
+        t.ndim == other.ndim == 2
+        and t.data_ptr() == other.data_ptr()
+        and (t.shape, t.stride()) == (other.shape[::-1], other.stride()[::-1])
+    )
 
 
 def _one(factors: Sequence[Factor]) -> Factor:

@@ -45,6 +45,11 @@ class Outer(Factor):
         gy, x, size = self.gy, self.x, self.shape[0]
         return self.batched(gy, size, gy.shape[-1]), self.batched(x, size, x.shape[-1])
 
+    def turned(self) -> "Outer":
+        """That of the transposed weight, (B, I, O)."""
+        size, o, i = self.shape[0], self.gy.shape[-1], self.x.shape[-1]
+        return Outer(self.x, self.gy, torch.Size((size, i, o)), self.batched)
+
     def total(self) -> Tensor:
         """By one product over all positions."""
         total = (product if torch.is_grad_enabled() else outer)(self.gy, self.x)

@@ -95,15 +95,17 @@ class Standing:
     def stand_ins(self) -> dict[str, "PerSample"]:
         """One for each of the weights."""
         token, found = Token(), {}
+        expansions = [w for w in self.weights.values() if isinstance(w, Expansion)]
+        collects = not all(is_vector(w.weight.shape) for w in expansions)
         for name, w in self.weights.items():
             names = frozenset((self.prefix + name,))
-            if isinstance(w, Expansion):
-                # then not all that ops hand over comes together
+            if isinstance(w, Expansion) and collects:
+                # where it stands in twice, not all that ops hand over comes together
                 w.joined = w.joined or self.again
-                leaf = token.leaf(w, w.shape[0])
-                found[name] = PerSample.computed(leaf, w.shape[0], names, token)
+                found[name] = PerSample.computed(token.leaf(w, w.shape[0]), w.shape[0], names, token)
             else:
-                found[name] = PerSample.of(w, len(w) < 2 or w.stride(0) == 0, names)
+                each = w.tensor(w.shape[0]) if isinstance(w, Expansion) else w
+                found[name] = PerSample.of(each, len(each) < 2 or each.stride(0) == 0, names)
         self.again = True
         return found
 

@@ -72,7 +72,7 @@ def _indexed(func: Any, t: Any, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if not isinstance(t, PerSample) or any(isinstance(i, PerSample) or _of_the_batch(i) for i in parts):
         return NotImplemented  # looked up by the batch's ids
-    if t.is_computed:
+    if t.is_computed and not any(isinstance(i, Tensor) and i.ndim for i in parts):
         return NotImplemented
     if len(parts) == 1 and (
         isinstance(index, int) or (isinstance(index, Tensor) and not index.ndim and index.dtype == torch.long)
