@@ -7,10 +7,10 @@ all of them, of parameters as they are, too (of every step of a cell), and makes
 B samples; S the shape of a parameter, S' that of what is computed.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import torch_api
 from ..core.expansion import Expansion, Op, needed_grads
-from ..core.factors import Dense, Factor, OfParts, at_once, joined
+from ..core.factors import Dense, Factor, OfParts, at_once, joined, squares
 from ..core.products import number, summed
 from ..core.trees import tensors_of
 from .common import owned
@@ -430,38 +430,41 @@ class Pulled(OfParts):
     def _of(self, parts: Sequence[Factor]) -> Factor:
         return Pulled(self.values, parts, self.leaf, torch.Size((parts[0].shape[0], *self.shape[1:])))
 
-    def _through(self, grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        return torch.autograd.grad(self.values, leaves, grads, retain_graph=True, allow_unused=True)
-
-    def _of_all(
-        self,
-        name: str,
-        of_part: Callable[[Factor], Tensor],
-        through: Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor | None]],
-        shape: tuple[int, ...] = (),
-    ) -> Tensor:
-        """What comes of gradients of the parts, for this one and, once each, for the others of the group."""
-        if name not in self.pulled:
-            group = self.group if name else [self]
-            grads = [of_part(part).to(v.dtype) for part, v in zip(self.parts, self.values, strict=True)]
-            try:
+    def _through(
+        self, of_part: Callable[[Factor], Tensor], group: "Sequence[Pulled]", each: bool
+    ) -> list[Tensor]:
+        """What gradients of the parts, of all samples together or of `each`, are to the leaves of a group."""
+        grads = [of_part(part).to(v.dtype) for part, v in zip(self.parts, self.values, strict=True)]
+        leaves = [one.leaf for one in group]
+        try:
+            if each:
                 with torch_api.quiet_vmap():
-                    found = through(grads, [one.leaf for one in group])
-            except RuntimeError as error:
-                if "modified by an inplace operation" not in str(error):
-                    raise
-                raise RuntimeError(
-                    "A parameter of which a forward computes something, as a normalized weight, has been"
-                    " changed in place since, as by an optimizer's step: what is asked of its per-sample"
-                    " gradients is to be asked before."
-                ) from error
-            for one, t in zip(group, found, strict=True):
-                one.pulled[name] = t if t is not None else one.leaf.new_zeros(*shape, *one.shape[1:])
+                    found: Sequence[Tensor | None] = torch_api.grads_of_each(self.values, grads, leaves)
+            else:
+                found = torch.autograd.grad(self.values, leaves, grads, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            raise RuntimeError(
+                "A parameter of which a forward computes something, as a normalized weight, has been changed"
+                " in place since, as by an optimizer's step: what is asked of its per-sample gradients is to"
+                " be asked before."
+            ) from error
+        leading = (len(grads[0]),) if each else ()
+        return [
+            t.new_zeros(*leading, *t.shape) if g is None else g for t, g in zip(leaves, found, strict=True)
+        ]
+
+    def _of_group(self, name: str, made: "Callable[[Sequence[Pulled]], Iterable[Tensor]]") -> Tensor:
+        """Of what is made for the whole group at once, that of this one."""
+        if name not in self.pulled:
+            for one, t in zip(self.group, made(self.group), strict=True):
+                one.pulled[name] = t
         return self.pulled.pop(name)
 
     def total(self) -> Tensor:
         """By the plain gradient."""
-        return self._of_all("total", lambda part: part.total(), self._through)
+        return self._of_group("total", lambda group: self._through(methodcaller("total"), group, False))
 
     def total_of(self, rows: Tensor, scale: float) -> Tensor:
         """Of a few values by their sum, which takes less time than a way through the graph."""
@@ -478,17 +481,30 @@ class Pulled(OfParts):
     def to(self, dtype: torch.dtype) -> Factor:
         return Dense(self.dense().to(dtype), self.shape)
 
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+    def _steps(self) -> Iterator[slice]:
         step = at_once(max(t.numel() for t in (self.leaf, *self.values)), self.leaf)
         for start in range(0, self.shape[0], step):
-            some = slice(start, min(start + step, self.shape[0]))
-            yield some, self.read(some)
+            yield slice(start, min(start + step, self.shape[0]))
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        return ((some, self.read(some)) for some in self._steps())
 
     def read(self, some: slice) -> Tensor:
-        n = some.stop - some.start
-        through = functools.partial(torch_api.grads_of_each, self.values)
-        return self._of_all("rows" if n == self.shape[0] else "", lambda part: part.read(some), through, (n,))
+        if some.stop - some.start == self.shape[0]:
+            return self._of_group("rows", lambda group: self._through(methodcaller("dense"), group, True))
+        return self._through(methodcaller("read", some), [self], True)[0]
+
+    def sq_norms(self) -> Tensor:
+        """By dense rows of some samples at a time, of the whole group."""
+        return self._of_group("squares", self._squares)
+
+    def _squares(self, group: "Sequence[Pulled]") -> Iterable[Tensor]:
+        steps = [
+            [squares(rows) for rows in self._through(methodcaller("read", some), group, True)]
+            for some in self._steps()
+        ]
+        return map(torch.cat, zip(*steps, strict=True)) if steps else (one.leaf.new_zeros(0) for one in group)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """By the plain gradient of what was computed, of its weighted sum."""
-        return self._of_all("", lambda part: part.weighted_sum(weights), self._through)
+        return self._through(methodcaller("weighted_sum", weights), [self], False)[0]
