@@ -1,29 +1,22 @@
 """What is computed of parameters alone (a masked or normalized weight): once, in a graph of torch's own,
-through which the gradients of all samples go back together. Direct derivation.
-
-In the backward pass ops hand over factors, not dense rows, as those of layers do: each `Collector` waits for
-all of them, of parameters as they are, too (of every step of a cell), and makes one of each parameter.
+through which the gradients of all samples go back together (`collected.py`). Direct derivation.
 
 B samples; S the shape of a parameter, S' that of what is computed.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..core.expansion import Expansion, Op, needed_grads
-from ..core.factors import Dense, Factor, OfParts, at_once, joined, squares
-from ..core.products import number, summed
+from ..core.expansion import Expansion
+from ..core.products import summed
 from ..core.trees import tensors_of
-from .common import owned
 from .each import autocast, generator_of
-from .linear_factor import Outer
 
 
 class Leaf:
@@ -39,7 +32,7 @@ class Leaf:
 
     def __init__(self, behind: Tensor | Expansion, size: int) -> None:
         self.size = size
-        self.collector: Collector | None = None  # of what ops hand over for it
+        self.collector: Any = None  # of what ops hand over for it
         self.expansion = behind if isinstance(behind, Expansion) else None
         self.tensor = None if isinstance(behind, Expansion) else behind
         if isinstance(behind, Expansion):
@@ -74,14 +67,14 @@ class Computed:
 
     __slots__ = ("call", "index", "value")
 
-    def __init__(self, call: "_Call", index: int, value: Tensor) -> None:
+    def __init__(self, call: "Call", index: int, value: Tensor) -> None:
         self.call, self.index, self.value = call, index, value
 
 
 Source = Leaf | Computed
 
 
-class _Call:
+class Call:
     """A call of a function, which may be made again with other values in the place of the leaves'."""
 
     __slots__ = ("autocast", "inputs", "number", "random", "run")
@@ -108,11 +101,11 @@ def compute(run: Callable[..., Any], inputs: Sequence[Source]) -> tuple[Any, Ite
     if versions != [t._version for t in values]:
         raise ValueError("it writes to what it is given")
     random = None if torch.equal(before, generator.get_state()) else before
-    call = _Call(run, inputs, random, values[0].device)
+    call = Call(run, inputs, random, values[0].device)
     return result, (Computed(call, i, t) for i, t in enumerate(tensors_of(result)))
 
 
-def _behind(call: _Call) -> tuple[list[_Call], list[Leaf]]:
+def behind(call: Call) -> tuple[list[Call], list[Leaf]]:
     """All calls that it takes, in order, and what these began with."""
     calls, leaves, todo = {call: None}, dict[Leaf, None](), [call]
     while todo:
@@ -123,27 +116,6 @@ def _behind(call: _Call) -> tuple[list[_Call], list[Leaf]]:
                 calls[source.call] = None
                 todo.append(source.call)
     return sorted(calls, key=lambda one: one.number), list(leaves)
-
-
-def each_of(source: Source, token: "Token | None" = None) -> Tensor:
-    """(B, *S'), of stride 0: each sample's own, as far as gradients go; these are collected, if those of all
-    leaves are.
-    """
-    calls, leaves = ([], [source]) if isinstance(source, Leaf) else _behind(source.call)
-    if not source.value.requires_grad:
-        return source.value.expand(leaves[0].size, *source.value.shape)
-    begin = collector = None
-    if token is not None and all(leaf.collector is token.collector for leaf in leaves):
-        begin, collector = token.tensor(), token.collector
-    else:
-        for leaf in leaves:
-            leaf.each()
-    handles = [t for leaf in leaves for t in leaf.handles()]
-    with torch_api.without_saved_tensors_hooks():  # a checkpoint computes it again, perhaps elsewhere
-        found: Tensor = _Pulled.apply(source, calls, leaves, collector, begin, *handles)
-    if collector is not None:
-        found._ps_expansion = Collected(source, leaves, collector)  # type: ignore[attr-defined]
-    return found
 
 
 @contextmanager
@@ -161,46 +133,8 @@ def _drawn_again(state: Tensor | None, device: torch.device) -> Iterator[None]:
         generator.set_state(now)
 
 
-class _Pulled(Op):
-    """Of what is computed, the gradients to what it begins with."""
-
-    rows_dim = None
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        source: Source,
-        calls: Sequence[_Call],
-        leaves: Sequence[Leaf],
-        collector: "Collector | None",
-        token: Tensor | None,
-        *handles: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(*handles)
-        ctx.set_materialize_grads(False)
-        ctx.source, ctx.calls, ctx.leaves, ctx.collector = source, calls, leaves, collector
-        return owned(source.value.detach().expand(leaves[0].size, *source.value.shape))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        source, calls, leaves, collector, grad = ctx.source, ctx.calls, ctx.leaves, ctx.collector, grads[0]
-        nothing = (None,) * len(ctx.needs_input_grad)
-        if grad is None:
-            return nothing
-        if torch.is_grad_enabled():
-            return *nothing[:5], *_with_a_graph(source, calls, leaves, ctx.saved_tensors, grad)
-        if collector is not None and not torch_api.in_one_of_several():
-            collector.hand(source, leaves, Dense(grad, grad.shape))
-            return nothing
-        wanted = [leaf for leaf in leaves if leaf.value.requires_grad]
-        with torch_api.quiet_vmap():
-            pulled = torch_api.grads_of_each([source.value], [grad], [leaf.value for leaf in wanted])
-        rows = dict(zip(wanted, pulled, strict=True))
-        return *nothing[:5], *(g for leaf in leaves for g in leaf.returned(rows.get(leaf)))
-
-
-def _with_a_graph(
-    source: Source, calls: Sequence[_Call], leaves: Sequence[Leaf], handles: Sequence[Tensor], grad: Tensor
+def with_a_graph(
+    source: Source, calls: Sequence[Call], leaves: Sequence[Leaf], handles: Sequence[Tensor], grad: Tensor
 ) -> list[Tensor | None]:
     """The gradients of the handles, to be differentiated: all is computed again, with each sample's own
     values, and held against what the graph gives that there is.
@@ -212,7 +146,7 @@ def _with_a_graph(
 
     def again(*values: Tensor) -> Tensor:
         known = dict(zip(leaves, values, strict=True))
-        found = dict[_Call, list[Tensor]]()
+        found = dict[Call, list[Tensor]]()
 
         def value(one: Source) -> Tensor:
             return known[one] if isinstance(one, Leaf) else found[one.call][one.index]
@@ -258,253 +192,3 @@ def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     one, other = one.detach(), other.detach()
     most = float(other.abs().nan_to_num().max()) if other.numel() else 0.0
     return torch.allclose(one, other, close, close * most, equal_nan=True)
-
-
-# ---------------------------------------------------------------------------------------------- handed over
-class Collected(Expansion):
-    """What is behind a tensor that stands for a parameter in one run of a module, or for what is computed of
-    some: the ops that take it hand their factors over together.
-    """
-
-    __slots__ = ("collector", "leaves", "source")
-
-    def __init__(
-        self, source: Source, leaves: Sequence[Leaf], collector: "Collector", rows: Tensor | None = None
-    ) -> None:
-        super().__init__(source.value.detach(), rows)
-        self.source, self.leaves, self.collector = source, leaves, collector
-
-    def over(self, rows: Tensor) -> Expansion:
-        return Collected(self.source, self.leaves, self.collector, rows)
-
-    def take(self, factor: Factor, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Hands it over; with a graph, of one of several gradients, or where a pass proves something, dense
-        rows for autograd to pass on.
-        """
-        if torch.is_grad_enabled() or torch_api.thread().quiet or torch_api.in_one_of_several():
-            return super().take(factor, need_weight, need_rows)
-        if need_rows:
-            self.collector.hand(self.source, self.leaves, factor)
-        return None, None
-
-
-class Collector:
-    """What ops have handed over in a backward pass for the parameters of one run of a module."""
-
-    def __init__(self) -> None:
-        self.expansions: list[Expansion] = []
-        self.handed: list[tuple[Source, Sequence[Leaf], Factor]] = []
-        self.pass_id = -1  # that they are of
-
-    def hand(self, source: Source, leaves: Sequence[Leaf], factor: Factor) -> None:
-        """Take a factor (B, *S')."""
-        if (now := torch_api.current_pass()) != self.pass_id:
-            self.pass_id, self.handed = now, []
-        self.handed.append((source, leaves, factor))
-
-    def taken(self) -> list[Factor | None]:
-        """The factor of each parameter; None of those that nothing was handed over for."""
-        handed, self.handed = self.handed, []
-        found: dict[Source, list[Factor]] = {}
-        begun: dict[Source, Sequence[Leaf]] = {}
-        for source, leaves, factor in handed:
-            found.setdefault(source, []).append(factor)
-            begun[source] = leaves
-        uses = {source: _one(factors) for source, factors in found.items()}
-        groups: dict[tuple[Source, ...], list[Pulled]] = {}
-        each = [self._of(e, uses, begun, groups) for e in self.expansions]
-        for group in groups.values():
-            for one in group:
-                one.group = group
-        return each
-
-    def _of(
-        self,
-        e: Expansion,
-        uses: dict[Source, Factor],
-        begun: dict[Source, Sequence[Leaf]],
-        groups: "dict[tuple[Source, ...], list[Pulled]]",
-    ) -> Factor | None:
-        raw: list[Factor] = []
-        parts: dict[Leaf, list[Source]] = {}
-        for source, factor in uses.items():
-            for leaf in begun[source]:
-                if leaf.expansion is not e:
-                    continue
-                if source is leaf:
-                    raw.append(factor)
-                elif isinstance(factor, Outer) and _turned(source.value, leaf.value):
-                    raw.append(factor.turned())
-                else:
-                    parts.setdefault(leaf, []).append(source)
-        for leaf, sources in parts.items():
-            shape = torch.Size((leaf.size, *leaf.value.shape))
-            one = Pulled([s.value for s in sources], [uses[s] for s in sources], leaf.value, shape)
-            groups.setdefault(tuple(sources), []).append(one)
-            raw.append(one)
-        return _one(raw) if raw else None
-
-
-def _turned(t: Tensor, other: Tensor) -> bool:
-    """Whether a matrix is the other one, transposed, in the same memory."""
-    return (
-        t.ndim == other.ndim == 2
-        and t.data_ptr() == other.data_ptr()
-        and (t.shape, t.stride()) == (other.shape[::-1], other.stride()[::-1])
-    )
-
-
-def _one(factors: Sequence[Factor]) -> Factor:
-    """Several uses of one weight as one."""
-    if len(factors) == 1:
-        return factors[0]
-    found = joined(factors, [1.0] * len(factors))
-    return found.parts[0] if len(found.parts) == 1 else found
-
-
-class Token:
-    """What a run of a module holds of its collector: the node of the graph that waits for all that is handed
-    over.
-    """
-
-    def __init__(self) -> None:
-        self.collector = Collector()
-        self.begin: Tensor | None = None
-
-    def leaf(self, expansion: Expansion, size: int) -> Leaf:
-        """A parameter whose factors are collected."""
-        leaf = Leaf(expansion, size)
-        leaf.collector = self.collector
-        if all(e is not expansion for e in self.collector.expansions):
-            self.collector.expansions.append(expansion)
-        return leaf
-
-    def tensor(self) -> Tensor:
-        """An input of every node whose gradients are collected."""
-        if self.begin is None:
-            handles = [t for e in self.collector.expansions for t in (e.weight, e.rows)]
-            self.begin = _Collect.apply(self.collector, *handles)
-        return self.begin
-
-
-class _Collect(Op):
-    rows_dim = None
-
-    @staticmethod
-    def forward(ctx: Any, collector: Collector, *handles: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.collector = collector
-        return handles[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        expansions = ctx.collector.expansions
-        need = iter(needed_grads(ctx, *expansions)[1:])
-        found: list[Tensor | None] = []
-        for e, factor in zip(expansions, ctx.collector.taken(), strict=True):
-            needs = next(need), next(need)
-            found += (None, None) if factor is None else e.take(factor, *needs)
-        return None, *found
-
-
-FEW_VALUES = 1 << 18
-
-
-class Pulled(OfParts):
-    """Of a parameter, through what was computed of it: ``vjp(g[n])`` of each sample.
-
-    Args:
-        values: what was computed, (*S') each.
-        parts: of these.
-        leaf: that they were computed of, (*S).
-        shape: (B, *S).
-    """
-
-    def __init__(
-        self, values: Sequence[Tensor], parts: Sequence[Factor], leaf: Tensor, shape: torch.Size
-    ) -> None:
-        self.values, self.parts, self.leaf, self.shape = values, parts, leaf, shape
-        self.group = [self]  # of the same parts: what is pulled through for one, is for all
-        self.pulled: dict[str, Tensor] = {}
-
-    def _of(self, parts: Sequence[Factor]) -> Factor:
-        return Pulled(self.values, parts, self.leaf, torch.Size((parts[0].shape[0], *self.shape[1:])))
-
-    def _through(
-        self, of_part: Callable[[Factor], Tensor], group: "Sequence[Pulled]", each: bool
-    ) -> list[Tensor]:
-        """What gradients of the parts, of all samples together or of `each`, are to the leaves of a group."""
-        grads = [of_part(part).to(v.dtype) for part, v in zip(self.parts, self.values, strict=True)]
-        leaves = [one.leaf for one in group]
-        try:
-            if each:
-                with torch_api.quiet_vmap():
-                    found: Sequence[Tensor | None] = torch_api.grads_of_each(self.values, grads, leaves)
-            else:
-                found = torch.autograd.grad(self.values, leaves, grads, retain_graph=True, allow_unused=True)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise RuntimeError(
-                "A parameter of which a forward computes something, as a normalized weight, has been changed"
-                " in place since, as by an optimizer's step: what is asked of its per-sample gradients is to"
-                " be asked before."
-            ) from error
-        leading = (len(grads[0]),) if each else ()
-        return [
-            t.new_zeros(*leading, *t.shape) if g is None else g for t, g in zip(leaves, found, strict=True)
-        ]
-
-    def _of_group(self, name: str, made: "Callable[[Sequence[Pulled]], Iterable[Tensor]]") -> Tensor:
-        """Of what is made for the whole group at once, that of this one."""
-        if name not in self.pulled:
-            for one, t in zip(self.group, made(self.group), strict=True):
-                one.pulled[name] = t
-        return self.pulled.pop(name)
-
-    def total(self) -> Tensor:
-        """By the plain gradient."""
-        return self._of_group("total", lambda group: self._through(methodcaller("total"), group, False))
-
-    def total_of(self, rows: Tensor, scale: float) -> Tensor:
-        """Of a few values by their sum, which takes less time than a way through the graph."""
-        return summed(rows, 1 / scale) if rows.numel() <= FEW_VALUES else self.total()
-
-    def write(self, out: Tensor, scale: float) -> None:
-        """Some samples' at a time."""
-        for some, rows in self.chunks():
-            torch.mul(rows, number(scale, rows), out=out[some])
-
-    def like(self) -> Tensor:
-        return self.leaf.detach()
-
-    def to(self, dtype: torch.dtype) -> Factor:
-        return Dense(self.dense().to(dtype), self.shape)
-
-    def _steps(self) -> Iterator[slice]:
-        step = at_once(max(t.numel() for t in (self.leaf, *self.values)), self.leaf)
-        for start in range(0, self.shape[0], step):
-            yield slice(start, min(start + step, self.shape[0]))
-
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        return ((some, self.read(some)) for some in self._steps())
-
-    def read(self, some: slice) -> Tensor:
-        if some.stop - some.start == self.shape[0]:
-            return self._of_group("rows", lambda group: self._through(methodcaller("dense"), group, True))
-        return self._through(methodcaller("read", some), [self], True)[0]
-
-    def sq_norms(self) -> Tensor:
-        """By dense rows of some samples at a time, of the whole group."""
-        return self._of_group("squares", self._squares)
-
-    def _squares(self, group: "Sequence[Pulled]") -> Iterable[Tensor]:
-        steps = [
-            [squares(rows) for rows in self._through(methodcaller("read", some), group, True)]
-            for some in self._steps()
-        ]
-        return map(torch.cat, zip(*steps, strict=True)) if steps else (one.leaf.new_zeros(0) for one in group)
-
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """By the plain gradient of what was computed, of its weighted sum."""
-        return self._through(methodcaller("weighted_sum", weights), [self], False)[0]

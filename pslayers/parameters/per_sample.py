@@ -27,7 +27,8 @@ from ..core import op_kinds
 from ..core.context import UNSCALED, NoRuleError, in_ragged, local, transforming
 from ..core.expansion import Expansion, Op
 from ..core.trees import map_tensors, tensors_of
-from ..functional.computed import Computed, Leaf, Source, Token, compute, each_of
+from ..functional.collected import Token, each_of
+from ..functional.computed import Computed, Leaf, Source, compute
 from ..functional.each import for_each
 
 Rule = Callable[..., Any]

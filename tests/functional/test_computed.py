@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pslayers.functional.computed import Leaf, compute, each_of
+from pslayers.functional.collected import each_of
+from pslayers.functional.computed import Leaf, compute
 
 from .ops import floats
 

@@ -14,7 +14,7 @@ import pslayers as ps
 from pslayers.core import factors
 from tests.oracle import assert_rows, loop, square, squares
 
-from .common import batch, both, right
+from ..composition.common import batch, both, right
 
 
 class OfParameters(nn.Module):
