@@ -45,8 +45,6 @@ def each_of(source: Source, token: "Token | None" = None) -> Tensor:
 class _Handle(Op):
     """Of what is computed, the gradients to what it begins with."""
 
-    rows_dim = None
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -105,7 +105,7 @@ class Standing:
                 w.joined = w.joined or self.again
                 found[name] = PerSample.computed(token.leaf(w, w.shape[0]), w.shape[0], names, token)
             else:
-                each = w.tensor(w.shape[0]) if isinstance(w, Expansion) else w
+                each = _watched(w.tensor(w.shape[0]) if isinstance(w, Expansion) else w)
                 found[name] = PerSample.of(each, len(each) < 2 or each.stride(0) == 0, names)
         self.again = True
         return found
@@ -199,10 +199,7 @@ class PerSample(Tensor):
         if self._each is None:
             assert self._source is not None
             with torch.enable_grad():  # it stays, wherever it is asked for first
-                self._each = each_of(self._source, self._token)
-            if self._token is not None and local.batch is not None and local.batch.outputs is not None:
-                # the caller may index what now has a row for each sample
-                local.batch.outputs.add([(self._each, 0, None)])
+                self._each = _watched(each_of(self._source, self._token))
         return self._each
 
     @each.setter
@@ -315,6 +312,13 @@ class PerSample(Tensor):
         if owners is not None and owners.picked:
             return each.index_select(0, owners.sample_ids)
         return each if rows == size else each.repeat_interleave(rows // size, 0)
+
+
+def _watched(each: Tensor) -> Tensor:
+    """A parameter of each sample's own: the caller may index what now has a row for each."""
+    if local.batch is not None and local.batch.outputs is not None:
+        local.batch.outputs.add([(each, 0, None)])
+    return each
 
 
 class _Unfollowed:
