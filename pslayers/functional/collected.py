@@ -130,19 +130,15 @@ class Collector:
             found.setdefault(source, []).append(factor)
             begun[source] = leaves
         uses = {source: _one(factors) for source, factors in found.items()}
-        groups: dict[tuple[Source, ...], list[Pulled]] = {}
-        each = [self._of(e, uses, begun, groups) for e in self.expansions]
-        for group in groups.values():
-            for one in group:
-                one.group = group
-        return each
+        ways: dict[tuple[Source, ...], Way] = {}
+        return [self._of(e, uses, begun, ways) for e in self.expansions]
 
     def _of(
         self,
         e: Expansion,
         uses: dict[Source, Factor],
         begun: dict[Source, Sequence[Leaf]],
-        groups: "dict[tuple[Source, ...], list[Pulled]]",
+        ways: "dict[tuple[Source, ...], Way]",
     ) -> Factor | None:
         raw: list[Factor] = []
         parts: dict[Leaf, list[Source]] = {}
@@ -157,10 +153,10 @@ class Collector:
                 else:
                     parts.setdefault(leaf, []).append(source)
         for leaf, sources in parts.items():
-            shape = torch.Size((leaf.size, *leaf.value.shape))
-            one = Pulled([s.value for s in sources], [uses[s] for s in sources], leaf.value, shape)
-            groups.setdefault(tuple(sources), []).append(one)
-            raw.append(one)
+            if (way := ways.get(key := tuple(sources))) is None:
+                way = ways[key] = Way([s.value for s in sources], [uses[s] for s in sources])
+            way.leaves.append(leaf.value)
+            raw.append(Pulled(way, leaf.value, torch.Size((leaf.size, *leaf.value.shape))))
         return _one(raw) if raw else None
 
 
@@ -226,35 +222,22 @@ class _Collect(Op):
         return None, *found
 
 
-FEW_VALUES = 1 << 18
-
-
-class Pulled(OfParts):
-    """Of a parameter, through what was computed of it: ``vjp(g[n])`` of each sample.
+class Way:
+    """From what was computed of some parameters to these: what is asked for one of them is made for all.
 
     Args:
         values: what was computed, (*S') each.
-        parts: of these.
-        leaf: that they were computed of, (*S).
-        shape: (B, *S).
+        parts: the factors of these.
     """
 
-    def __init__(
-        self, values: Sequence[Tensor], parts: Sequence[Factor], leaf: Tensor, shape: torch.Size
-    ) -> None:
-        self.values, self.parts, self.leaf, self.shape = values, parts, leaf, shape
-        self.group = [self]  # of the same parts: what is pulled through for one, is for all
-        self.pulled: dict[str, Tensor] = {}
+    def __init__(self, values: Sequence[Tensor], parts: Sequence[Factor]) -> None:
+        self.values, self.parts = values, parts
+        self.leaves: list[Tensor] = []
+        self.made: dict[str, dict[int, Tensor]] = {}  # of the leaves, by their ids, which did not ask so far
 
-    def _of(self, parts: Sequence[Factor]) -> Factor:
-        return Pulled(self.values, parts, self.leaf, torch.Size((parts[0].shape[0], *self.shape[1:])))
-
-    def _through(
-        self, of_part: Callable[[Factor], Tensor], group: "Sequence[Pulled]", each: bool
-    ) -> list[Tensor]:
-        """What gradients of the parts, of all samples together or of `each`, are to the leaves of a group."""
+    def pull(self, of_part: Callable[[Factor], Tensor], leaves: Sequence[Tensor], each: bool) -> list[Tensor]:
+        """What gradients of the parts, of all samples together or of `each`, are to some leaves."""
         grads = [of_part(part).to(v.dtype) for part, v in zip(self.parts, self.values, strict=True)]
-        leaves = [one.leaf for one in group]
         try:
             if each:
                 with torch_api.quiet_vmap():
@@ -274,16 +257,37 @@ class Pulled(OfParts):
             t.new_zeros(*leading, *t.shape) if g is None else g for t, g in zip(leaves, found, strict=True)
         ]
 
-    def _of_group(self, name: str, made: "Callable[[Sequence[Pulled]], Iterable[Tensor]]") -> Tensor:
-        """Of what is made for the whole group at once, that of this one."""
-        if name not in self.pulled:
-            for one, t in zip(self.group, made(self.group), strict=True):
-                one.pulled[name] = t
-        return self.pulled.pop(name)
+    def of(self, leaf: Tensor, name: str, make: Callable[[Sequence[Tensor]], Iterable[Tensor]]) -> Tensor:
+        """Of what is made for all leaves at once, that of one."""
+        if id(leaf) not in self.made.get(name, {}):
+            self.made[name] = dict(zip(map(id, self.leaves), make(self.leaves), strict=True))
+        return self.made[name].pop(id(leaf))
+
+
+FEW_VALUES = 1 << 18
+
+
+class Pulled(OfParts):
+    """Of a parameter, through what was computed of it: ``vjp(g[n])`` of each sample.
+
+    Args:
+        way: from that to the parameter.
+        leaf: its values, (*S).
+        shape: (B, *S).
+    """
+
+    def __init__(self, way: Way, leaf: Tensor, shape: torch.Size) -> None:
+        self.way, self.leaf, self.shape, self.parts = way, leaf, shape, way.parts
+
+    def _of(self, parts: Sequence[Factor]) -> Factor:
+        way = Way(self.way.values, parts)
+        way.leaves.append(self.leaf)
+        return Pulled(way, self.leaf, torch.Size((parts[0].shape[0], *self.shape[1:])))
 
     def total(self) -> Tensor:
         """By the plain gradient."""
-        return self._of_group("total", lambda group: self._through(methodcaller("total"), group, False))
+        way = self.way
+        return way.of(self.leaf, "total", lambda leaves: way.pull(methodcaller("total"), leaves, False))
 
     def total_of(self, rows: Tensor, scale: float) -> Tensor:
         """Of a few values by their sum, which takes less time than a way through the graph."""
@@ -301,7 +305,7 @@ class Pulled(OfParts):
         return Dense(self.dense().to(dtype), self.shape)
 
     def _steps(self) -> Iterator[slice]:
-        step = at_once(max(t.numel() for t in (self.leaf, *self.values)), self.leaf)
+        step = at_once(max(t.numel() for t in (self.leaf, *self.way.values)), self.leaf)
         for start in range(0, self.shape[0], step):
             yield slice(start, min(start + step, self.shape[0]))
 
@@ -309,21 +313,22 @@ class Pulled(OfParts):
         return ((some, self.read(some)) for some in self._steps())
 
     def read(self, some: slice) -> Tensor:
+        way = self.way
         if some.stop - some.start == self.shape[0]:
-            return self._of_group("rows", lambda group: self._through(methodcaller("dense"), group, True))
-        return self._through(methodcaller("read", some), [self], True)[0]
+            return way.of(self.leaf, "rows", lambda leaves: way.pull(methodcaller("dense"), leaves, True))
+        return way.pull(methodcaller("read", some), [self.leaf], True)[0]
 
     def sq_norms(self) -> Tensor:
-        """By dense rows of some samples at a time, of the whole group."""
-        return self._of_group("squares", self._squares)
+        """By dense rows of some samples at a time, of all leaves."""
+        return self.way.of(self.leaf, "squares", self._squares)
 
-    def _squares(self, group: "Sequence[Pulled]") -> Iterable[Tensor]:
+    def _squares(self, leaves: Sequence[Tensor]) -> Iterable[Tensor]:
         steps = [
-            [squares(rows) for rows in self._through(methodcaller("read", some), group, True)]
+            [squares(rows) for rows in self.way.pull(methodcaller("read", some), leaves, True)]
             for some in self._steps()
         ]
-        return map(torch.cat, zip(*steps, strict=True)) if steps else (one.leaf.new_zeros(0) for one in group)
+        return map(torch.cat, zip(*steps, strict=True)) if steps else (t.new_zeros(0) for t in leaves)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """By the plain gradient of what was computed, of its weighted sum."""
-        return self._through(methodcaller("weighted_sum", weights), [self], False)[0]
+        return self.way.pull(methodcaller("weighted_sum", weights), [self.leaf], False)[0]
