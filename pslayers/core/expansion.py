@@ -151,6 +151,12 @@ class Expansion:
         other.use, other.joined, other.names = self.use, self.joined, self.names
         return other
 
+    def share(self) -> None:
+        """Note that several ops may hand over factors, one after the other."""
+        self.joined = True
+        if self.recorder is not None:
+            self.recorder.joined = True
+
     def over(self, tensor: Tensor) -> "Expansion":
         """That behind an ordinary tensor, (B, *S), which says so."""
         return self
@@ -159,9 +165,7 @@ class Expansion:
         """An ordinary tensor (N, *S) that any differentiable op may use."""
         if self.rows is None:
             return self.weight.expand(n, *self.weight.shape)
-        self.joined = True
-        if self.recorder is not None:
-            self.recorder.joined = True
+        self.share()
         joined: Tensor = _Join.apply(self.weight, self.rows, n, self)
         joined._ps_expansion = self  # type: ignore[attr-defined]
         return joined

@@ -101,8 +101,8 @@ class Standing:
         for name, w in self.weights.items():
             names = frozenset((self.prefix + name,))
             if isinstance(w, Expansion) and collects:
-                # where it stands in twice, not all that ops hand over comes together
-                w.joined = w.joined or self.again
+                if self.again:  # not all that ops hand over comes together
+                    w.share()
                 found[name] = PerSample.computed(token.leaf(w, w.shape[0]), w.shape[0], names, token)
             else:
                 each = _watched(w.tensor(w.shape[0]) if isinstance(w, Expansion) else w)
