@@ -112,18 +112,16 @@ class Collector:
 
     def __init__(self) -> None:
         self.expansions: list[Expansion] = []
-        self.handed: list[tuple[Source, Sequence[Leaf], Factor]] = []
-        self.pass_id = -1  # that they are of
+        # of each backward pass, by its number: one may run inside of another, by a hook
+        self.handed: dict[int, list[tuple[Source, Sequence[Leaf], Factor]]] = {}
 
     def hand(self, source: Source, leaves: Sequence[Leaf], factor: Factor) -> None:
         """Take a factor (B, *S')."""
-        if (now := torch_api.current_pass()) != self.pass_id:
-            self.pass_id, self.handed = now, []
-        self.handed.append((source, leaves, factor))
+        self.handed.setdefault(torch_api.current_pass(), []).append((source, leaves, factor))
 
     def taken(self) -> list[Factor | None]:
         """The factor of each parameter; None of those that nothing was handed over for."""
-        handed, self.handed = self.handed, []
+        handed = self.handed.pop(torch_api.current_pass(), [])
         found: dict[Source, list[Factor]] = {}
         begun: dict[Source, Sequence[Leaf]] = {}
         for source, leaves, factor in handed:

@@ -230,3 +230,34 @@ def test_nothing_stays_that_a_collector_would_have_to_find(name: str) -> None:
     finally:
         gc.enable()
     assert last == first
+
+
+class Looking(nn.Module):
+    """A hook that takes another gradient of a parameter while a backward pass runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u, self.v = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.aside: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.linear(x, self.u).tanh()
+        if h.requires_grad:
+            h.register_hook(self.look)
+        return F.linear(h, self.v) + F.linear(h, self.u)
+
+    def look(self, grad: Tensor) -> None:
+        if self.aside:
+            torch.autograd.grad(self.aside.pop(), [self.u], retain_graph=True)
+
+
+def test_a_pass_inside_of_another() -> None:
+    model, ours = both(Looking(), loss_reduction="sum")
+    x = batch(3, 4)
+    squares(ours(x)).sum().backward()
+    ours.zero_grad()
+    y = ours(x)
+    ours.aside.append(y.sin().sum())
+    squares(y).sum().backward(retain_graph=True)
+    assert not ours.aside
+    assert_rows(ours, loop(model, square, (x,)))
