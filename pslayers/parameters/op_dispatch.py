@@ -324,6 +324,24 @@ def _embedding(
     return _call(lambda ids, w, _: PF.embedding(ids, w, padding_idx), input, weight, None)
 
 
+def looked_up(t: Any, *rest: Any, **kwargs: Any) -> Any:
+    """``t[ids]`` and ``t.index_select(0, ids)``, where a batch's ids look up rows of a parameter."""
+    (ids,) = rest[-1:] or (kwargs.get("index"),)
+    plain = isinstance(ids, Tensor) and ids.dtype in (torch.long, torch.int)
+    if not plain or not isinstance(t, PerSample) or not (sizes := t.sizes):
+        return NotImplemented
+    dim = kwargs.get("dim", rest[0] if len(rest) == 2 else 0)
+    if len(rest) + len(kwargs) > 2 or dim not in (0, -len(sizes)):
+        return NotImplemented
+
+    def op(ids: Tensor, table: Tensor, _: None) -> Tensor:
+        found = PF.embedding(torch.where(ids < 0, ids + sizes[0], ids), table)
+        return found.reshape(*ids.shape, *sizes[1:])
+
+    table: Any = t if len(sizes) == 2 else t.reshape(sizes[0], -1)
+    return _call(op, ids, table, None)
+
+
 def _prelu(input: Tensor, weight: Tensor) -> Any:
     if not _expanded(weight) or input.ndim < 2:
         return NotImplemented
@@ -419,5 +437,6 @@ RULES: dict[Any, Callable[..., Any]] = {
     **{f: _grouped_mm(f) for f in op_kinds.functions(["grouped_mm", "_grouped_mm"])},
 }
 OPS.update(RULES)
+OPS.update(dict.fromkeys(op_kinds.functions(["index_select"]), looked_up))
 if hasattr(F, "linear_cross_entropy"):
     OPS[F.linear_cross_entropy] = _linear_cross_entropy

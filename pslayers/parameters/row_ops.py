@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .. import functional as PF
 from .. import torch_api
 from ..core import op_kinds
 from ..core.context import NoRuleError, by_samples, local
 from ..core.expansion import Op, needed_grads
 from ..core.trees import map_tensors, memory_order, tensors_of
 from ..functional.computed import compute
-from .op_dispatch import RULES
+from .op_dispatch import RULES, looked_up
 from .per_sample import (
     RAGGED,
     PerSample,
@@ -150,21 +149,6 @@ def _to_be_written(t: PerSample, shape: Sequence[int]) -> Tensor:
     return as_rows(t) if rows is None else rows
 
 
-# -------------------------------------------------------------------------------------------------- fast ops
-def _looked_up(t: Any, *rest: Any, **kwargs: Any) -> Any:
-    """``t[ids]`` and ``t.index_select(0, ids)``, where a batch's ids look up rows of a parameter."""
-    (ids,) = rest[-1:] or (kwargs.get("index"),)
-    plain = isinstance(ids, Tensor) and ids.dtype in (torch.long, torch.int)
-    if not plain or not isinstance(t, PerSample) or not t.ndim:
-        return NotImplemented
-    dim = kwargs.get("dim", rest[0] if len(rest) == 2 else 0)
-    if len(rest) + len(kwargs) > 2 or dim not in (0, -t.ndim):
-        return NotImplemented
-    table: Any = t.reshape(len(t), -1)
-    found = PF.embedding(torch.where(ids < 0, ids + len(t), ids), expansion_of(table))
-    return found.reshape(*ids.shape, *t.shape[1:])
-
-
 # ---------------------------------------------------------------------------------------- any other function
 class _Any(Op):
     """A function of which nothing is known: its gradient is taken once for each sample."""
@@ -253,7 +237,7 @@ def _any(
 
 _FAST: dict[Any, Callable[..., Any]] = {
     **RULES,
-    **dict.fromkeys(op_kinds.functions(["__getitem__", "index_select"]), _looked_up),
+    **dict.fromkeys(op_kinds.functions(["__getitem__", "index_select"]), looked_up),
 }
 _MASKED = set(op_kinds.functions(["masked_fill", "where"]))
 _ASSIGNMENTS = set(op_kinds.functions(["__setitem__", "copy_"]))

@@ -16,6 +16,7 @@ from .. import torch_api
 from ..core import op_kinds
 from ..core.context import NoRuleError, local
 from ..core.trees import tensors_of
+from .op_dispatch import looked_up
 from .per_sample import (
     BY_FUNCTION,
     PerSample,
@@ -71,7 +72,7 @@ def _permuted(func: Any, t: Any, *dims: Any) -> Any:
 def _indexed(func: Any, t: Any, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     if not isinstance(t, PerSample) or any(isinstance(i, PerSample) or _of_the_batch(i) for i in parts):
-        return NotImplemented  # looked up by the batch's ids
+        return looked_up(t, index)
     if t.is_computed and not any(isinstance(i, Tensor) and i.ndim for i in parts):
         return NotImplemented
     if len(parts) == 1 and (

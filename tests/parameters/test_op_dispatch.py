@@ -323,3 +323,31 @@ def test_products_of_several_make_nothing_large(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "einsum", noted)
     ours(_batch(3, (2, 40)))
     assert sizes and max(sizes) <= 3 * 2 * 3
+
+
+LOOK_UPS: dict[str, Callable[..., Tensor]] = {
+    "ids": lambda ids, w, q: w[ids] @ w.t(),
+    "from the end": lambda ids, w, q: w[ids - 9] * q[ids].sum(-1),
+    "of one dim": lambda ids, w, q: w[ids[:, 0]] + q[ids].flatten(2).sum(1)[:, :4],
+    "index_select": lambda ids, w, q: w.index_select(0, ids.flatten()).view(*ids.shape, 4),
+    "by name": lambda ids, w, q: torch.index_select(q, dim=0, index=ids.flatten()).view(*ids.shape, -1),
+    "a constant": lambda ids, w, q: F.embedding(ids, w) + w[torch.tensor([0, 2, 2, 1, 0])],
+}
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_look_ups_by_an_index(name: str) -> None:
+    """As by F.embedding; also of tables of more dims."""
+    model, ours = Leaf(LOOK_UPS[name], w=(9, 4), q=(9, 4, 2)), None
+    for n in (3, 5, 1):
+        ids = torch.randint(0, 9, (n, 5))
+        if ours is not None:
+            ours.zero_grad()
+        ours = assert_rows_right(model, ids, converted=ours)
+    assert ps.report(ours).fast == 1.0
+
+
+def test_an_index_that_lies_outside_is_torchs_error() -> None:
+    ours = ps.convert_model(Leaf(lambda ids, w: w[ids], w=(9, 4)))
+    with pytest.raises(IndexError):
+        ours(torch.tensor([[0, 9]]))
