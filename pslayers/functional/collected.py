@@ -292,9 +292,19 @@ class Pulled(OfParts):
         return summed(rows, 1 / scale) if rows.numel() <= FEW_VALUES else self.total()
 
     def write(self, out: Tensor, scale: float) -> None:
-        """Some samples' at a time."""
-        for some, rows in self.chunks():
+        """Some samples' at a time; in a backward pass, those of the other leaves with them."""
+        way = self.way
+        if (rows := way.made.get("rows", {}).pop(id(self.leaf), None)) is not None:
+            torch.mul(rows, number(scale, rows), out=out)
+            return
+        others = [t for t in way.leaves if t is not self.leaf and torch_api.current_pass() != -1]
+        theirs = [t.new_empty(len(out), *t.shape) for t in others]
+        for some in self._steps():
+            rows, *more = way.pull(methodcaller("read", some), [self.leaf, *others], True)
             torch.mul(rows, number(scale, rows), out=out[some])
+            for t, part in zip(theirs, more, strict=True):
+                t[some] = part
+        way.made["rows"] = dict(zip(map(id, others), theirs, strict=True))
 
     def like(self) -> Tensor:
         return self.leaf.detach()
@@ -303,7 +313,8 @@ class Pulled(OfParts):
         return Dense(self.dense().to(dtype), self.shape)
 
     def _steps(self) -> Iterator[slice]:
-        step = at_once(max(t.numel() for t in (self.leaf, *self.way.values)), self.leaf)
+        # what is made, pulled through and written: it stays in caches, in memory that is used again
+        step = at_once(4 * max(t.numel() for t in (self.leaf, *self.way.values)), self.leaf)
         for start in range(0, self.shape[0], step):
             yield slice(start, min(start + step, self.shape[0]))
 
