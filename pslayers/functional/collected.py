@@ -262,7 +262,7 @@ class Way:
         return self.made[name].pop(id(leaf))
 
 
-FEW_VALUES = 1 << 18
+FEW_VALUES = 1 << 20
 
 
 class Pulled(OfParts):

@@ -25,8 +25,8 @@ def einsum(x: Tensor, weight: Tensor | Expansion, equation: str) -> Tensor:
     """``y[n] = torch.einsum(equation, x, weight)[n]``, with the weight of its sample: ``"bti,hio->btho"``.
 
     Shapes: x (N, ...) with N = k * B rows, k a sample, in the dim of its first letter, which is the result's
-    first, too, and none of the weight's; weight (B, *S), or S for all samples. Every other letter is in two
-    of the three, at least. Memory of the weight's gradient: B x S values.
+    first, too, and none of the weight's; weight (B, ...), or without B one for all samples. Every other
+    letter is in two of the three, at least. Memory of the weight's gradient: B times its own.
 
     Raises:
         ValueError: the shapes or the equation do not fit.
