@@ -100,7 +100,8 @@ def grads_of_each(
     level = _enter_vmap(size, "same")
     try:
         each = [add_batch_dim(g, 0, level) for g in grads]
-        found = torch.autograd.grad(outputs, inputs, each, retain_graph=True, allow_unused=True)
+        with quiet_vmap():
+            found = torch.autograd.grad(outputs, inputs, each, retain_graph=True, allow_unused=True)
         return [None if g is None else _remove_batch_dim(g, level, size, 0) for g in found]
     finally:
         _leave_vmap()

@@ -74,8 +74,7 @@ class _Handle(Op):
             collector.hand(source, leaves, Dense(grad, grad.shape))
             return nothing
         wanted = [leaf for leaf in leaves if leaf.value.requires_grad]
-        with torch_api.quiet_vmap():
-            pulled = torch_api.grads_of_each([source.value], [grad], [leaf.value for leaf in wanted])
+        pulled = torch_api.grads_of_each([source.value], [grad], [leaf.value for leaf in wanted])
         rows = dict(zip(wanted, pulled, strict=True))
         return *nothing[:5], *(g for leaf in leaves for g in leaf.returned(rows.get(leaf)))
 
@@ -238,8 +237,7 @@ class Way:
         grads = [of_part(part).to(v.dtype) for part, v in zip(self.parts, self.values, strict=True)]
         try:
             if each:
-                with torch_api.quiet_vmap():
-                    found: Sequence[Tensor | None] = torch_api.grads_of_each(self.values, grads, leaves)
+                found: Sequence[Tensor | None] = torch_api.grads_of_each(self.values, grads, leaves)
             else:
                 found = torch.autograd.grad(self.values, leaves, grads, retain_graph=True, allow_unused=True)
         except RuntimeError as error:

@@ -164,7 +164,7 @@ def with_a_graph(
     def one_by_one() -> Tensor:  # not all can be batched
         return torch.stack([again(*(t[i] for t in each)) for i in range(size)])
 
-    with torch.no_grad(), torch_api.quiet_vmap():
+    with torch.no_grad():
         true = torch_api.grads_of_each([source.value], [grad.detach()], [leaves[i].value for i in wanted])
     for way in (at_once, one_by_one):
         try:

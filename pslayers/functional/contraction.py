@@ -7,6 +7,7 @@ Every letter of the equation but the rows' is one of four: summed over (I values
 
 import functools
 import math
+import string
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -88,9 +89,7 @@ def terms_of(x: str, weight: str, result: str) -> Terms | None:
 
 def _composite(x: Tensor, weight: Tensor, terms: Terms) -> Tensor:
     """The same by differentiable ops, with weights (B, *S)."""
-    k = next(
-        c for c in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in terms.x + terms.weight
-    )
+    k = next(c for c in string.ascii_letters if c not in terms.x + terms.weight)
     rows = terms.x[0]
     each = x.unflatten(0, (len(weight), -1)) if len(weight) else x.unsqueeze(1)
     equation = f"{rows}{k}{terms.x[1:]},{rows}{terms.weight}->{rows}{k}{terms.result[1:]}"
@@ -161,9 +160,8 @@ class Contracted(Factor):
         self.gy, self.x, self.terms, self.shape = gy, x, terms, shape
         self.positions = gy.shape[0] * gy.shape[1]
         letters = terms.groups + terms.free + terms.summed
-        self.order = [
-            letters.index(c) for c in terms.weight
-        ]  # of the groups', free and summed dims in the weight
+        # of the groups', free and summed dims in the weight
+        self.order = [letters.index(c) for c in terms.weight]
         self.sizes = [shape[1 + terms.weight.index(c)] for c in letters]
 
     def _by_group(self, turned: bool = False) -> Outer:
@@ -213,13 +211,12 @@ class Contracted(Factor):
 
     def rows(self) -> Tensor:
         """By one batched product."""
-        gy, x = self.gy.transpose(1, 2), self.x.transpose(1, 2)  # (B, G, t, ...)
-        return self._arranged(gy.transpose(2, 3) @ x)
+        return self.read(slice(None))
 
     # ------------------------------------------------------------------------------- without the dense rows
     def read(self, some: slice) -> Tensor:
         """As they are multiplied, in whatever order they lie."""
-        gy, x = self.gy[some].transpose(1, 2), self.x[some].transpose(1, 2)
+        gy, x = self.gy[some].transpose(1, 2), self.x[some].transpose(1, 2)  # (B, G, t, ...)
         return self._arranged(gy.transpose(2, 3) @ x)
 
     def _of(self, gy: Tensor, x: Tensor) -> "Contracted":

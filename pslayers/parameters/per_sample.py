@@ -526,22 +526,23 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         with torch_api.without_torch_function(), torch_api.quiet_vmap():
             if same and not batch and not torch_api.functions_transformed():
-                expanded = [t.expand(rows.size, *t.shape) for t in shared]
-                found, computed = compute(
-                    one, [*(t.source for t in own), *(Leaf(t, rows.size) for t in expanded)]
-                )
-            else:
-                found, computed = _run_for_each(one, rows, own, shared, batch), None
+                return once(one, own, shared)
+            found = _run_for_each(one, rows, own, shared, batch)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise NoRuleError(f"`{name}` cannot be run for each sample ({error})".splitlines()[0]) from error
-    if computed is not None:
-        token, names = own[0]._token, names_of(own)
-        return map_tensors(lambda _: PerSample.computed(next(computed), rows.size, names, token), found)
     if not batch:
         return map_tensors(lambda each: PerSample.of(each, same, names_of(own)), found)
     if stand_ins is not None:
         stand_ins.slow |= names_of(own)
     return map_tensors(rows.back, found)
+
+
+def once(one: Callable[..., Any], own: Sequence[PerSample], shared: Sequence[Tensor] = ()) -> Any:
+    """What `one`, a function of these, all samples' values of which are the same, gives: computed once."""
+    size, names, token = own[0].samples, names_of(own), own[0]._token
+    others = [Leaf(t.expand(size, *t.shape), size) for t in shared]
+    found, computed = compute(one, [*(t.source for t in own), *others])
+    return map_tensors(lambda _: PerSample.computed(next(computed), size, names, token), found)
 
 
 def _run_for_each(

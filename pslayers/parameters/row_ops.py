@@ -17,7 +17,6 @@ from ..core import op_kinds
 from ..core.context import NoRuleError, by_samples, local
 from ..core.expansion import Op, needed_grads
 from ..core.trees import map_tensors, memory_order, tensors_of
-from ..functional.computed import compute
 from .op_dispatch import RULES, looked_up
 from .per_sample import (
     RAGGED,
@@ -25,6 +24,7 @@ from .per_sample import (
     expansion_of,
     function_of,
     names_of,
+    once,
     plainly,
     recorded,
     values_of,
@@ -112,8 +112,7 @@ def _of_parameters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own
     own = list({id(t): t for t in own}.values())
     one = function_of(own, func, args, kwargs)
     with torch_api.without_torch_function():
-        found, computed = compute(one, [t.source for t in own])
-    return map_tensors(lambda _: PerSample.computed(next(computed), own[0].samples, names_of(own)), found)
+        return once(one, own)
 
 
 def _leading(t: Tensor, shape: Sequence[int]) -> int:

@@ -91,11 +91,11 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> Sequence[int]:
     return [max(sizes) for sizes in itertools.zip_longest(*turned, fillvalue=1)]
 
 
-def _once(own: Sequence[PerSample], shape: Sequence[int]) -> bool:
-    """Whether what is made of these alone, of this shape, is computed once for all samples: not where each
+def _once(own: Sequence[PerSample], small: bool) -> bool:
+    """Whether what is made of these alone is computed once for all samples: not where it is `small`, and each
     sample's own values cost nothing.
     """
-    return all(t.same for t in own) and (any(t.is_computed for t in own) or not is_vector(shape))
+    return all(t.same for t in own) and (not small or any(t.is_computed for t in own))
 
 
 def _of_the_batch(index: Any) -> bool:
@@ -139,7 +139,7 @@ def _of_each(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
     given = (*args, *kwargs.values())
     if any(isinstance(a, PerSample) for a in given) or kwargs.get("out") is not None:
         return NotImplemented
-    if not isinstance(t, PerSample) or _once([t], t.sizes):
+    if not isinstance(t, PerSample) or _once([t], is_vector(t.sizes)):
         return NotImplemented
     return t.like(func(t.each, *args, **kwargs))
 
@@ -150,7 +150,7 @@ def _converted(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if (like := plainly(func, t, *args, **kwargs)) is t:
         return t
-    if not _once([t], t.sizes):
+    if not _once([t], is_vector(t.sizes)):
         return _of_each(func, t, *args, **kwargs)
     if t.is_computed:
         return NotImplemented
@@ -171,7 +171,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     ndim = max(*(len(t.sizes) for t in own), *(t.ndim for t in others), 0)
     batch = [t for t in others if t.ndim]
     if not batch:
-        if _once(own, _broadcast([t.sizes for t in own])):
+        if _once(own, is_vector(_broadcast([t.sizes for t in own]))):
             return NotImplemented
         aligned = [
             a.each.reshape(a.samples, *(1,) * (ndim - len(a.sizes)), *a.sizes)
@@ -220,7 +220,7 @@ def _joined(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
         return NotImplemented
     trained = any(t.requires_grad for t in tensors if not isinstance(t, PerSample))  # a loss of all samples
     vectors = func is not torch.stack and all(is_vector(t.shape) for t in tensors)
-    if _once(own, () if vectors else (2, 2)) and not trained:
+    if _once(own, vectors) and not trained:
         return NotImplemented
     size, ndim = own[0].samples, tensors[0].ndim + (func is torch.stack)
     return _of_own(
