@@ -562,42 +562,42 @@ class OfParts(Factor):
         return self._of(found) if len(found) == len(self.parts) else None
 
 
-class Blocks(OfParts):
-    """Of weights that are packed in one: a factor for each block of dim 0 of the weight."""
+class Placed(OfParts):
+    """Of a weight's parts, which do not overlap: a factor for each of them, none for what lies between."""
 
-    def __init__(self, parts: Sequence[Factor], shape: torch.Size) -> None:
-        self.parts, self.shape = parts, shape
-        self.positions = min(part.positions for part in parts)
+    def _places(self, t: Tensor) -> Sequence[Tensor]:
+        """Where each lies in a tensor (*S) or (B, *S)."""
+        raise NotImplementedError
+
+    def _whole(self, found: Sequence[Tensor]) -> Tensor:
+        """(*S) or (B, *S), of each part's."""
+        raise NotImplementedError
+
+    def _where(self) -> Any:
+        """What is the same where two are cut alike."""
+        raise NotImplementedError
 
     def total(self) -> Tensor:
-        """Block by block."""
-        return torch.cat([part.total() for part in self.parts])
+        """Part by part."""
+        return self._whole([part.total() for part in self.parts])
 
     def write(self, out: Tensor, scale: float) -> None:
-        """Block by block."""
-        sizes = [part.shape[1] for part in self.parts]
-        for part, into in zip(self.parts, out.split(sizes, 1), strict=True):
+        """Part by part."""
+        for part, into in zip(self.parts, self._places(out), strict=True):
             part.write(into, scale)
 
     def rows(self) -> Tensor:
-        """Block by block."""
-        return torch.cat([part.rows() for part in self.parts], 1)
-
-    def _of(self, parts: Sequence[Factor]) -> Factor:
-        return Blocks(parts, torch.Size((parts[0].shape[0], *self.shape[1:])))
-
-    def _split(self, t: Tensor) -> Sequence[Tensor]:
-        return t.split([part.shape[1] for part in self.parts])
+        """Part by part."""
+        return self._whole([part.rows() for part in self.parts])
 
     def sq_norms(self) -> Tensor:
         return added([part.sq_norms() for part in self.parts])
 
     def _pairs(self, other: Factor) -> list[tuple[Factor, Factor]]:
-        """Its blocks beside another's; none where these are cut otherwise."""
-        others = other.parts if isinstance(other, Blocks) else []
-        if [part.shape[1:] for part in self.parts] != [part.shape[1:] for part in others]:
+        """Its parts beside another's; none where these lie elsewhere."""
+        if not isinstance(other, Placed) or self._where() != other._where():
             return []
-        return list(zip(self.parts, others, strict=True))
+        return list(zip(self.parts, other.parts, strict=True))
 
     def meet(self, other: Factor) -> Tensor | None:
         pairs = self._pairs(other)
@@ -608,11 +608,31 @@ class Blocks(OfParts):
         return added([one.gram(two) for one, two in pairs]) if pairs else None
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
-        return torch.cat([part.weighted_sum(weights) for part in self.parts])
+        return self._whole([part.weighted_sum(weights) for part in self.parts])
 
     def dot(self, direction: Tensor) -> Tensor:
-        pairs = zip(self.parts, self._split(direction), strict=True)
+        pairs = zip(self.parts, self._places(direction), strict=True)
         return added([part.dot(v) for part, v in pairs])
+
+
+class Blocks(Placed):
+    """Of weights that are packed in one: a factor for each block of dim 0 of the weight."""
+
+    def __init__(self, parts: Sequence[Factor], shape: torch.Size) -> None:
+        self.parts, self.shape = parts, shape
+        self.positions = min(part.positions for part in parts)
+
+    def _of(self, parts: Sequence[Factor]) -> Factor:
+        return Blocks(parts, torch.Size((parts[0].shape[0], *self.shape[1:])))
+
+    def _where(self) -> Any:
+        return [part.shape[1:] for part in self.parts]
+
+    def _places(self, t: Tensor) -> Sequence[Tensor]:
+        return t.split([part.shape[1] for part in self.parts], t.ndim - len(self.shape) + 1)
+
+    def _whole(self, found: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(found), found[0].ndim - len(self.shape) + 1)
 
 
 def added(parts: Sequence[Tensor]) -> Tensor:

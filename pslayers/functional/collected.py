@@ -18,7 +18,7 @@ from ..core.factors import Dense, Factor, OfParts, at_once, joined, squares
 from ..core.products import number, summed
 from .common import owned
 from .computed import Call, Leaf, Source, behind, with_a_graph
-from .linear_factor import Outer
+from .handed_on import Scaled, handed_on
 
 
 def each_of(source: Source, token: "Token | None" = None) -> Tensor:
@@ -121,57 +121,38 @@ class Collector:
     def taken(self) -> list[Factor | None]:
         """The factor of each parameter; None of those that nothing was handed over for."""
         handed = self.handed.pop(torch_api.current_pass(), [])
-        found: dict[Source, list[Factor]] = {}
+        found: dict[Source, list[Scaled]] = {}
         begun: dict[Source, Sequence[Leaf]] = {}
         for source, leaves, factor in handed:
-            found.setdefault(source, []).append(factor)
+            found.setdefault(source, []).append((factor, 1.0))
             begun[source] = leaves
         uses = {source: _one(factors) for source, factors in found.items()}
-        ways: dict[tuple[Source, ...], Way] = {}
-        return [self._of(e, uses, begun, ways) for e in self.expansions]
-
-    def _of(
-        self,
-        e: Expansion,
-        uses: dict[Source, Factor],
-        begun: dict[Source, Sequence[Leaf]],
-        ways: "dict[tuple[Source, ...], Way]",
-    ) -> Factor | None:
-        raw: list[Factor] = []
-        parts: dict[Leaf, list[Source]] = {}
+        known: dict[int, list[Scaled]] = {id(e): [] for e in self.expansions}  # uses of each parameter
+        rest: dict[Leaf, list[Source]] = {}
         for source, factor in uses.items():
-            for leaf in begun[source]:
-                if leaf.expansion is not e:
-                    continue
-                if source is leaf:
-                    raw.append(factor)
-                elif isinstance(factor, Outer) and _turned(source.value, leaf.value):
-                    raw.append(factor.turned())
-                else:
-                    parts.setdefault(leaf, []).append(source)
-        for leaf, sources in parts.items():
+            of = {id(leaf.value): leaf.expansion for leaf in begun[source]}
+            if (parts := handed_on(source.value, factor, of)) is None:
+                for leaf in begun[source]:
+                    rest.setdefault(leaf, []).append(source)
+            for value, part in parts or ():
+                known[id(of[value])].append(part)
+        ways: dict[tuple[Source, ...], Way] = {}
+        for leaf, sources in rest.items():
             if (way := ways.get(key := tuple(sources))) is None:
                 way = ways[key] = Way([s.value for s in sources], [uses[s] for s in sources])
             way.leaves.append(leaf.value)
-            raw.append(Pulled(way, leaf.value, torch.Size((leaf.size, *leaf.value.shape))))
-        return _one(raw) if raw else None
+            pulled = Pulled(way, leaf.value, torch.Size((leaf.size, *leaf.value.shape)))
+            known[id(leaf.expansion)].append((pulled, 1.0))
+        return [_one(parts) if parts else None for parts in known.values()]
 
 
-def _turned(t: Tensor, other: Tensor) -> bool:
-    """Whether a matrix is the other one, transposed, in the same memory."""
-    return (
-        t.ndim == other.ndim == 2
-        and t.data_ptr() == other.data_ptr()
-        and (t.shape, t.stride()) == (other.shape[::-1], other.stride()[::-1])
-    )
-
-
-def _one(factors: Sequence[Factor]) -> Factor:
+def _one(uses: Sequence[Scaled]) -> Factor:
     """Several uses of one weight as one."""
-    if len(factors) == 1:
-        return factors[0]
-    found = joined(factors, [1.0] * len(factors))
-    return found.parts[0] if len(found.parts) == 1 else found
+    if len(uses) == 1 and uses[0][1] == 1:
+        return uses[0][0]
+    factors, scales = zip(*uses, strict=True)
+    found = joined(factors, scales)
+    return found.parts[0] if len(found.parts) == 1 and found.scales[0] == 1 else found
 
 
 class Token:

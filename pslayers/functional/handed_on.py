@@ -1,0 +1,285 @@
+"""From a factor of what was computed of parameters to factors of these, without dense rows on the way: of a
+part or a view of a parameter, a product of low rank, a sum, what a constant multiplies. Direct derivation.
+
+Which ops these are is read from the graph that torch has made of them. Whatever else is computed is
+differentiated by that graph, from dense rows (`collected.Pulled`).
+
+B samples; S the shape of a parameter, S' that of what is computed.
+"""
+
+import functools
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core.factors import Dense, Factor, OfParts, Placed, at_once, joined
+from ..core.products import affine, number
+from .linear_factor import Outer, same
+
+Scaled = tuple[Factor, float]  # and what it is multiplied by
+
+
+def handed_on(value: Tensor, factor: Factor, leaves: Container[int]) -> list[tuple[int, Scaled]] | None:
+    """What a factor of something computed is to the values of parameters that it was computed of (leaves of
+    the graph, by their ids): a factor for each use of one; None where there is no such form.
+    """
+    if id(value) in leaves:
+        return [(id(value), (factor, 1.0))]
+    if value.dtype.is_complex or factor.like().dtype != value.dtype:
+        return None
+    if value._is_view() and id(value._base) in leaves:
+        return _of_a_view(value, factor)
+    found: list[tuple[int, Scaled]] = []
+    todo: list[tuple[Any, Scaled]] = [(value.grad_fn, (factor, 1.0))]
+    while todo:
+        node, (factor, scale) = todo.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            if (leaf.shape, leaf.dtype) != (factor.shape[1:], value.dtype):  # it was broadcast, say
+                return None
+            found.append((id(leaf), (factor, scale)))
+            continue
+        rule = _RULES.get(node.name())
+        needed = [fn is not None for fn, _ in node.next_functions]
+        if rule is None or (parts := rule(node, factor, needed)) is None:
+            return None
+        for (fn, _), (part, by) in zip(node.next_functions, parts, strict=True):
+            if fn is not None:
+                todo.append((fn, (part, by * scale)))
+    return found
+
+
+# ---------------------------------------------------------------------------------------- one op of the graph
+Rule = Callable[[Any, Factor, Sequence[bool]], Sequence[Scaled] | None]  # of those inputs that are needed
+
+
+def is_matrix(factor: Factor) -> bool:
+    """Whether it is a linear map's of a matrix."""
+    return isinstance(factor, Outer) and len(factor.shape) == 3
+
+
+def _times(factor: Factor, by: Tensor) -> Sequence[Scaled] | None:
+    """That of ``w * by``, a constant."""
+    if by.ndim == 0 and by.is_cpu:
+        return [(factor, float(by))] * 2
+    if by.ndim >= len(factor.shape) or by.dtype.is_complex:
+        return None
+    if not isinstance(factor, Outer) or not is_matrix(factor) or (by.ndim == 2 and min(by.shape) > 1):
+        return [(Times(factor, by), 1.0)] * 2
+    gy, x = factor.gy, factor.x
+    if by.ndim == 2 and by.shape[1] == 1:
+        gy = gy * by.squeeze(1)
+    else:
+        x = x * by.flatten()
+    return [(Outer(gy, x, factor.shape, factor.batched), 1.0)] * 2
+
+
+def _multiplied(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
+    return None if all(needed) else _times(factor, node._saved_other if needed[0] else node._saved_self)
+
+
+def _divided(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
+    return None if needed[1] else _times(factor, node._saved_other.reciprocal())
+
+
+def _product(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
+    """Of ``left @ right`` each side's, where that takes fewer multiplications than dense rows."""
+    if not isinstance(factor, Outer) or not is_matrix(factor):
+        return None
+    left, right, (size, o, i) = node._saved_self, node._saved_mat2, factor.shape
+    rank, t = right.shape[0] if left is None else left.shape[1], factor.positions // max(size, 1)
+    broadcast = (left is not None and len(left) != o) or (right is not None and right.shape[1] != i)
+    if broadcast or sum(needed) * rank * (t * (o + i) - o * i) > t * o * i:
+        return None
+    gy, x, arranged = factor.gy, factor.x, factor.batched
+    of_left = Outer(gy, affine(x, right), torch.Size((size, o, rank)), arranged) if needed[0] else factor
+    of_right = Outer(affine(gy, left.t()), x, torch.Size((size, rank, i)), arranged) if needed[1] else factor
+    return [(of_left, 1.0), (of_right, 1.0)]
+
+
+def _turned(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
+    return [(factor.turned(), 1.0)] if isinstance(factor, Outer) and is_matrix(factor) else None
+
+
+def _permuted(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
+    return _turned(node, factor, needed) if node._saved_dims == (1, 0) else None
+
+
+def _viewed(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
+    return [(factor, 1.0)] if tuple(node._saved_self_sym_sizes) == tuple(factor.shape[1:]) else None
+
+
+_RULES: dict[str, Rule] = {
+    "AddBackward0": lambda node, factor, needed: [(factor, 1.0), (factor, node._saved_alpha)],
+    "SubBackward0": lambda node, factor, needed: [(factor, 1.0), (factor, -node._saved_alpha)],
+    "NegBackward0": lambda node, factor, needed: [(factor, -1.0)],
+    "MulBackward0": _multiplied,
+    "DivBackward0": _divided,
+    "MmBackward0": _product,
+    "TBackward0": _turned,
+    "TransposeBackward0": _turned,
+    "PermuteBackward0": _permuted,
+    "ViewBackward0": _viewed,
+    "UnsafeViewBackward0": _viewed,
+}
+
+
+# ------------------------------------------------------------------------------------- parts of a parameter
+class Region(NamedTuple):
+    """A part of a parameter that is contiguous in memory, by its own layout there."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def _of_a_view(view: Tensor, factor: Factor) -> list[tuple[int, Scaled]] | None:
+    leaf: Any = view._base
+    if view.is_conj() or view.is_neg() or view.dtype != leaf.dtype:
+        return None
+    sizes, strides = tuple(view.shape), view.stride()
+    if isinstance(factor, Outer) and is_matrix(factor) and strides[0] < strides[1]:
+        factor, sizes, strides = factor.turned(), sizes[::-1], strides[::-1]
+    if (sizes, strides) == (tuple(leaf.shape), leaf.stride()):
+        return [(id(leaf), (factor, 1.0))]
+    region = Region(sizes, strides, view.storage_offset() - leaf.storage_offset())
+    if not leaf.is_contiguous() or _cover(leaf.numel(), (region,)) is None:
+        return None
+    regions = Regions([factor], [region], torch.Size((factor.shape[0], *leaf.shape)))
+    return [(id(leaf), (regions, 1.0))]
+
+
+@functools.lru_cache(256)
+def _cover(values: int, regions: tuple[Region, ...]) -> bool | None:
+    """Whether all of so many values are in one of these; None where some are in several, or several times in
+    one.
+    """
+    times = torch.zeros(values, dtype=torch.uint8, device="cpu")
+    for sizes, strides, offset in regions:
+        at = torch.as_strided(torch.arange(values, device="cpu"), sizes, strides, offset).flatten()
+        if len(at.unique()) < len(at):
+            return None
+        times[at] += 1
+    return None if bool((times > 1).any()) else bool(times.all())
+
+
+class Regions(Placed):
+    """Of parts of a parameter, as ``w[i]`` and ``w.chunk(n)`` are.
+
+    Args:
+        parts: a factor of each.
+        regions: where it lies.
+        shape: (B, *S).
+    """
+
+    def __init__(self, parts: Sequence[Factor], regions: Sequence[Region], shape: torch.Size) -> None:
+        self.parts, self.regions, self.shape = parts, regions, shape
+        self.positions = min(part.positions for part in parts)
+
+    def _of(self, parts: Sequence[Factor]) -> Factor:
+        return Regions(parts, self.regions, torch.Size((parts[0].shape[0], *self.shape[1:])))
+
+    def _where(self) -> Any:
+        return self.regions
+
+    def _all(self) -> bool:
+        """Whether they are all of the parameter."""
+        return bool(_cover(self.shape[1:].numel(), tuple(self.regions)))
+
+    def _places(self, t: Tensor) -> Sequence[Tensor]:
+        n, offset = t.ndim - len(self.shape) + 1, t.storage_offset()
+        return [
+            t.as_strided((*t.shape[:n], *sizes), (*t.stride()[:n], *strides), offset + start)
+            for sizes, strides, start in self.regions
+        ]
+
+    def _whole(self, found: Sequence[Tensor]) -> Tensor:
+        leading = found[0].shape[: found[0].ndim - len(self.regions[0].sizes)]
+        shape = (*leading, *self.shape[1:])
+        out = found[0].new_empty(shape) if self._all() else found[0].new_zeros(shape)
+        for part, into in zip(found, self._places(out), strict=True):
+            into.copy_(part)
+        return out
+
+    def write(self, out: Tensor, scale: float) -> None:
+        """Part by part; those that are not linear maps', some samples at a time."""
+        if not out[:1].is_contiguous():
+            out.copy_(self.dense()).mul_(number(scale, out))
+            return
+        if not self._all():
+            out.zero_()
+        for part, into in zip(self.parts, self._places(out), strict=True):
+            if isinstance(part, Dense) or is_matrix(part):
+                part.write(into, scale)
+                continue
+            for some, rows in part.chunks():
+                torch.mul(rows, number(scale, rows), out=into[some])
+
+    def joined(self, others: Sequence[Factor]) -> Factor | None:
+        """Part by part; None where these overlap."""
+        found: dict[Region, list[Factor]] = {}
+        for one in (self, *others):
+            for region, part in zip(one.regions, one.parts, strict=True):  # type: ignore[attr-defined]
+                found.setdefault(region, []).append(part)
+        if _cover(self.shape[1:].numel(), tuple(found)) is None:
+            return None
+        parts = [uses[0] if len(uses) == 1 else joined(uses, [1.0] * len(uses)) for uses in found.values()]
+        return Regions(parts, list(found), self.shape)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return super().dot(direction.contiguous())
+
+
+class Times(OfParts):
+    """Of a parameter that a constant multiplies: ``by * g[n]``.
+
+    Args:
+        factor: g, (B, *S).
+        by: it broadcasts to S.
+    """
+
+    def __init__(self, factor: Factor, by: Tensor) -> None:
+        self.parts, self.by, self.shape, self.positions = [factor], by, factor.shape, factor.positions
+
+    def _of(self, parts: Sequence[Factor]) -> Factor:
+        return Times(parts[0], self.by)
+
+    def tensors(self) -> Iterator[tuple[Any, str, Tensor]]:
+        yield self, "by", self.by
+        yield from super().tensors()
+
+    def total(self) -> Tensor:
+        """After all samples' were added up."""
+        return self.parts[0].total() * self.by
+
+    def write(self, out: Tensor, scale: float) -> None:
+        """Some samples at a time, which are in a cache when they are multiplied."""
+        for some in self._steps():
+            part = self.parts[0] if len(out) == 1 else self.parts[0].select(some)
+            if part.entries is not None:
+                out[some] = 0
+            part.write(out[some], scale)
+            out[some].mul_(self.by)
+
+    def _steps(self) -> Iterator[slice]:
+        step = at_once(4 * self.shape[1:].numel(), self.like())
+        for start in range(0, self.shape[0], step):
+            yield slice(start, min(start + step, self.shape[0]))
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        return ((some, self.read(some)) for some in self._steps())
+
+    def joined(self, others: Sequence[Factor]) -> Factor | None:
+        """What is multiplied alike, together."""
+        uses: list[Times] = [self, *others]  # type: ignore[list-item]
+        if not same([use.by for use in uses]):
+            return None
+        return Times(joined([use.parts[0] for use in uses], [1.0] * len(uses)), self.by)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """After all samples' were added up."""
+        return self.parts[0].weighted_sum(weights) * self.by
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return self.parts[0].dot(direction * self.by)
