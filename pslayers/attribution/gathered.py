@@ -27,7 +27,7 @@ from ..parameters.per_sample import of_parameter
 from .assumed import AssumedRows
 from .notes import Notes
 from .provenance import UNKNOWN, WEAK, PaddedRows, RowProvenance
-from .row_rules import RULES, default_rule, mark_unknown
+from .row_rules import RULES, at_once, default_rule, mark_unknown
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Layout, owners_of_packed
 
 _READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
@@ -72,6 +72,10 @@ class GatheredRows(TorchFunctionMode):
             and name[-1:] != "_"
         ):
             return result  # what has met a parameter of each sample's own knows its rows
+        if isinstance(result, Tensor) and not kwargs and result.ndim:
+            with torch_api.without_torch_function():
+                if at_once(self, result, name, args):
+                    return result
         if isinstance(result, (Tensor, tuple, list)) or name == "__setitem__":
             if not args or not isinstance(args[0], (Tensor, tuple, list)):  # by their names, in any order
                 first = next(

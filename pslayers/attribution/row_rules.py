@@ -403,6 +403,29 @@ def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: 
         picks.tag(t, known[0] if known and not unsure and all(o.same(known[0]) for o in known) else lost)
 
 
+def at_once(picks: "GatheredRows", result: Tensor, name: str, args: Args) -> bool:
+    """Tag what does the same to every value of tensors whose rows are all the same ones, as most functions of
+    a network do: what `_rowwise` comes to, in a tenth of the time. Whether it is that.
+    """
+    if RULES.get(name) is not _rowwise or name[-1:] == "_":
+        return False
+    of, trained = None, False
+    for given in args:
+        if isinstance(given, Tensor):
+            known = picks.tags.get(given)
+            if known is None or (of is not None and known is not of) or given.ndim != result.ndim:
+                return False
+            if picks.second.get(given) is not None:
+                return False
+            of, trained = known, trained or not picks.only_numbers(given)
+        elif type(given) not in (int, float):
+            return False
+    if of is None or of.sample_ids is None or not trained or len(result) != len(of.sample_ids):
+        return False
+    picks.tag(result, of)
+    return True
+
+
 def _of_first(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """The first argument's rows, each by itself; or with the rows of a second one, where these go one by one
     with them.
