@@ -17,7 +17,7 @@ from torch import Tensor
 from ..core.context import in_ragged
 from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
 from ..core.factors import Factor, Owners, beside, by_size
-from ..core.products import number, of_dtype, outer_each
+from ..core.products import affine, has_onednn, number, of_dtype, outer_each
 from .common import check_rows, owned
 from .linear_factor import Outer
 
@@ -103,7 +103,7 @@ class _Einsum(Op):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, rows)
         ctx.terms, ctx.w = terms, w
-        return owned(torch.einsum(f"{terms.x},{terms.weight}->{terms.result}", x, weight))
+        return owned(_product(x, weight, terms.x, terms.weight, terms.result))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -119,13 +119,27 @@ class _Einsum(Op):
         gx = g_weight = g_rows = None
         gy = of_dtype(gy, weight.dtype)
         if need_x:
-            gx = torch.einsum(f"{terms.result},{terms.weight}->{terms.x}", gy, weight.conj())
+            gx = _product(gy, weight.conj(), terms.result, terms.weight, terms.x)
             gx = of_dtype(gx, x.dtype)
         if need_weight or need_rows:
             g_weight, g_rows = w.take(
                 _factor(of_dtype(x, weight.dtype).conj(), gy, terms, w.shape), need_weight, need_rows
             )
         return gx, g_weight, g_rows, None, None
+
+
+def _product(x: Tensor, weight: Tensor, of_x: str, of_w: str, result: str) -> Tensor:
+    """By torch.einsum; without groups, and where another library may be faster, as a product of matrices."""
+    groups, both = set(of_x) & set(of_w) & set(result), [c for c in of_x if c not in result]
+    if groups or not both or not has_onednn(x) or weight.dtype != x.dtype:
+        return torch.einsum(f"{of_x},{of_w}->{result}", x, weight)
+    kept, free = ([c for c in letters if c in result] for letters in (of_x, of_w))
+    sizes = dict(zip(of_x + of_w, (*x.shape, *weight.shape), strict=True))
+    rows = x.permute([of_x.index(c) for c in kept + both]).flatten(len(kept))
+    matrix = weight.permute([of_w.index(c) for c in free + both])
+    matrix = matrix.reshape(math.prod(sizes[c] for c in free), rows.shape[-1])
+    y = affine(rows, matrix).view([sizes[c] for c in kept + free])
+    return y.permute([(kept + free).index(c) for c in result])
 
 
 def _factor(x: Tensor, gy: Tensor, terms: Terms, shape: torch.Size) -> "Contracted":
@@ -185,7 +199,8 @@ class Contracted(Factor):
         """By one batched product; where its dims are in another order, some samples' at a time."""
         n, m, ndim = len(self.terms.groups), len(self.terms.free), len(self.order)
         turned = self.order == [*range(n), *range(n + m, ndim), *range(n, n + m)]
-        if turned or self.order == sorted(self.order):
+        together = out.is_contiguous() or self.gy.shape[2] == 1  # samples, and what is of one
+        if together and (turned or self.order == sorted(self.order)):
             into = self._by_group(turned)
             into.write(out.view(into.shape), scale)
             return

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.factors import Dense, Factor, OfParts, Placed, at_once, joined
 from ..core.products import affine, number
+from .contraction import Contracted
 from .linear_factor import Outer, same
 
 Scaled = tuple[Factor, float]  # and what it is multiplied by
@@ -44,7 +45,7 @@ def handed_on(value: Tensor, factor: Factor, leaves: Container[int]) -> list[tup
         needed = [fn is not None for fn, _ in node.next_functions]
         if rule is None or (parts := rule(node, factor, needed)) is None:
             return None
-        for (fn, _), (part, by) in zip(node.next_functions, parts, strict=True):
+        for (fn, _), (part, by) in zip(node.next_functions, parts, strict=False):
             if fn is not None:
                 todo.append((fn, (part, by * scale)))
     return found
@@ -80,7 +81,10 @@ def _multiplied(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[S
 
 
 def _divided(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
-    return None if needed[1] else _times(factor, node._saved_other.reciprocal())
+    if needed[1]:
+        return None
+    by, like = node._saved_other, factor.like()
+    return _times(factor, torch.reciprocal(by.to(torch.float64 if by.ndim == 0 else like.dtype)))
 
 
 def _product(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
@@ -113,6 +117,7 @@ def _viewed(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scale
 _RULES: dict[str, Rule] = {
     "AddBackward0": lambda node, factor, needed: [(factor, 1.0), (factor, node._saved_alpha)],
     "SubBackward0": lambda node, factor, needed: [(factor, 1.0), (factor, -node._saved_alpha)],
+    "RsubBackward1": lambda node, factor, needed: [(factor, -node._saved_alpha)],
     "NegBackward0": lambda node, factor, needed: [(factor, -1.0)],
     "MulBackward0": _multiplied,
     "DivBackward0": _divided,
@@ -210,7 +215,8 @@ class Regions(Placed):
         if not self._all():
             out.zero_()
         for part, into in zip(self.parts, self._places(out), strict=True):
-            if isinstance(part, Dense) or is_matrix(part):
+            near = isinstance(part, Outer | Contracted) and into[:1].is_contiguous()
+            if near or isinstance(part, Dense) or is_matrix(part):
                 part.write(into, scale)
                 continue
             for some, rows in part.chunks():

@@ -9,26 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import pslayers as ps
 from pslayers.core import factors
 from tests.oracle import assert_rows, loop, square, squares
 
 from ..composition.common import batch, both, right
-
-
-class OfParameters(nn.Module):
-    """A forward of its own parameters."""
-
-    def __init__(self, run: Callable[..., Tensor], **shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.run = run
-        for name, shape in shapes.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(x, **self._parameters)
+from .own import Largest, OfParameters, check_factors
 
 
 def _cell(x: Tensor, w: Tensor, u: Tensor, b: Tensor) -> Tensor:
@@ -82,36 +69,7 @@ def test_rows_in_training(name: str) -> None:
 @pytest.mark.parametrize("chunk", [1, factors.CHUNK_BYTES])
 def test_what_is_made_of_factors(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factors, "CHUNK_BYTES", chunk)
-    model, ours = both(MODELS[name](), loss_reduction="sum")
-    x = batch(4, 5, 4)
-    squares(ours(x)).sum().backward()
-    for _ in range(2):
-        rows = loop(model, square, (x,))
-        flat = torch.cat([g.flatten(1) for g in rows.values()], 1)
-        ours.zero_grad()
-        with ps.factored(ours) as grads:
-            squares(ours(x)).sum().backward()
-        torch.testing.assert_close(grads.norms(), flat.norm(dim=1))
-        torch.testing.assert_close(grads.gram(), flat @ flat.t())
-        weights = torch.rand(4).double()
-        found = grads.weighted_sum(weights)
-        for key, p in ours.named_parameters():
-            torch.testing.assert_close(p.grad, rows[key].sum(0))
-            torch.testing.assert_close(found[key], torch.tensordot(weights, rows[key], 1))
-            torch.testing.assert_close(grads[key].dense(), rows[key])
-        direction = {key: torch.randn_like(p) for key, p in ours.named_parameters()}
-        torch.testing.assert_close(
-            grads.dot(direction), sum((rows[k] * v).flatten(1).sum(1) for k, v in direction.items())
-        )
-        ours.zero_grad()
-        norms = flat.norm(dim=1)
-        with ps.clipping(ours, max_norm=float(norms.median())):
-            squares(ours(x)).sum().backward()
-        clipped = torch.tensordot((norms.median() / norms).clamp(max=1), flat, 1)
-        torch.testing.assert_close(
-            torch.cat([p.grad.flatten() for p in ours.parameters()]), clipped, rtol=1e-5, atol=1e-8
-        )
-        x = batch(4, 5, 4)
+    check_factors(MODELS[name]())
 
 
 @each_model
@@ -164,19 +122,6 @@ def test_with_a_graph(name: str) -> None:
         torch.testing.assert_close(torch.zeros_like(e) if g is None else g, e, rtol=1e-8, atol=1e-9)
     for p in ours.parameters():
         p.grad = p.grad_sample = None
-
-
-class Largest(TorchDispatchMode):
-    """The most values of a tensor that is made."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        for t in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(t, Tensor) and 0 not in t.stride():
-                self.most = max(self.most, t.numel())
-        return result
 
 
 @pytest.mark.parametrize("name", ["masked", "weight-norm", "cell"])
