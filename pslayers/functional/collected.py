@@ -285,6 +285,10 @@ class Pulled(OfParts):
                 t[some] = part
         way.made["rows"] = dict(zip(map(id, others), theirs, strict=True))
 
+    def smaller(self, held: Sequence[Tensor]) -> Factor:
+        """What several leaves hold together one of them does not let go."""
+        return self if len(self.way.leaves) > 1 else super().smaller(held)
+
     def like(self) -> Tensor:
         return self.leaf.detach()
 
@@ -293,7 +297,7 @@ class Pulled(OfParts):
 
     def _steps(self) -> Iterator[slice]:
         # what is made, pulled through and written: it stays in caches, in memory that is used again
-        step = at_once(4 * max(t.numel() for t in (self.leaf, *self.way.values)), self.leaf)
+        step = at_once(16 * max(t.numel() for t in (self.leaf, *self.way.values)), self.leaf)
         for start in range(0, self.shape[0], step):
             yield slice(start, min(start + step, self.shape[0]))
 
