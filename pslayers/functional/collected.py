@@ -255,6 +255,7 @@ class Pulled(OfParts):
 
     def __init__(self, way: Way, leaf: Tensor, shape: torch.Size) -> None:
         self.way, self.leaf, self.shape, self.parts = way, leaf, shape, way.parts
+        self.positions = max(part.positions for part in way.parts)
 
     def _of(self, parts: Sequence[Factor]) -> Factor:
         way = Way(self.way.values, parts)
@@ -268,7 +269,7 @@ class Pulled(OfParts):
 
     def total_of(self, rows: Tensor, scale: float) -> Tensor:
         """Of a few values by their sum, which takes less time than a way through the graph."""
-        return summed(rows, 1 / scale) if rows.numel() <= FEW_VALUES else self.total()
+        return summed(rows, 1 / scale) if rows.numel() <= FEW_VALUES else super().total_of(rows, scale)
 
     def write(self, out: Tensor, scale: float) -> None:
         """Some samples' at a time; in a backward pass, those of the other leaves with them."""
