@@ -239,10 +239,17 @@ class Factor:
         """Dense rows of some samples at a time, which take at most `CHUNK_BYTES`, or are one sample's; only
         to be read.
         """
-        step = at_once(self.shape[1:].numel(), self.like())
+        return ((some, self.read(some)) for some in self.steps())
+
+    def steps(self) -> Iterator[slice]:
+        """The samples, as many at a time as are made on the side."""
+        step = at_once(self.aside(), self.like())
         for start in range(0, self.shape[0], step):
-            some = slice(start, min(start + step, self.shape[0]))
-            yield some, self.read(some)
+            yield slice(start, min(start + step, self.shape[0]))
+
+    def aside(self) -> int:
+        """How many values a sample takes on the side."""
+        return self.shape[1:].numel()
 
     def read(self, some: slice) -> Tensor:
         """The dense rows of some samples, only to be read."""

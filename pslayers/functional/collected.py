@@ -5,7 +5,7 @@ of a cell), and makes one factor of each parameter. Direct derivation.
 B samples; S the shape of a parameter, S' that of what is computed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import torch_api
 from ..core.expansion import Expansion, Op, needed_grads
-from ..core.factors import Dense, Factor, OfParts, at_once, joined, squares
+from ..core.factors import Dense, Factor, OfParts, joined, squares
 from ..core.products import number, summed
 from .common import owned
 from .computed import Call, Leaf, Source, behind, with_a_graph
@@ -279,7 +279,7 @@ class Pulled(OfParts):
             return
         others = [t for t in way.leaves if t is not self.leaf and torch_api.current_pass() != -1]
         theirs = [t.new_empty(len(out), *t.shape) for t in others]
-        for some in self._steps():
+        for some in self.steps():
             rows, *more = way.pull(methodcaller("read", some), [self.leaf, *others], True)
             torch.mul(rows, number(scale, rows), out=out[some])
             for t, part in zip(theirs, more, strict=True):
@@ -296,14 +296,9 @@ class Pulled(OfParts):
     def to(self, dtype: torch.dtype) -> Factor:
         return Dense(self.dense().to(dtype), self.shape)
 
-    def _steps(self) -> Iterator[slice]:
+    def aside(self) -> int:
         # what is made, pulled through and written: it stays in caches, in memory that is used again
-        step = at_once(16 * max(t.numel() for t in (self.leaf, *self.way.values)), self.leaf)
-        for start in range(0, self.shape[0], step):
-            yield slice(start, min(start + step, self.shape[0]))
-
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        return ((some, self.read(some)) for some in self._steps())
+        return 16 * max(t.numel() for t in (self.leaf, *self.way.values))
 
     def read(self, some: slice) -> Tensor:
         way = self.way
@@ -318,7 +313,7 @@ class Pulled(OfParts):
     def _squares(self, leaves: Sequence[Tensor]) -> Iterable[Tensor]:
         steps = [
             [squares(rows) for rows in self.way.pull(methodcaller("read", some), leaves, True)]
-            for some in self._steps()
+            for some in self.steps()
         ]
         return map(torch.cat, zip(*steps, strict=True)) if steps else (t.new_zeros(0) for t in leaves)
 

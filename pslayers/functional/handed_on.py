@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.factors import Dense, Factor, OfParts, Placed, at_once, joined
+from ..core.factors import Dense, Factor, OfParts, Placed, joined
 from ..core.products import affine, number
 from .contraction import Contracted
 from .linear_factor import Outer, same
@@ -261,20 +261,15 @@ class Times(OfParts):
 
     def write(self, out: Tensor, scale: float) -> None:
         """Some samples at a time, which are in a cache when they are multiplied."""
-        for some in self._steps():
+        for some in self.steps():
             part = self.parts[0] if len(out) == 1 else self.parts[0].select(some)
             if part.entries is not None:
                 out[some] = 0
             part.write(out[some], scale)
             out[some].mul_(self.by)
 
-    def _steps(self) -> Iterator[slice]:
-        step = at_once(4 * self.shape[1:].numel(), self.like())
-        for start in range(0, self.shape[0], step):
-            yield slice(start, min(start + step, self.shape[0]))
-
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        return ((some, self.read(some)) for some in self._steps())
+    def aside(self) -> int:
+        return 4 * self.shape[1:].numel()  # in memory that is used again, and in a cache
 
     def joined(self, others: Sequence[Factor]) -> Factor | None:
         """What is multiplied alike, together."""
