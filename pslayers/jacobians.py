@@ -181,10 +181,14 @@ class Outputs:
         count = flat.shape[1] if size else 0
         # rows are those of each sample's own output: a mean would divide them by the batch size
         mean = self.model._ps_state().settings.loss_reduction == "mean"
+
+        def backward(c: int) -> None:
+            with torch.enable_grad():
+                loss = flat[:, c].sum() / (size if mean else 1)
+            loss.backward(retain_graph=c + 1 < count)  # type: ignore[no-untyped-call]
+
         for c in range(count):
-            each = torch.zeros_like(flat)
-            each[:, c] = 1 / size if mean else 1
-            yield functools.partial(flat.backward, each, retain_graph=c + 1 < count)
+            yield functools.partial(backward, c)
 
     def _check(self, outputs: Any) -> None:
         path, size = self.model._ps_state().path, self.size
@@ -224,10 +228,8 @@ class Outputs:
                     " 1)."
                 )
 
-        one = torch.zeros_like(flat)
-        one[0] = 1
         with going_to(self.model, Streaming(take, sums=False), alone=False):  # type: ignore[arg-type]
-            flat.backward(one, retain_graph=True)
+            flat[0].sum().backward(retain_graph=True)
 
     def factors(self) -> Iterator[FactoredGrads]:
         """The factors of each output's derivatives."""

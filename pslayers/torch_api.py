@@ -90,6 +90,43 @@ def quiet_vmap() -> Iterator[None]:
         _warn_of_loops(True)
 
 
+_run_backward = _find("autograd.graph._engine_run_backward")
+
+
+def gradients(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Any],
+    grads: Sequence[Tensor],
+    create_graph: bool = False,
+) -> Sequence[Tensor | None]:
+    """What ``torch.autograd.grad(outputs, inputs, grads)`` gives, None of inputs that are not reached; the
+    graph stays. Torch itself imports sympy to compare the gradients' shapes: half a second, and 60 MB.
+    """
+    if not inputs:  # to the engine that means all leaves
+        return ()
+    if torch.compiler.is_compiling():
+        return torch.autograd.grad(
+            outputs, inputs, grads, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+    tensors = tuple(t for t in (*outputs, *inputs) if isinstance(t, Tensor))
+    found: Sequence[Tensor | None]
+    if torch.overrides.has_torch_function(tensors):  # as there: no mode sees what goes backward
+        found = torch.overrides.handle_torch_function(
+            gradients, tensors, outputs, inputs, grads, create_graph=create_graph
+        )
+    else:
+        found = _run_backward(
+            tuple(outputs),
+            tuple(grads),
+            True,
+            create_graph,
+            tuple(inputs),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+    return found
+
+
 def grads_of_each(
     outputs: Sequence[Tensor], grads: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> list[Tensor | None]:
@@ -101,7 +138,7 @@ def grads_of_each(
     try:
         each = [add_batch_dim(g, 0, level) for g in grads]
         with quiet_vmap():
-            found = torch.autograd.grad(outputs, inputs, each, retain_graph=True, allow_unused=True)
+            found = gradients(outputs, inputs, each)
         return [None if g is None else _remove_batch_dim(g, level, size, 0) for g in found]
     finally:
         _leave_vmap()

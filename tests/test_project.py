@@ -156,3 +156,32 @@ def test_deterministic() -> None:
     results = [ps.per_sample_grads(model, lambda out: out.square().sum(1), x) for _ in range(2)]
     for name in results[0]:
         assert torch.equal(results[0][name], results[1][name])
+
+
+def test_first_calls_import_little() -> None:
+    """Not sympy, which torch.autograd.grad imports if it is given gradients: half a second, and 60 MB."""
+    code = """
+import sys, torch, pslayers as ps
+from torch.nn import functional as F
+
+class Own(torch.nn.Linear):
+    def forward(self, x):
+        return F.linear(x, F.normalize(self.weight * 2), self.bias)
+
+attention = torch.nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), Own(4, 4), attention)
+ps.convert_model(model)
+x = torch.randn(3, 5, 4)
+for options in {}, {"create_graph": True}:
+    model(x).square().mean().backward(**options)
+    with ps.clipping(model, max_norm=1.0):
+        model(x).square().mean().backward()
+with ps.sample_ids(torch.tensor([0, 0, 1]), 2):
+    model[1](x[:, 0]).square().mean().backward()
+ps.per_sample_jacobians(model, x)
+print(*{"sympy", "torch._dynamo"} & sys.modules.keys())
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (done.stdout, done.stderr) == ("\n", "")

@@ -294,18 +294,6 @@ def last_edges(edges: Sequence[GradientEdge]) -> list[GradientEdge]:
     return last
 
 
-def gradients_of(
-    outputs: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    last: Sequence[GradientEdge],
-) -> Sequence[Tensor | None]:
-    """Go backward with these gradients of the outputs, as far as these edges; the graph stays."""
-    found: Sequence[Tensor | None] = torch.autograd.grad(
-        _Of.apply(grads, *outputs), last, retain_graph=True, allow_unused=True
-    )
-    return found
-
-
 def rows_agree(
     layers: GradientProbe, outputs: Outputs, anew: Callable[[], tuple[GradientProbe, Outputs]] | None = None
 ) -> bool | None:
@@ -337,18 +325,13 @@ def rows_agree(
                 probe.close()
 
         def walk(outputs: Outputs, grads: Sequence[Tensor], last: Sequence[GradientEdge]) -> None:
-            tensors = [t for t, *_ in outputs]
-            if wrapped:
-                torch.autograd.grad(tensors, last, grads, retain_graph=True, allow_unused=True)
-                return
-            found = gradients_of(tensors, grads, last)
+            found = torch_api.gradients([t for t, *_ in outputs], last, grads)
             if layers.dims:  # hooks of nodes that a pass ends at are not called
                 for edge, grad in zip(last, found, strict=True):
                     layers.arrived(layers.edges.index(edge), grad)
 
-        wrapped = transforming()
         with tuning.holding():
-            agree = not wrapped and _proportional(layers, outputs, back)
+            agree = not transforming() and _proportional(layers, outputs, back)
         return agree or _apart(layers, outputs, back)
     except RuntimeError as error:
         if "use_reentrant=True" in str(error):
@@ -356,22 +339,6 @@ def rows_agree(
         raise
     finally:
         layers.close()
-
-
-class _Of(torch.autograd.Function):
-    """A loss with these gradients, which go back as they are.
-
-    Given to torch.autograd.grad, they would have it import sympy, which takes longer than many a proof.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, grads: Sequence[Tensor], *tensors: Tensor) -> Tensor:
-        ctx.grads = grads
-        return tensors[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        return None, *ctx.grads
 
 
 def _apart(layers: GradientProbe, outputs: Outputs, back: Back) -> bool | None:

@@ -31,7 +31,7 @@ from ..core.expansion import Expansion
 from ..core.factors import Owners
 from ..core.trees import map_tensors, tensors_of
 from ..parameters.kept import Kept
-from .proof import factors_of, gradients_of, last_edges, letters_for, quiet_pass
+from .proof import factors_of, last_edges, letters_for, quiet_pass
 
 # by the names of parameters that were verified, the kinds of rows of their uses; none where one had others
 Seen = dict[str, frozenset[int]]
@@ -519,7 +519,7 @@ class RaggedCall:
             generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay where they are
             grads = [torch.randn(t.shape, generator=generator, device="cpu").to(t) for t in tensors]
             with quiet_pass():
-                gradients_of(tensors, grads, last)
+                torch_api.gradients(tensors, last, grads)
 
     def meets_shared(self, names: AbstractSet[str], inputs: Sequence[Tensor]) -> bool:
         """Whether these parameters meet what is no sample's, but the same for all.
@@ -596,7 +596,7 @@ class RaggedCall:
                     shape = [len(ids) if d == dim else 1 for d in range(t.ndim)]
                     marked.append(grad * factors_of(ids, self.letters, letter).to(grad).view(shape))
                 with quiet_pass(), torch.enable_grad():
-                    gradients_of([t for t, *_ in owned], marked, last)
+                    torch_api.gradients([t for t, *_ in owned], last, marked)
                 self.norms.append([])
 
     def _expected(self) -> str:

@@ -404,9 +404,5 @@ def composite_backward(
     into = [t for t in inputs if t is not None and t.requires_grad]
     if not pairs or not into:
         return [None for _ in inputs]
-    found = iter(
-        torch.autograd.grad(
-            [o for o, _ in pairs], into, [g for _, g in pairs], create_graph=True, allow_unused=True
-        )
-    )
+    found = iter(torch_api.gradients([o for o, _ in pairs], into, [g for _, g in pairs], create_graph=True))
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]

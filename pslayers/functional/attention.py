@@ -144,7 +144,7 @@ class _Fused(Op):
             with torch.enable_grad():
                 q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
                 out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, ctx.is_causal)
-            found = torch.autograd.grad(out, (q, k, v), grads)
+            found = torch_api.gradients([out], (q, k, v), grads)
         return *found, None, None
 
 

@@ -220,7 +220,7 @@ class Way:
             if each:
                 found: Sequence[Tensor | None] = torch_api.grads_of_each(self.values, grads, leaves)
             else:
-                found = torch.autograd.grad(self.values, leaves, grads, retain_graph=True, allow_unused=True)
+                found = torch_api.gradients(self.values, leaves, grads)
         except RuntimeError as error:
             if "modified by an inplace operation" not in str(error):
                 raise

@@ -169,9 +169,7 @@ def with_a_graph(
     for way in (at_once, one_by_one):
         try:
             y = way()
-            found = torch.autograd.grad(
-                y, [each[i] for i in wanted], grad, create_graph=True, allow_unused=True
-            )
+            found = torch_api.gradients([y], [each[i] for i in wanted], [grad], create_graph=True)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
             continue
         pairs = [(y, source.value.expand_as(y)), *zip(found, true, strict=True)]

@@ -130,12 +130,10 @@ def _in_order(t: Tensor, batch: Any) -> bool:
         factors = torch.rand(len(t), generator=draw, device="cpu").to(t) + 0.5
         marked = weights * factors.view(-1, *[1] * (t.ndim - 1))
     tensors = [out for out, *_ in outputs]
-    plain, times = (
-        torch.autograd.grad(t, tensors, g, retain_graph=True, allow_unused=True) for g in (weights, marked)
-    )
+    plain, times = (torch_api.gradients([t], tensors, [g]) for g in (weights, marked))
     with torch_api.without_torch_function(), torch.no_grad():
         for (_, dim, ids), one, other in zip(outputs, plain, times, strict=True):
-            if one is None:
+            if one is None or other is None:
                 continue
             if dim is None:
                 return False

@@ -178,10 +178,8 @@ class _Any(Op):
 
         def back(inputs: Sequence[Tensor], gy: Tensor) -> list[Tensor]:
             wanted = [t for t in inputs if t.requires_grad]
-            found = torch.autograd.grad(
-                ctx.result, wanted, gy, retain_graph=True, allow_unused=True, materialize_grads=True
-            )
-            each = iter(found)
+            found = zip(wanted, torch_api.gradients([ctx.result], wanted, [gy]), strict=True)
+            each = iter([torch.zeros_like(t) if g is None else g for t, g in found])
             return [next(each) if t.requires_grad else None for t in inputs]  # type: ignore[misc]
 
         g_others = back(others, gy) if any(need[2 * count :]) else [None] * len(others)

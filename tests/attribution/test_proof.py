@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
-from pslayers import general
+from pslayers import general, torch_api
 from pslayers.attribution import proof
 from pslayers.modules import first_call
 from tests.composition.common import batch, both, right
@@ -199,7 +199,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passes, self.groups = 0, 0
-        run, apart = torch.autograd._engine_run_backward, proof._apart
+        run, apart = torch_api._run_backward, proof._apart
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.passes += 1
@@ -209,7 +209,7 @@ class Counted:
             self.groups += 1
             return apart(*args)
 
-        monkeypatch.setattr(torch.autograd, "_engine_run_backward", counted)
+        monkeypatch.setattr(torch_api, "_run_backward", counted)
         monkeypatch.setattr(proof, "_apart", counted_groups)
 
 
