@@ -63,36 +63,39 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     if in_ragged():
         rows = (expansion_of(t) if isinstance(t, PerSample) else t for t in (weight, bias))
         return NotImplemented if isinstance(x, PerSample) else op(x, *rows)
-    each = [t.each if isinstance(t, PerSample) else t for t in (weight, bias)]
+    given = [t.given if isinstance(t, PerSample) else t for t in (weight, bias)]
     names = names_of(own)
     if local.stand_ins is not None:
         computed = (
-            t for t in own if t is not x and t.samples > 1 and t.each.stride(0) and not is_vector(t.sizes)
+            t for t in own if t is not x and t.samples > 1 and t.given.stride(0) and not is_vector(t.sizes)
         )
         local.stand_ins.slow |= names_of(computed)  # for each sample
     same = all(t.same for t in own)
+
+    def run(x: Tensor, of_the_batch: bool = False) -> Tensor:
+        y = op(x, *given)
+        if (batch := local.batch) is not None and batch.outputs is not None:
+            if of_the_batch and len(y) % batch.size == 0:  # looked at as a layer's output
+                batch.outputs.add([(y, 0, None)])
+            else:
+                for t in own:
+                    t.watch()
+        return y
+
     if isinstance(x, PerSample):
-        return NotImplemented if same else PerSample.of(op(x.each, *each), False, names)
+        return NotImplemented if same else PerSample.of(run(x.each), False, names)
     if (picks := followed()) is None:
-        return _watched(op(x, *each)) if of_the_input(x) else NotImplemented
+        return run(x, True) if of_the_input(x) else NotImplemented
     owners = picks.owners(x)
     if owners is None and local.stand_ins is not None and local.stand_ins.choose(*picks.copies(x)):
-        return _watched(op(x, *each))  # made like the batch, a row for each of its
+        return run(x, True)  # made like the batch, a row for each of its
     if owners is None and not same:  # what all samples share
-        return PerSample.of(op(x.expand(own[0].samples, *x.shape), *each), False, names)
+        return PerSample.of(run(x.expand(own[0].samples, *x.shape)), False, names)
     if owners is None or owners.sample_ids is None:
         return NotImplemented
     if owners.picked:
-        return picks.by_batch(lambda rows: op(rows, *each), x, owners)
-    return _watched(op(x, *each))
-
-
-def _watched(result: Tensor) -> Tensor:
-    """What an op makes of the batch's rows, which a call that is proved looks at as at a layer's output."""
-    batch = local.batch
-    if batch is not None and batch.outputs is not None and len(result) % batch.size == 0:
-        batch.outputs.add([(result, 0, None)])
-    return result
+        return picks.by_batch(run, x, owners)
+    return run(x, True)
 
 
 def _expanded(weight: Any) -> bool:

@@ -168,6 +168,7 @@ class PerSample(Tensor):
     _each: Tensor | None = None
     _source: Source | None = None
     _token: Token | None = None  # for what ops hand over
+    _unwatched = False  # by a call that is proved
 
     @staticmethod
     def of(each: Tensor, same: bool = False, names: frozenset[str] = frozenset()) -> "PerSample":
@@ -196,15 +197,29 @@ class PerSample(Tensor):
     @property
     def each(self) -> Tensor:
         """(B, *S), of stride 0 over samples where these are the `same`, mostly."""
-        if self._each is None:
-            assert self._source is not None
-            with torch.enable_grad():  # it stays, wherever it is asked for first
-                self._each = _watched(each_of(self._source, self._token))
-        return self._each
+        self.watch()
+        return self.given
 
     @each.setter
     def each(self, each: Tensor) -> None:
         self._each, self._source, self.parts = each, None, ()
+
+    def watch(self) -> None:
+        """Look at it where a call is proved, if that is not done yet."""
+        given = self.given
+        if self._unwatched:
+            self._unwatched = False
+            _watched(given)
+
+    @property
+    def given(self) -> Tensor:
+        """The same, for an op whose result is looked at in its place, where a call is proved."""
+        if self._each is None:
+            assert self._source is not None
+            with torch.enable_grad():  # it stays, wherever it is asked for first
+                self._each = each_of(self._source, self._token)
+            self._unwatched = True
+        return self._each
 
     @property
     def is_computed(self) -> bool:
@@ -232,6 +247,7 @@ class PerSample(Tensor):
     def become(self, other: "PerSample") -> None:
         """Stand for what another one does."""
         self._each, self._source, self._token, self.parts = other._each, other._source, other._token, ()
+        self._unwatched = other._unwatched
         self.samples, self.same, self.names = other.samples, other.same, other.names
 
     def like(self, each: Tensor) -> "PerSample":

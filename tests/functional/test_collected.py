@@ -142,6 +142,21 @@ def test_clipping_makes_no_rows_of_all_samples(name: str, monkeypatch: pytest.Mo
     assert largest.most < 16 * 64 * 64
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_a_first_call_is_proved_without_rows(train: bool) -> None:
+    """What an op makes of the batch is looked at, not what its weight would get."""
+    ours = nn.Sequential(
+        OfParameters(lambda x, w: F.linear(x, w.softmax(1)), w=(64, 64)),
+        OfParameters(lambda x, w: x @ w, w=(64, 64)),
+        OfParameters(lambda x, w: torch.einsum("bti,hio->btho", x, w).flatten(2), w=(4, 64, 16)),
+    )
+    ps.convert_model(ours).train(train)
+    with ps.factored(ours), Largest() as largest:
+        loss = ours(torch.randn(16, 3, 64)).mean()
+    assert loss.requires_grad
+    assert largest.most < 16 * 64 * 64
+
+
 def test_a_kept_factor_says_when_it_is_gone() -> None:
     """Where the way to a parameter goes by its values, which an optimizer has changed."""
     ours = ps.convert_model(OfParameters(lambda x, v: F.linear(x, v / v.norm()), v=(3, 4)))
