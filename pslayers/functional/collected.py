@@ -230,8 +230,9 @@ class Way:
                 " be asked before."
             ) from error
         leading = (len(grads[0]),) if each else ()
-        return [
-            t.new_zeros(*leading, *t.shape) if g is None else g for t, g in zip(leaves, found, strict=True)
+        return [  # of sums it is expanded, which nobody could write to
+            t.new_zeros(*leading, *t.shape) if g is None else g.clone() if 0 in g.stride() else g
+            for t, g in zip(leaves, found, strict=True)
         ]
 
     def of(self, leaf: Tensor, name: str, make: Callable[[Sequence[Tensor]], Iterable[Tensor]]) -> Tensor:

@@ -8,6 +8,7 @@ B samples; S the shape of a parameter, S' that of what is computed.
 """
 
 import functools
+import math
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,22 +34,35 @@ def handed_on(value: Tensor, factor: Factor, leaves: Container[int]) -> list[tup
     if value._is_view() and id(value._base) in leaves:
         return _of_a_view(value, factor)
     found: list[tuple[int, Scaled]] = []
-    todo: list[tuple[Any, Scaled]] = [(value.grad_fn, (factor, 1.0))]
-    while todo:
-        node, (factor, scale) = todo.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            if (leaf.shape, leaf.dtype) != (factor.shape[1:], value.dtype):  # it was broadcast, say
-                return None
-            found.append((id(leaf), (factor, scale)))
-            continue
+    uses: dict[Any, list[Scaled]] = {value.grad_fn: [(factor, 1.0)]}  # of the nodes that are left
+    while uses:
+        node = max(uses, key=_made)  # so that all of its uses are known
+        factor, scale = _together(uses.pop(node))
         rule = _RULES.get(node.name())
         needed = [fn is not None for fn, _ in node.next_functions]
         if rule is None or (parts := rule(node, factor, needed)) is None:
             return None
         for (fn, _), (part, by) in zip(node.next_functions, parts, strict=False):
-            if fn is not None:
-                todo.append((fn, (part, by * scale)))
+            if (leaf := getattr(fn, "variable", None)) is not None:
+                if (leaf.shape, leaf.dtype) != (part.shape[1:], value.dtype):  # it was broadcast, say
+                    return None
+                found.append((id(leaf), (part, by * scale)))
+            elif fn is not None:
+                uses.setdefault(fn, []).append((part, by * scale))
     return found
+
+
+def _made(node: Any) -> int:
+    return node._sequence_nr()  # type: ignore[no-any-return]
+
+
+def _together(uses: Sequence[Scaled]) -> Scaled:
+    """Several uses of what a node gives, each times a number, as one."""
+    scales: dict[int, float] = {}
+    for part, scale in uses:
+        scales[id(part)] = scales.get(id(part), 0.0) + scale
+    found = joined(list({id(part): part for part, _ in uses}.values()), list(scales.values()))
+    return (found.parts[0], found.scales[0]) if len(found.parts) == 1 else (found, 1.0)
 
 
 # ---------------------------------------------------------------------------------------- one op of the graph
@@ -107,7 +121,14 @@ def _turned(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scale
 
 
 def _permuted(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
-    return _turned(node, factor, needed) if node._saved_dims == (1, 0) else None
+    if len(factor.shape) != 3:
+        return None
+    # -1 comes as 2**64 - 1: both are odd
+    if node.name() == "PermuteBackward0":
+        same = node._saved_dims[0] % 2 == 0
+    else:
+        same = (node._saved_dim0 - node._saved_dim1) % 2 == 0
+    return [(factor, 1.0)] if same else _turned(node, factor, needed)
 
 
 def _viewed(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
@@ -123,7 +144,7 @@ _RULES: dict[str, Rule] = {
     "DivBackward0": _divided,
     "MmBackward0": _product,
     "TBackward0": _turned,
-    "TransposeBackward0": _turned,
+    "TransposeBackward0": _permuted,
     "PermuteBackward0": _permuted,
     "ViewBackward0": _viewed,
     "UnsafeViewBackward0": _viewed,
@@ -138,6 +159,52 @@ class Region(NamedTuple):
     strides: tuple[int, ...]
     offset: int
 
+    def last(self) -> int:
+        """Where its last value lies."""
+        return self.offset + sum(
+            (n - 1) * stride for n, stride in zip(self.sizes, self.strides, strict=True) if n
+        )
+
+    def steps(self) -> dict[int, int]:
+        """How far it goes in steps of each length, the longest first."""
+        each = zip(self.strides, self.sizes, strict=True)
+        return {stride: n - 1 for stride, n in sorted(each, reverse=True) if n > 1}
+
+    def once(self) -> bool:
+        """Whether its values lie apart, by what each step must be longer than: all shorter ones together."""
+        far, steps = 0, self.steps()
+        for stride, count in reversed(steps.items()):
+            if stride <= far:
+                return False
+            far += stride * count
+        return len(steps) == sum(n > 1 for n in self.sizes)
+
+    def meets(self, other: "Region") -> bool:
+        """Whether a value may be in both, each of which has it once: whether steps in one, back in the other,
+        lead from one's first value to the other's.
+        """
+        ahead, back = self.steps(), other.steps()
+        strides = sorted({*ahead, *back}, reverse=True)
+        found, looked = [(other.offset - self.offset, 0)], 0
+        while found:
+            left, i = found.pop()
+            looked += 1
+            if i == len(strides):
+                if left == 0:
+                    return True
+                continue
+            most = sum(stride * ahead.get(stride, 0) for stride in strides[i + 1 :])
+            least = -sum(stride * back.get(stride, 0) for stride in strides[i + 1 :])
+            low = max(-back.get(strides[i], 0), -((most - left) // strides[i]))
+            high = min(ahead.get(strides[i], 0), (left - least) // strides[i])
+            if looked + high - low > MANY_STEPS:
+                return True  # it may be
+            found += [(left - n * strides[i], i + 1) for n in range(low, high + 1)]
+        return False
+
+
+MANY_STEPS = 1000  # after which two regions are taken to meet
+
 
 def _of_a_view(view: Tensor, factor: Factor) -> list[tuple[int, Scaled]] | None:
     leaf: Any = view._base
@@ -149,24 +216,22 @@ def _of_a_view(view: Tensor, factor: Factor) -> list[tuple[int, Scaled]] | None:
     if (sizes, strides) == (tuple(leaf.shape), leaf.stride()):
         return [(id(leaf), (factor, 1.0))]
     region = Region(sizes, strides, view.storage_offset() - leaf.storage_offset())
-    if not leaf.is_contiguous() or _cover(leaf.numel(), (region,)) is None:
+    if not leaf.is_contiguous() or not region.once():
         return None
     regions = Regions([factor], [region], torch.Size((factor.shape[0], *leaf.shape)))
     return [(id(leaf), (regions, 1.0))]
 
 
 @functools.lru_cache(256)
-def _cover(values: int, regions: tuple[Region, ...]) -> bool | None:
-    """Whether all of so many values are in one of these; None where some are in several, or several times in
-    one.
-    """
-    times = torch.zeros(values, dtype=torch.uint8, device="cpu")
-    for sizes, strides, offset in regions:
-        at = torch.as_strided(torch.arange(values, device="cpu"), sizes, strides, offset).flatten()
-        if len(at.unique()) < len(at):
-            return None
-        times[at] += 1
-    return None if bool((times > 1).any()) else bool(times.all())
+def apart(regions: tuple[Region, ...]) -> bool:
+    """Whether none meets another."""
+    open_ones: list[Region] = []
+    for region in sorted(regions, key=lambda region: region.offset):
+        open_ones = [one for one in open_ones if one.last() >= region.offset]
+        if any(one.meets(region) for one in open_ones):
+            return False
+        open_ones.append(region)
+    return True
 
 
 class Regions(Placed):
@@ -190,7 +255,7 @@ class Regions(Placed):
 
     def _all(self) -> bool:
         """Whether they are all of the parameter."""
-        return bool(_cover(self.shape[1:].numel(), tuple(self.regions)))
+        return sum(math.prod(region.sizes) for region in self.regions) == self.shape[1:].numel()
 
     def _places(self, t: Tensor) -> Sequence[Tensor]:
         n, offset = t.ndim - len(self.shape) + 1, t.storage_offset()
@@ -228,7 +293,7 @@ class Regions(Placed):
         for one in (self, *others):
             for region, part in zip(one.regions, one.parts, strict=True):  # type: ignore[attr-defined]
                 found.setdefault(region, []).append(part)
-        if _cover(self.shape[1:].numel(), tuple(found)) is None:
+        if not apart(tuple(found)):
             return None
         parts = [uses[0] if len(uses) == 1 else joined(uses, [1.0] * len(uses)) for uses in found.values()]
         return Regions(parts, list(found), self.shape)

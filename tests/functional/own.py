@@ -45,6 +45,7 @@ def check_factors(model: nn.Module) -> None:
         for key, p in ours.named_parameters():
             torch.testing.assert_close(p.grad, rows[key].sum(0))
             torch.testing.assert_close(found[key], torch.tensordot(weights, rows[key], 1))
+            assert 0 not in found[key].stride()  # to be written to
             torch.testing.assert_close(grads[key].dense(), rows[key])
         direction = {key: torch.randn_like(p) for key, p in ours.named_parameters()}
         torch.testing.assert_close(

@@ -1,6 +1,7 @@
 """Factors that go through what is computed of parameters, without dense rows on the way."""
 
 from collections.abc import Callable
+from random import Random
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import pslayers as ps
 from pslayers.core import factors
 from pslayers.core.factors import Factor, Owners, joined
 from pslayers.functional import collected
-from pslayers.functional.handed_on import Region, Regions, Times
+from pslayers.functional.handed_on import Region, Regions, Times, apart
 from pslayers.functional.linear_factor import Outer
 from tests.oracle import squares
 
@@ -44,6 +45,29 @@ def _computed_anew(x: Tensor, up: Tensor, down: Tensor, w: Tensor) -> Tensor:
     return x
 
 
+def _averaged_often(x: Tensor, w: Tensor) -> Tensor:
+    """Of which there are 2 ** 40 ways through the graph."""
+    v = w
+    for _ in range(40):
+        v = (v + v) / 2
+    return F.linear(x, v)
+
+
+def _orthogonal(x: Tensor, w: Tensor) -> Tensor:
+    """By the steps of Newton and Schulz."""
+    v = w / 4
+    for _ in range(3):
+        v = 1.5 * v - 0.5 * (v @ v.T) @ v
+    return x @ v
+
+
+def _turned_oddly(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+    v, u = w * 2, u / 2
+    x = F.linear(x, v.transpose(1, -1)) - F.linear(x, v.transpose(0, 0)) / 2 + F.linear(x, v.permute(0, -1))
+    x = F.linear(x, v.transpose(-1, 0)) + F.linear(x, v.permute(-1, 0)) / 3
+    return torch.einsum("bti,hio->btho", x, u.transpose(0, -1)).flatten(2)
+
+
 def _look_up(x: Tensor, table: Tensor, w: Tensor) -> Tensor:
     ids = x.detach().mul(7).long().remainder(5)[..., 0]
     one, two = (table * 3)[:5] - table[3:], table[:5].clone()
@@ -73,6 +97,10 @@ OF_PARAMETERS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]
     ),
     "overlapping": (lambda x, w: F.linear(x, w[:3]) * F.linear(x, w[1:]), {"w": (4, 4)}),
     "part-and-whole": (lambda x, w: F.linear(x, w)[..., :2] * F.linear(x, w[1:]), {"w": (3, 4)}),
+    "averaged-often": (_averaged_often, {"w": (3, 4)}),
+    "orthogonal": (_orthogonal, {"w": (4, 4)}),
+    "turned-oddly": (_turned_oddly, {"w": (4, 4), "u": (4, 4, 4)}),
+    "of-sums": (lambda x, w, v: x @ w.sum(0) + F.linear(x, w[0] * v.sum()), {"w": (3, 4, 4), "v": (2, 2)}),
     "windows": (lambda x, w: F.linear(x, w.flatten().unfold(0, 4, 2)) + x @ w[1:].mT, {"w": (2, 4)}),
     "heads-of-one": (
         lambda x, w: torch.einsum("bti,hio->btho", x, w[0]).flatten(2) * (x @ w[1, 0]).sum(-1, True),
@@ -145,7 +173,7 @@ def test_what_is_made_of_factors(name: str, chunk: int, monkeypatch: pytest.Monk
 
 
 DENSE = {"windows", "full-rank", "added-to-all", "broadcast-product", "broadcast-columns"}
-DENSE |= {"by-another", "squared", "of-a-table"}
+DENSE |= {"by-another", "orthogonal", "turned-oddly", "of-sums", "squared", "of-a-table"}
 
 
 @each_model
@@ -174,6 +202,46 @@ def test_no_rows_are_made_of_a_merged_weight() -> None:
             with Largest() as largest:
                 loss.backward()
     assert largest.most <= 32 * 3 * 64
+
+
+def _view(w: Tensor, random: Random) -> Tensor:
+    for _ in range(random.randint(1, 3)):
+        d = random.randrange(max(w.ndim, 1))
+        match random.choice(["narrow", "select", "steps", "transpose", "unfold", "flatten"]):
+            case "narrow" if w.ndim:
+                start = random.randrange(w.shape[d])
+                w = w.narrow(d, start, random.randint(1, w.shape[d] - start))
+            case "select" if w.ndim > 1:
+                w = w.select(d, random.randrange(w.shape[d]))
+            case "steps" if w.ndim:
+                w = w.movedim(d, 0)[random.randrange(w.shape[d]) :: random.randint(1, 3)].movedim(0, d)
+            case "transpose" if w.ndim > 1:
+                w = w.transpose(0, d)
+            case "unfold" if w.ndim:
+                w = w.unfold(d, min(2, w.shape[d]), 1)
+            case "flatten" if w.is_contiguous():
+                w = w.flatten()
+    return w
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_regions_that_overlap_are_told(seed: int) -> None:
+    """As by all places in memory, of random views."""
+    random = Random(seed)
+    for _ in range(50):
+        w = torch.zeros([random.randint(1, 5) for _ in range(random.randint(1, 4))])
+        views = [_view(w, random) for _ in range(random.randint(1, 4))]
+        regions = [Region(tuple(v.shape), v.stride(), v.storage_offset()) for v in views]
+        places = [
+            torch.arange(w.numel()).as_strided(v.shape, v.stride(), v.storage_offset()).flatten()
+            for v in views
+        ]
+        for region, each in zip(regions, places, strict=True):
+            assert region.once() == (len(each.unique()) == len(each))
+            assert region.last() == each.max()
+        if all(region.once() for region in regions):
+            every = torch.cat(places)
+            assert apart(tuple(regions)) == (len(every.unique()) == len(every))
 
 
 # ---------------------------------------------------------------------------------------------- the factors
