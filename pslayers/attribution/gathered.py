@@ -34,6 +34,18 @@ _READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
 _TOLD = {*op_kinds.VALUES, *op_kinds.TO_ARRAYS}  # by which a tensor tells its values
 
 
+def _numbers_of_samples(value: Any, size: int) -> int:
+    """How many numbers there are in lists and arrays of numpy's that have one, or some, for each sample."""
+    if isinstance(value, dict):
+        return sum(_numbers_of_samples(v, size) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        if len(value) == size and all(isinstance(v, (int, float)) for v in value):
+            return size
+        return sum(_numbers_of_samples(v, size) for v in value)
+    is_array = type(value).__module__ == "numpy" and getattr(value, "shape", ())[:1] == (size,)
+    return int(value.size) if is_array else 0
+
+
 class GatheredRows(TorchFunctionMode):
     """Knows whose the rows are of what has been made from a batch's inputs since it was entered."""
 
@@ -47,7 +59,7 @@ class GatheredRows(TorchFunctionMode):
         self.entering: Any = None  # the module that `call` is about to run
         self.level = torch_api.level()  # of transforms of torch.func around
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
-        self.values_read = 0  # by the forward, as numbers of Python's
+        self.values_read = 0  # that the forward is given, or reads, as numbers of Python's
         self.assumed = AssumedRows(self, noting)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -211,6 +223,7 @@ class GatheredRows(TorchFunctionMode):
         followed, but noted.
         """
         batch_first = model._ps_state().settings.batch_first
+        self.values_read += _numbers_of_samples((args, kwargs), self.size)
         for place, t in enumerate(tensors_in((args, kwargs))):
             if isinstance(t, PackedSequence):
                 self.tag_packed(t)

@@ -94,9 +94,10 @@ def _index_second(
         (picks.tag if isinstance(first, int) else picks.tag_second)(result, second)
         return
     picks.tag(result, picks.pick(_indexed(picks, x, parts)))
-    rows = rest[0] if isinstance(first, slice) and len(parts) == 2 and by_tensors else None
-    if isinstance(rows, Tensor) and rows.ndim == 1 and not _is_mask(rows):
-        picks.tag_second(result, picks.pick(second.at(rows)))
+    if isinstance(first, slice) and len(parts) == 2 and by_tensors:
+        rows = torch.as_tensor(rest[0], device=x.device)
+        if rows.ndim == 1 and not _is_mask(rows):
+            picks.tag_second(result, picks.pick(second.at(rows if len(rows) else rows.long())))
 
 
 def _indexed(picks: "GatheredRows", x: Tensor, parts: tuple[Any, ...]) -> RowProvenance | None:

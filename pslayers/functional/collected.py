@@ -258,6 +258,9 @@ class Pulled(OfParts):
         self.way, self.leaf, self.shape, self.parts = way, leaf, shape, way.parts
         self.positions = max(part.positions for part in way.parts)
 
+    def __reduce__(self) -> Any:  # a copy has no graph
+        return Dense, (self.dense(), self.shape)
+
     def _of(self, parts: Sequence[Factor]) -> Factor:
         way = Way(self.way.values, parts)
         way.leaves.append(self.leaf)

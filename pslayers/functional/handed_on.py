@@ -10,7 +10,7 @@ B samples; S the shape of a parameter, S' that of what is computed.
 import functools
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ..core.products import affine, number
 from .contraction import Contracted
 from .linear_factor import Outer, same
 
+F = TypeVar("F", bound=Factor)
 Scaled = tuple[Factor, float]  # and what it is multiplied by
 
 
@@ -29,8 +30,9 @@ def handed_on(value: Tensor, factor: Factor, leaves: Container[int]) -> list[tup
     """
     if id(value) in leaves:
         return [(id(value), (factor, 1.0))]
-    if value.dtype.is_complex or factor.like().dtype != value.dtype:
+    if value.dtype.is_complex:
         return None
+    factor = _of_dtype(factor, value.dtype)
     if value._is_view() and id(value._base) in leaves:
         return _of_a_view(value, factor)
     found: list[tuple[int, Scaled]] = []
@@ -44,12 +46,16 @@ def handed_on(value: Tensor, factor: Factor, leaves: Container[int]) -> list[tup
             return None
         for (fn, _), (part, by) in zip(node.next_functions, parts, strict=False):
             if (leaf := getattr(fn, "variable", None)) is not None:
-                if (leaf.shape, leaf.dtype) != (part.shape[1:], value.dtype):  # it was broadcast, say
+                if leaf.shape != part.shape[1:] or leaf.device != part.like().device:  # it was broadcast
                     return None
-                found.append((id(leaf), (part, by * scale)))
+                found.append((id(leaf), (_of_dtype(part, leaf.dtype), by * scale)))
             elif fn is not None:
                 uses.setdefault(fn, []).append((part, by * scale))
     return found
+
+
+def _of_dtype(factor: F, dtype: torch.dtype) -> F:
+    return factor if factor.like().dtype == dtype else factor.to(dtype)  # type: ignore[return-value]
 
 
 def _made(node: Any) -> int:
@@ -110,6 +116,7 @@ def _product(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scal
     broadcast = (left is not None and len(left) != o) or (right is not None and right.shape[1] != i)
     if broadcast or sum(needed) * rank * (t * (o + i) - o * i) > t * o * i:
         return None
+    factor = _of_dtype(factor, (right if left is None else left).dtype)  # as under autocast
     gy, x, arranged = factor.gy, factor.x, factor.batched
     of_left = Outer(gy, affine(x, right), torch.Size((size, o, rank)), arranged) if needed[0] else factor
     of_right = Outer(affine(gy, left.t()), x, torch.Size((size, rank, i)), arranged) if needed[1] else factor
@@ -143,6 +150,7 @@ _RULES: dict[str, Rule] = {
     "MulBackward0": _multiplied,
     "DivBackward0": _divided,
     "MmBackward0": _product,
+    "ToCopyBackward0": lambda node, factor, needed: [(factor, 1.0)],  # another dtype
     "TBackward0": _turned,
     "TransposeBackward0": _permuted,
     "PermuteBackward0": _permuted,

@@ -1,5 +1,7 @@
 """Modules of one's own, of parameters alone, and what is asked of the factors of these."""
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import torch
@@ -40,6 +42,8 @@ def check_factors(model: nn.Module) -> None:
             squares(ours(x)).sum().backward()
         torch.testing.assert_close(grads.norms(), flat.norm(dim=1))
         torch.testing.assert_close(grads.gram(), flat @ flat.t())
+        for copied in (copy.deepcopy(grads), pickle.loads(pickle.dumps(grads))):
+            torch.testing.assert_close(copied.norms(), flat.norm(dim=1))
         weights = torch.rand(4).double()
         found = grads.weighted_sum(weights)
         for key, p in ours.named_parameters():

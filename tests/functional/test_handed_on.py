@@ -331,6 +331,35 @@ def test_the_factor_is_its_dense_rows(kind: str, chunk: int, monkeypatch: pytest
     close(kept.dense(), rows)
 
 
+@pytest.mark.parametrize("autocast", [True, False])
+def test_products_in_another_precision(autocast: bool) -> None:
+    """Under autocast; adapters that are narrower than what they are added to."""
+    dtype = torch.float32 if autocast else torch.bfloat16
+    ours = OfParameters(lambda x, u, d: F.linear(x, FROZEN.float() + u @ d * 0.5), u=(4, 1), d=(1, 4)).to(
+        dtype
+    )
+    ps.convert_model(ours, loss_reduction="sum")
+    x = torch.randn(3, 5, 4)
+    exact = [p.detach().double().requires_grad_() for p in ours.parameters()]
+    true = torch.stack(
+        [
+            torch.cat([g.flatten() for g in torch.autograd.grad(squares(ours.run(one, *exact)).sum(), exact)])
+            for one in x.double().split(1)
+        ]
+    )
+    for _ in range(2):
+        ours.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, autocast):
+            squares(ours(x)).sum().backward()
+        for p in ours.parameters():
+            assert p.grad_sample.dtype == p.grad.dtype == dtype
+        rows = torch.cat([p.grad_sample.flatten(1) for p in ours.parameters()], 1)
+        torch.testing.assert_close(rows.double(), true, rtol=0.05, atol=0.03 * float(true.abs().max()))
+        with ps.factored(ours) as grads, torch.autocast("cpu", torch.bfloat16, autocast):
+            squares(ours(x)).sum().backward()
+        torch.testing.assert_close(grads.norms().double(), true.norm(dim=1), rtol=0.05, atol=0)
+
+
 def test_a_constant_that_has_changed_since() -> None:
     mask = torch.ones(3, 4)
     ours = ps.convert_model(OfParameters(lambda x, w: F.linear(x, w * mask), w=(3, 4)), loss_reduction="sum")
