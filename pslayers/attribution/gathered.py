@@ -112,14 +112,20 @@ class GatheredRows(TorchFunctionMode):
         """Note of what a tensor is a part of that rows were written there that may be others than `before`:
         it is not followed where they lie.
         """
-        if not isinstance(part, Tensor) or part._base is None:
+        if not isinstance(part, Tensor):
             return
-        self.second.of.pop(id(part._base), None)
+        if part._base is not None:
+            self.second.of.pop(id(part._base), None)
         if (now := self.picked(part)) is None:
             return
         numbered = any(o.rows is not None for t in tensors_in(values) if (o := self.picked(t)) is not None)
         if before is None or not now.same(before) or numbered:
-            self.tag(part._base, UNKNOWN)
+            whole = part if part._base is None else part._base
+            known = [ref() for ref, _ in self.tags.of.values()]
+            views = [t for t in known if t is not None and t._base is whole]
+            for t in (whole, *views) if part._base is not None else views:
+                if t is not part:
+                    self.tag(t, UNKNOWN)
 
     def only_numbers(self, t: Tensor) -> bool:
         """Whether no gradient goes to a tensor, nor through it to rows that are followed."""

@@ -127,7 +127,7 @@ def _by_data(picks: "GatheredRows", parts: tuple[Any, ...]) -> bool:
     """
     tensors = [i for i in parts if isinstance(i, Tensor) and i.ndim and not _is_mask(i)]
     numbers = [i for i in parts if isinstance(i, list)] + [i for i in tensors if i.ndim == 1]
-    if picks.numbers_by_data and any(len(i) == picks.size for i in numbers):
+    if picks.numbers_by_data and any(len(i) % picks.size == 0 < len(i) for i in numbers):
         return True
     return bool(tensors) and all(picks.owners(i) is not None for i in tensors)
 
@@ -144,7 +144,19 @@ def _masked(of: RowProvenance | None, by: RowProvenance | None, mask: Tensor) ->
 
 def _set(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     y, index, value = args
-    picks.tag(y, _written(picks, y, index[0] if isinstance(index, tuple) and index else index, value))
+    parts = index if isinstance(index, tuple) and index else (index,)
+    if isinstance(parts[0], (int, slice)) and _goes_behind(picks, parts[1:], value, parts[0]):
+        picks.tag(y, UNKNOWN)
+    else:
+        picks.tag(y, _written(picks, y, parts[0], value))
+
+
+def _goes_behind(picks: "GatheredRows", parts: tuple[Any, ...], value: Any, first: Any = None) -> bool:
+    """Whether the data say where in dims behind the first rows go, which lie there: those of a row, or of a
+    tensor of which it is not known that its rows are in dim 0.
+    """
+    new = picks.owners(value)
+    return new is not None and (new.sample_ids is None or isinstance(first, int)) and _by_data(picks, parts)
 
 
 def _written(
@@ -189,7 +201,7 @@ def _written_to_rows(
     """
     of, by = picks.owners(y), picks.owners(index)
     mask = _is_mask(index)
-    by_data = not mask and by is not None
+    by_data = not mask and (by is not None or _by_data(picks, (index,)))
     rows = index.nonzero()[:, 0] if mask else index
     if rows.ndim == 1:
         same = (told := _told_by_rows(picks, y, rows, new, by if mask else None)) is not None
@@ -228,6 +240,9 @@ def _put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwar
     """index_add(x, dim, index, source), scatter and the like."""
     index, source = _given(args, kwargs, 2, "index"), _given(args, kwargs, 3, "src", kwargs.get("source"))
     if _given(args, kwargs, 1, "dim") not in (0, -args[0].ndim):
+        if _goes_behind(picks, (index,), source):
+            picks.tag(result, UNKNOWN)
+            return
         # each row of the indices says where that row's values go
         by_row = (index,) if name.startswith("scatter") else ()
         _rowwise(picks, result, name, (args[0], *by_row, source), {})
