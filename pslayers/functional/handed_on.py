@@ -34,23 +34,32 @@ def handed_on(value: Tensor, factor: Factor, leaves: Container[int]) -> list[tup
         return None
     factor = _of_dtype(factor, value.dtype)
     if value._is_view() and id(value._base) in leaves:
-        return _of_a_view(value, factor)
+        part = _of_a_view(value, value._base, factor)
+        return None if part is None else [(id(value._base), (part, 1.0))]
     found: list[tuple[int, Scaled]] = []
-    uses: dict[Any, list[Scaled]] = {value.grad_fn: [(factor, 1.0)]}  # of the nodes that are left
+    # of the results, by their nodes and numbers, that are left
+    uses: dict[tuple[Any, int], list[Scaled]] = {(value.grad_fn, value.output_nr): [(factor, 1.0)]}
     while uses:
-        node = max(uses, key=_made)  # so that all of its uses are known
-        factor, scale = _together(uses.pop(node))
+        node, number = max(uses, key=_made)  # so that all of its uses are known
+        factor, scale = _together(uses.pop((node, number)))
+        if (part_of := _view_of_a_leaf(node, number)) is not None:
+            leaf, view = part_of
+            fits = view.shape == factor.shape[1:] and view.device == factor.like().device
+            if not fits or (part := _of_a_view(view, leaf, _of_dtype(factor, leaf.dtype))) is None:
+                return None
+            found.append((id(leaf), (part, scale)))
+            continue
         rule = _RULES.get(node.name())
         needed = [fn is not None for fn, _ in node.next_functions]
         if rule is None or (parts := rule(node, factor, needed)) is None:
             return None
-        for (fn, _), (part, by) in zip(node.next_functions, parts, strict=False):
-            if (leaf := getattr(fn, "variable", None)) is not None:
-                if leaf.shape != part.shape[1:] or leaf.device != part.like().device:  # it was broadcast
+        for (fn, number), (part, by) in zip(node.next_functions, parts, strict=False):
+            if (of := getattr(fn, "variable", None)) is not None:
+                if of.shape != part.shape[1:] or of.device != part.like().device:  # it was broadcast
                     return None
-                found.append((id(leaf), (_of_dtype(part, leaf.dtype), by * scale)))
+                found.append((id(of), (_of_dtype(part, of.dtype), by * scale)))
             elif fn is not None:
-                uses.setdefault(fn, []).append((part, by * scale))
+                uses.setdefault((fn, number), []).append((part, by * scale))
     return found
 
 
@@ -58,8 +67,8 @@ def _of_dtype(factor: F, dtype: torch.dtype) -> F:
     return factor if factor.like().dtype == dtype else factor.to(dtype)  # type: ignore[return-value]
 
 
-def _made(node: Any) -> int:
-    return node._sequence_nr()  # type: ignore[no-any-return]
+def _made(result: tuple[Any, int]) -> int:
+    return result[0]._sequence_nr()  # type: ignore[no-any-return]
 
 
 def _together(uses: Sequence[Scaled]) -> Scaled:
@@ -214,20 +223,60 @@ class Region(NamedTuple):
 MANY_STEPS = 1000  # after which two regions are taken to meet
 
 
-def _of_a_view(view: Tensor, factor: Factor) -> list[tuple[int, Scaled]] | None:
-    leaf: Any = view._base
+def _signed(number: int) -> int:
+    """A dim or an index, of which nodes know negative ones as those of 64 bits without a sign."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _slice(t: Tensor, node: Any, number: int) -> Tensor:
+    index = slice(*map(_signed, (node._saved_start, node._saved_end, node._saved_step)))
+    return t.movedim(_signed(node._saved_dim), 0)[index].movedim(0, _signed(node._saved_dim))
+
+
+# what a node was made by, whose number of results it is
+_VIEWS: dict[str, Callable[[Tensor, Any, int], Tensor]] = {
+    "SelectBackward0": lambda t, node, _: t.select(_signed(node._saved_dim), _signed(node._saved_index)),
+    "SliceBackward0": _slice,
+    "SplitBackward0": lambda t, node, i: t.split(node._saved_split_size, _signed(node._saved_dim))[i],
+    "SplitWithSizesBackward0": lambda t, node, i: t.split(node._saved_split_sizes, _signed(node._saved_dim))[
+        i
+    ],
+    "UnbindBackward0": lambda t, node, i: t.unbind(_signed(node._saved_dim))[i],
+    "UnsqueezeBackward0": lambda t, node, _: t.unsqueeze(_signed(node._saved_dim)),
+    "TBackward0": lambda t, node, _: t.t(),
+    "TransposeBackward0": lambda t, node, _: t.transpose(
+        _signed(node._saved_dim0), _signed(node._saved_dim1)
+    ),
+    "PermuteBackward0": lambda t, node, _: t.permute(*map(_signed, node._saved_dims)),
+}
+
+
+def _view_of_a_leaf(node: Any, number: int) -> tuple[Tensor, Tensor] | None:
+    """A leaf, and the view of it that a node gives; None of other nodes."""
+    made = []
+    while (leaf := getattr(node, "variable", None)) is None:
+        if node is None or node.name() not in _VIEWS:
+            return None
+        made.append((node, number))
+        node, number = node.next_functions[0]
+    view = leaf.detach()
+    for one, number in reversed(made):
+        view = _VIEWS[one.name()](view, one, number)
+    return leaf, view
+
+
+def _of_a_view(view: Tensor, leaf: Any, factor: Factor) -> Factor | None:
     if view.is_conj() or view.is_neg() or view.dtype != leaf.dtype:
         return None
     sizes, strides = tuple(view.shape), view.stride()
     if isinstance(factor, Outer) and is_matrix(factor) and strides[0] < strides[1]:
         factor, sizes, strides = factor.turned(), sizes[::-1], strides[::-1]
     if (sizes, strides) == (tuple(leaf.shape), leaf.stride()):
-        return [(id(leaf), (factor, 1.0))]
+        return factor
     region = Region(sizes, strides, view.storage_offset() - leaf.storage_offset())
     if not leaf.is_contiguous() or not region.once():
         return None
-    regions = Regions([factor], [region], torch.Size((factor.shape[0], *leaf.shape)))
-    return [(id(leaf), (regions, 1.0))]
+    return Regions([factor], [region], torch.Size((factor.shape[0], *leaf.shape)))
 
 
 @functools.lru_cache(256)
@@ -354,6 +403,18 @@ class Times(OfParts):
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """After all samples' were added up."""
         return self.parts[0].weighted_sum(weights) * self.by
+
+    def sq_norms(self) -> Tensor:
+        """Of one outer product by the squares of its sides; else by dense rows."""
+        part = self.parts[0]
+        if not (isinstance(part, Outer) and is_matrix(part) and self.by.ndim == 2):
+            return super().sq_norms()
+        gy, x = part.batch()
+        if gy.shape[1] != 1:
+            return super().sq_norms()
+        by = self.by.to(x.dtype).expand(self.shape[1:])
+        of_x = affine(x.squeeze(1).square(), by.square())
+        return (of_x * gy.squeeze(1).square()).sum(1)
 
     def dot(self, direction: Tensor) -> Tensor:
         return self.parts[0].dot(direction * self.by)

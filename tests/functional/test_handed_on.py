@@ -45,6 +45,22 @@ def _computed_anew(x: Tensor, up: Tensor, down: Tensor, w: Tensor) -> Tensor:
     return x
 
 
+def _adapters(x: Tensor, up: Tensor, down: Tensor, base: Tensor) -> Tensor:
+    """Several, of which one is merged after the other."""
+    for i in range(2):
+        x = F.linear(x, base[i] / 2 + up[i] @ down[i]).tanh()
+    return x
+
+
+def _scaled_parts(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """By every op that gives a part."""
+    (one, two), (three, four) = w.split(3, -1), v.split([1, 3])
+    y = F.linear(x, one[0].T * 2 - two[-1].T) + F.linear(x, w[-2, :, 1:4].mT / 3)
+    y = y + F.linear(x, four * MASK[1:]) - F.linear(x, -v[::2][1:])
+    y = y * F.linear(x, three * 3) + F.linear(x, w.unbind(1)[-1][:, 1:5] * 0.5)
+    return y + F.linear(x, v.permute(1, 0)[:3] * 2 + v[1:].unsqueeze(0)[0])
+
+
 def _averaged_often(x: Tensor, w: Tensor) -> Tensor:
     """Of which there are 2 ** 40 ways through the graph."""
     v = w
@@ -95,6 +111,9 @@ OF_PARAMETERS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]
         lambda x, w: F.linear(x @ w, w).sin() + F.linear(x, w.transpose(0, 1)) @ w.mT + x @ w.T.T @ w.T,
         {"w": (4, 2)},
     ),
+    "adapters": (_adapters, {"up": (2, 4, 1), "down": (2, 1, 4), "base": (2, 4, 4)}),
+    "scaled-parts": (_scaled_parts, {"w": (3, 4, 6), "v": (4, 4)}),
+    "a-part-broadcast": (lambda x, w: F.linear(x, w[1:] * 2 + w[:1]), {"w": (4, 4)}),
     "overlapping": (lambda x, w: F.linear(x, w[:3]) * F.linear(x, w[1:]), {"w": (4, 4)}),
     "part-and-whole": (lambda x, w: F.linear(x, w)[..., :2] * F.linear(x, w[1:]), {"w": (3, 4)}),
     "averaged-often": (_averaged_often, {"w": (3, 4)}),
@@ -173,7 +192,7 @@ def test_what_is_made_of_factors(name: str, chunk: int, monkeypatch: pytest.Monk
 
 
 DENSE = {"windows", "full-rank", "added-to-all", "broadcast-product", "broadcast-columns"}
-DENSE |= {"by-another", "orthogonal", "turned-oddly", "of-sums", "squared", "of-a-table"}
+DENSE |= {"by-another", "a-part-broadcast", "orthogonal", "turned-oddly", "of-sums", "squared", "of-a-table"}
 
 
 @each_model
@@ -271,13 +290,24 @@ def of_all() -> tuple[Factor, Tensor]:
     return Regions([part for part, _ in pairs], where, rows.shape), rows
 
 
-def times() -> tuple[Factor, Tensor]:
+def times_of_one_position() -> tuple[Factor, Tensor]:
+    gy, x, by = batch(3, 5), batch(3, 4), (batch(5, 4) > 0).int() * 3
+    return Times(Outer(gy, x, torch.Size((3, 5, 4))), by), gy.unsqueeze(2) * x.unsqueeze(1) * by
+
+
+def times(*by: int) -> tuple[Factor, Tensor]:
     part, rows = linear(3, 5, 4)
-    by = batch(4)
-    return Times(part, by), rows * by
+    number = batch(*by)
+    return Times(part, number), rows * number
 
 
-FACTORS = {"regions": regions, "of-all": of_all, "times": times}
+FACTORS: dict[str, Callable[[], tuple[Factor, Tensor]]] = {
+    "regions": regions,
+    "of-all": of_all,
+    "times": lambda: times(4),
+    "masked": lambda: times(5, 4),
+    "one-position": times_of_one_position,
+}
 
 
 @pytest.mark.parametrize("chunk", [1, factors.CHUNK_BYTES])
@@ -317,7 +347,7 @@ def test_the_factor_is_its_dense_rows(kind: str, chunk: int, monkeypatch: pytest
     together = joined([factor, other], [1.0, 1.0])
     close(together.dense(), rows + rest)
     close(together.sq_norms(), (rows + rest).flatten(1).square().sum(1))
-    assert (len(together.parts) == 1) == (kind != "times")  # another number
+    assert (len(together.parts) == 1) == (kind in ("regions", "of-all"))  # else another number
     beside = factor.stack([factor, factor])
     assert beside is not None
     close(beside.dense(), rows.repeat_interleave(2, 0))
