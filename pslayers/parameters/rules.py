@@ -114,11 +114,17 @@ def _expanded(func: Any, t: Any, *sizes: Any) -> Any:
     same = (-1, *t.shape) if func is Tensor.expand else (1, 1, 1, 1)
     if len(shape) == t.ndim == 3 and t.shape[1] == 1 and shape[0] in same[:2] and shape[2] in same[::3]:
         return _states(t, standing.choose(shape[1] == t.samples))
-    fits = any(shape[0] == len(x) for x in standing.inputs) and (t.ndim < len(shape) or t.shape[0] == 1)
-    if shape[0] in (-1, 1) or not standing.choose(fits):
+    # rows that are repeated, all of them for each sample
+    rows = func is Tensor.repeat and len(shape) == t.ndim and t.shape[0] > 1
+    fits = any(shape[0] == len(x) for x in standing.inputs)
+    if shape[0] in (-1, 1) or not standing.choose(fits and (rows or t.ndim < len(shape) or t.shape[0] == 1)):
         return NotImplemented
-    batch = t.over(func, len(shape), shape[0])
-    batch = batch.expand(*shape) if func is Tensor.expand else batch.repeat(1, *shape[1:])
+    if rows:
+        standing.meet(func, t.names, t.ndim)
+        batch = t.each.repeat(1, 1, *shape[1:]).flatten(0, 1)
+    else:
+        batch = t.over(func, len(shape), shape[0])
+        batch = batch.expand(*shape) if func is Tensor.expand else batch.repeat(1, *shape[1:])
     if followed() is not None:
         followed().tag_batch(batch)
     return batch
