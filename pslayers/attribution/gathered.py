@@ -31,6 +31,7 @@ from .row_rules import RULES, at_once, default_rule, mark_unknown
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Layout, owners_of_packed
 
 _READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
+_MADE_OF_NUMBERS = {"tensor", "as_tensor", "asarray", "new_tensor"}
 _TOLD = {*op_kinds.VALUES, *op_kinds.TO_ARRAYS}  # by which a tensor tells its values
 
 
@@ -71,6 +72,8 @@ class GatheredRows(TorchFunctionMode):
         if type(result) in _READ:  # what a tensor says
             return result
         self.assumed.see(name, result, args, kwargs)
+        if name in _MADE_OF_NUMBERS and self.numbers_by_data and self._of_samples(result):
+            self.tag(result, UNKNOWN)
         if (
             local.gathered_rows is not self
             or torch_api.level() != self.level
@@ -157,6 +160,10 @@ class GatheredRows(TorchFunctionMode):
             elif isinstance(v, (tuple, list)) and self._any(v):
                 return True
         return False
+
+    def _of_samples(self, t: Any) -> bool:
+        """Whether it holds integers for each sample: places, or which rows, as data may say."""
+        return isinstance(t, Tensor) and t.ndim > 0 and t.dtype == torch.long and len(t) % self.size == 0
 
     @property
     def numbers_by_data(self) -> bool:

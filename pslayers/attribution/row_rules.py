@@ -59,9 +59,14 @@ def _numbers(index: Tensor) -> Tensor:
     return rows[:, 0] if bool((rows == rows[:, :1]).all()) else index
 
 
-def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
-    x, index = args[0], args[1]
+def _parts(index: Any) -> tuple[Any, ...]:
+    """Of an index, one for each dim; arrays of numpy's as lists."""
     parts = index if isinstance(index, tuple) and index else (index,)
+    return tuple(i.tolist() if type(i).__module__ == "numpy" else i for i in parts)
+
+
+def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    x, parts = args[0], _parts(args[1])
     by_number = isinstance(parts[0], Tensor) and not parts[0].ndim and parts[0].dtype not in MASKS
     if by_number:
         parts = (int(parts[0]), *parts[1:])
@@ -144,7 +149,7 @@ def _masked(of: RowProvenance | None, by: RowProvenance | None, mask: Tensor) ->
 
 def _set(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     y, index, value = args
-    parts = index if isinstance(index, tuple) and index else (index,)
+    parts = _parts(index)
     if isinstance(parts[0], (int, slice)) and _goes_behind(picks, parts[1:], value, parts[0]):
         picks.tag(y, UNKNOWN)
     else:

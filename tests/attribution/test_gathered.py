@@ -7,7 +7,9 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -698,15 +700,24 @@ def _along_rows(order: Tensor, h: Tensor) -> Tensor:
     return order.unsqueeze(1).expand_as(h)
 
 
-def _set_at_once(z: Tensor, order: Tensor, h: Tensor) -> Tensor:
+def _set_at_once(z: Tensor, order: Any, h: Tensor) -> Tensor:
     z[order] = h
     return z
+
+
+def _set_in_turns(order: Tensor, h: Tensor) -> Tensor:
+    z = torch.zeros(2, *h.shape).to(h)
+    for step in range(2):
+        z[step, order] = h * (1 + step)
+    return z.sum(0)
 
 
 TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # rows in an order
     "index": lambda h, order: h[order],
     "numbers": lambda h, order: torch.stack([h[i] for i in order]),
     "select": lambda h, order: torch.stack([torch.select(h, -2, i) for i in order]),
+    "list": lambda h, order: h[order.tolist()],
+    "tensor-of-numbers": lambda h, order: h[torch.tensor(order.tolist())],
 }
 PUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # into it
     "scatter": lambda h, order: torch.zeros_like(h).scatter(0, _along_rows(order, h), h),
@@ -716,6 +727,14 @@ PUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # into it
     "index_put": lambda h, order: torch.zeros_like(h).index_put((order,), h),
     "index_put_add": lambda h, order: torch.zeros(h.shape).to(h).index_put_((order,), h, accumulate=True),
     "set": lambda h, order: _set_at_once(torch.zeros_like(h), order, h),
+    "set-by-list": lambda h, order: _set_at_once(torch.zeros_like(h), order.tolist(), h),
+    "set-by-numbers": lambda h, order: _set_at_once(torch.zeros_like(h), torch.tensor(order.tolist()), h),
+    "set-columns": lambda h, order: _set_at_once(torch.zeros_like(h.T), (slice(None), order), h.T).T,
+    "set-columns-by-numbers": lambda h, order: (
+        _set_at_once(torch.zeros_like(h.T), (slice(None), order.tolist()), h.T).T
+    ),
+    "index_copy-columns": lambda h, order: torch.zeros_like(h.T).index_copy(1, order, h.T).T,
+    "set-in-turns": lambda h, order: _set_in_turns(order, h),
 }
 
 
@@ -747,6 +766,50 @@ def test_an_order_that_was_that_of_the_batch_in_the_first_call(taken: str, put: 
         ours(x).square().sum(1).mean().backward()
         for key, rows in loop(model, lambda out, _: out.square().sum(), (x,)).items():
             torch.testing.assert_close(ours.get_parameter(key).grad_sample, rows)
+
+
+GIVEN: dict[str, Callable[[Tensor, list[int]], Tensor]] = {  # rows in an order, (B, 4)
+    "columns": lambda h, order: h.unsqueeze(1).transpose(0, 1)[:, order].squeeze(0),
+    "gather": lambda h, order: h.gather(0, _along_rows(torch.tensor(order), h)),
+    "look-up": lambda h, order: F.embedding(torch.as_tensor(order), h),
+    "one-hot": lambda h, order: F.one_hot(torch.tensor(order), len(order)).to(h) @ h,
+    "array": lambda h, order: h.T[:, numpy.array(order)].T,
+    "set": lambda h, order: _set_at_once(torch.zeros_like(h), numpy.argsort(order), h),
+}
+
+
+class Given(nn.Module):
+    """Samples in an order that the caller says, and back."""
+
+    def __init__(self, taken: str) -> None:
+        super().__init__()
+        self.before, self.between = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.taken = GIVEN[taken]
+
+    def forward(self, x: Tensor, order: Any) -> Tensor:
+        h = self.between(self.taken(self.before(x), list(order)).sin()).sin()
+        return self.taken(h, numpy.argsort(order).tolist())
+
+
+@pytest.mark.parametrize("kind", [list, numpy.array])
+@pytest.mark.parametrize("taken", GIVEN)
+@pytest.mark.filterwarnings("ignore:.* is run sample by sample")
+def test_an_order_that_a_call_is_given_is_right_or_an_error(taken: str, kind: Callable[..., Any]) -> None:
+    model = Given(taken).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [4, 3, 2, 1, 0], [1, 0], [1, 0, 3, 2]):
+        x = torch.randn(len(order), 3).double()
+        ours.zero_grad()
+        try:
+            ours(x, kind(order)).square().sum(1).mean().backward()
+        except ValueError:
+            continue
+        for key, p in ours.named_parameters():
+            rows = [
+                torch.autograd.grad(model(one, [0]).square().sum(), model.get_parameter(key))[0]
+                for one in x.split(1)
+            ]
+            torch.testing.assert_close(p.grad_sample, torch.stack(rows))
 
 
 class InParts(nn.Module):
