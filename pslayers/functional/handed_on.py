@@ -10,7 +10,7 @@ B samples; S the shape of a parameter, S' that of what is computed.
 import functools
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,12 +37,12 @@ def handed_on(value: Tensor, factor: Factor, leaves: Container[int]) -> list[tup
         part = _of_a_view(value, value._base, factor)
         return None if part is None else [(id(value._base), (part, 1.0))]
     found: list[tuple[int, Scaled]] = []
-    # of the results, by their nodes and numbers, that are left
+    # of the results, the nth of a node each, that are left
     uses: dict[tuple[Any, int], list[Scaled]] = {(value.grad_fn, value.output_nr): [(factor, 1.0)]}
     while uses:
-        node, number = max(uses, key=_made)  # so that all of its uses are known
-        factor, scale = _together(uses.pop((node, number)))
-        if (part_of := _view_of_a_leaf(node, number)) is not None:
+        node, nth = max(uses, key=_made)  # so that all of its uses are known
+        factor, scale = _together(uses.pop((node, nth)))
+        if (part_of := _view_of_a_leaf(node, nth)) is not None:
             leaf, view = part_of
             fits = view.shape == factor.shape[1:] and view.device == factor.like().device
             if not fits or (part := _of_a_view(view, leaf, _of_dtype(factor, leaf.dtype))) is None:
@@ -53,13 +53,13 @@ def handed_on(value: Tensor, factor: Factor, leaves: Container[int]) -> list[tup
         needed = [fn is not None for fn, _ in node.next_functions]
         if rule is None or (parts := rule(node, factor, needed)) is None:
             return None
-        for (fn, number), (part, by) in zip(node.next_functions, parts, strict=False):
+        for (fn, nth), (part, by) in zip(node.next_functions, parts, strict=False):
             if (of := getattr(fn, "variable", None)) is not None:
                 if of.shape != part.shape[1:] or of.device != part.like().device:  # it was broadcast
                     return None
                 found.append((id(of), (_of_dtype(part, of.dtype), by * scale)))
             elif fn is not None:
-                uses.setdefault((fn, number), []).append((part, by * scale))
+                uses.setdefault((fn, nth), []).append((part, by * scale))
     return found
 
 
@@ -84,7 +84,7 @@ def _together(uses: Sequence[Scaled]) -> Scaled:
 Rule = Callable[[Any, Factor, Sequence[bool]], Sequence[Scaled] | None]  # of those inputs that are needed
 
 
-def is_matrix(factor: Factor) -> bool:
+def is_matrix(factor: Factor) -> TypeGuard[Outer]:
     """Whether it is a linear map's of a matrix."""
     return isinstance(factor, Outer) and len(factor.shape) == 3
 
@@ -95,7 +95,7 @@ def _times(factor: Factor, by: Tensor) -> Sequence[Scaled] | None:
         return [(factor, float(by))] * 2
     if by.ndim >= len(factor.shape) or by.dtype.is_complex:
         return None
-    if not isinstance(factor, Outer) or not is_matrix(factor) or (by.ndim == 2 and min(by.shape) > 1):
+    if not is_matrix(factor) or (by.ndim == 2 and min(by.shape) > 1):
         return [(Times(factor, by), 1.0)] * 2
     gy, x = factor.gy, factor.x
     if by.ndim == 2 and by.shape[1] == 1:
@@ -118,7 +118,7 @@ def _divided(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scal
 
 def _product(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
     """Of ``left @ right`` each side's, where that takes fewer multiplications than dense rows."""
-    if not isinstance(factor, Outer) or not is_matrix(factor):
+    if not is_matrix(factor):
         return None
     left, right, (size, o, i) = node._saved_self, node._saved_mat2, factor.shape
     rank, t = right.shape[0] if left is None else left.shape[1], factor.positions // max(size, 1)
@@ -133,7 +133,7 @@ def _product(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scal
 
 
 def _turned(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
-    return [(factor.turned(), 1.0)] if isinstance(factor, Outer) and is_matrix(factor) else None
+    return [(factor.turned(), 1.0)] if is_matrix(factor) else None
 
 
 def _permuted(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
@@ -228,40 +228,46 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def _slice(t: Tensor, node: Any, number: int) -> Tensor:
+def _dim(node: Any) -> int:
+    return _signed(node._saved_dim)
+
+
+def _slice(t: Tensor, node: Any, nth: int) -> Tensor:
     index = slice(*map(_signed, (node._saved_start, node._saved_end, node._saved_step)))
-    return t.movedim(_signed(node._saved_dim), 0)[index].movedim(0, _signed(node._saved_dim))
+    return t.movedim(_dim(node), 0)[index].movedim(0, _dim(node))
 
 
-# what a node was made by, whose number of results it is
+def _permute(t: Tensor, node: Any, nth: int) -> Tensor:
+    if node.name() == "TransposeBackward0":
+        return t.transpose(_signed(node._saved_dim0), _signed(node._saved_dim1))
+    return t.permute(*map(_signed, node._saved_dims))
+
+
+# by the node that it has made, the nth of an op's results
 _VIEWS: dict[str, Callable[[Tensor, Any, int], Tensor]] = {
-    "SelectBackward0": lambda t, node, _: t.select(_signed(node._saved_dim), _signed(node._saved_index)),
+    "SelectBackward0": lambda t, node, _: t.select(_dim(node), _signed(node._saved_index)),
     "SliceBackward0": _slice,
-    "SplitBackward0": lambda t, node, i: t.split(node._saved_split_size, _signed(node._saved_dim))[i],
-    "SplitWithSizesBackward0": lambda t, node, i: t.split(node._saved_split_sizes, _signed(node._saved_dim))[
-        i
-    ],
-    "UnbindBackward0": lambda t, node, i: t.unbind(_signed(node._saved_dim))[i],
-    "UnsqueezeBackward0": lambda t, node, _: t.unsqueeze(_signed(node._saved_dim)),
+    "SplitBackward0": lambda t, node, nth: t.split(node._saved_split_size, _dim(node))[nth],
+    "SplitWithSizesBackward0": lambda t, node, nth: t.split(node._saved_split_sizes, _dim(node))[nth],
+    "UnbindBackward0": lambda t, node, nth: t.unbind(_dim(node))[nth],
+    "UnsqueezeBackward0": lambda t, node, _: t.unsqueeze(_dim(node)),
     "TBackward0": lambda t, node, _: t.t(),
-    "TransposeBackward0": lambda t, node, _: t.transpose(
-        _signed(node._saved_dim0), _signed(node._saved_dim1)
-    ),
-    "PermuteBackward0": lambda t, node, _: t.permute(*map(_signed, node._saved_dims)),
+    "TransposeBackward0": _permute,
+    "PermuteBackward0": _permute,
 }
 
 
-def _view_of_a_leaf(node: Any, number: int) -> tuple[Tensor, Tensor] | None:
-    """A leaf, and the view of it that a node gives; None of other nodes."""
+def _view_of_a_leaf(node: Any, nth: int) -> tuple[Tensor, Tensor] | None:
+    """A leaf, and the view of it that is a node's nth result; None of other results."""
     made = []
     while (leaf := getattr(node, "variable", None)) is None:
         if node is None or node.name() not in _VIEWS:
             return None
-        made.append((node, number))
-        node, number = node.next_functions[0]
+        made.append((node, nth))
+        node, nth = node.next_functions[0]
     view = leaf.detach()
-    for one, number in reversed(made):
-        view = _VIEWS[one.name()](view, one, number)
+    for one, nth in reversed(made):
+        view = _VIEWS[one.name()](view, one, nth)
     return leaf, view
 
 
@@ -269,7 +275,7 @@ def _of_a_view(view: Tensor, leaf: Any, factor: Factor) -> Factor | None:
     if view.is_conj() or view.is_neg() or view.dtype != leaf.dtype:
         return None
     sizes, strides = tuple(view.shape), view.stride()
-    if isinstance(factor, Outer) and is_matrix(factor) and strides[0] < strides[1]:
+    if is_matrix(factor) and strides[0] < strides[1]:
         factor, sizes, strides = factor.turned(), sizes[::-1], strides[::-1]
     if (sizes, strides) == (tuple(leaf.shape), leaf.stride()):
         return factor
@@ -407,7 +413,7 @@ class Times(OfParts):
     def sq_norms(self) -> Tensor:
         """Of one outer product by the squares of its sides; else by dense rows."""
         part = self.parts[0]
-        if not (isinstance(part, Outer) and is_matrix(part) and self.by.ndim == 2):
+        if not (is_matrix(part) and self.by.ndim == 2):
             return super().sq_norms()
         gy, x = part.batch()
         if gy.shape[1] != 1:
