@@ -743,10 +743,16 @@ CANCELLED = 0.05  # of the squared norms of several uses, below which that of th
 
 def joined(parts: Sequence[Factor], scales: Sequence[float]) -> "Sum":
     """Several uses of one weight, each times a number; of those whose factors can be one, one is made."""
-    if len(parts) == 1:
-        return Sum(parts, scales)
-    alike: dict[tuple[Any, ...], list[Factor]] = {}
+    uses: list[tuple[Factor, float]] = []
     for part, scale in zip(parts, scales, strict=True):
+        if isinstance(part, Sum):
+            uses += [(use, s * scale) for use, s in zip(part.parts, part.scales, strict=True)]
+        else:
+            uses.append((part, scale))
+    if len(uses) == 1:
+        return Sum([part for part, _ in uses], [scale for _, scale in uses])
+    alike: dict[tuple[Any, ...], list[Factor]] = {}
+    for part, scale in uses:
         alike.setdefault((type(part), part.like().dtype, scale), []).append(part)
     found: list[tuple[Factor, float]] = []
     for (*_, scale), (first, *others) in alike.items():

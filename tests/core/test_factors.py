@@ -496,3 +496,19 @@ def test_tables_that_share_some_entries(
     for one, two in itertools.product(range(3), range(3)):
         torch.testing.assert_close(found[one].gram(found[two]), rows[one] @ rows[two].t())
     assert (rows[0] @ rows[2].t()).any()
+
+
+def test_uses_of_uses_are_uses() -> None:
+    """Products of sums of sums would take each part as often as there are ways to it."""
+    one, two, three = outer(3, 1)[0], dense_rows(), outer(3, 1)[0]
+    inner = joined([one, two], [2.0, -1.0])
+    found = joined([inner, three, joined([two], [4.0])], [3.0, 1.0, 1.0])
+    assert not any(isinstance(part, Sum) for part in found.parts)
+    rows = 6 * one.dense() + two.dense() + three.dense()
+    torch.testing.assert_close(found.dense(), rows)
+    torch.testing.assert_close(found.sq_norms(), rows.flatten(1).square().sum(1))
+
+
+def dense_rows() -> Factor:
+    """Of a weight (5, 4)."""
+    return Dense(draw(3, 5, 4), torch.Size((3, 5, 4)))
