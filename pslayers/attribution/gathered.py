@@ -126,7 +126,7 @@ class GatheredRows(TorchFunctionMode):
             whole = part if part._base is None else part._base
             known = [ref() for ref, _ in self.tags.of.values()]
             views = [t for t in known if t is not None and t._base is whole]
-            for t in (whole, *views) if part._base is not None else views:
+            for t in (whole, *views):
                 if t is not part:
                     self.tag(t, UNKNOWN)
 

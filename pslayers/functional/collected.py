@@ -18,7 +18,7 @@ from ..core.factors import Dense, Factor, OfParts, joined, squares
 from ..core.products import number, summed
 from .common import owned
 from .computed import Call, Leaf, Source, behind, with_a_graph
-from .handed_on import Scaled, handed_on
+from .handed_on import Scaled, handed_on, together
 
 
 def each_of(source: Source, token: "Token | None" = None) -> Tensor:
@@ -148,11 +148,8 @@ class Collector:
 
 def _one(uses: Sequence[Scaled]) -> Factor:
     """Several uses of one weight as one."""
-    if len(uses) == 1 and uses[0][1] == 1:
-        return uses[0][0]
-    factors, scales = zip(*uses, strict=True)
-    found = joined(factors, scales)
-    return found.parts[0] if len(found.parts) == 1 and found.scales[0] == 1 else found
+    factor, scale = together(uses)
+    return factor if scale == 1 else joined([factor], [scale])
 
 
 class Token:

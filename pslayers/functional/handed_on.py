@@ -41,7 +41,7 @@ def handed_on(value: Tensor, factor: Factor, leaves: Container[int]) -> list[tup
     uses: dict[tuple[Any, int], list[Scaled]] = {(value.grad_fn, value.output_nr): [(factor, 1.0)]}
     while uses:
         node, nth = max(uses, key=_made)  # so that all of its uses are known
-        factor, scale = _together(uses.pop((node, nth)))
+        factor, scale = together(uses.pop((node, nth)))
         if (part_of := _view_of_a_leaf(node, nth)) is not None:
             leaf, view = part_of
             fits = view.shape == factor.shape[1:] and view.device == factor.like().device
@@ -71,8 +71,8 @@ def _made(result: tuple[Any, int]) -> int:
     return result[0]._sequence_nr()  # type: ignore[no-any-return]
 
 
-def _together(uses: Sequence[Scaled]) -> Scaled:
-    """Several uses of what a node gives, each times a number, as one."""
+def together(uses: Sequence[Scaled]) -> Scaled:
+    """Several uses of what a node gives, or of a parameter, each times a number, as one."""
     scales: dict[int, float] = {}
     for part, scale in uses:
         scales[id(part)] = scales.get(id(part), 0.0) + scale

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pslayers as ps
 from tests.oracle import loop, square, squares
 
-from ..composition.common import batch, both
+from ..composition.common import batch, both, right
 
 
 class OfParameters(nn.Module):
@@ -25,6 +25,13 @@ class OfParameters(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(x, **self._parameters)
+
+
+def check_rows(model: nn.Module) -> None:
+    """Rows of steps of several sizes against the loop."""
+    model, ours = both(model)
+    for n in (3, 5, 1, 2):
+        right(ours, model, batch(n, 5, 4))
 
 
 def check_factors(model: nn.Module) -> None:

@@ -16,8 +16,8 @@ from pslayers.functional.handed_on import Region, Regions, Times, apart
 from pslayers.functional.linear_factor import Outer
 from tests.oracle import squares
 
-from ..composition.common import batch, both, right
-from .own import Largest, OfParameters, check_factors
+from ..composition.common import batch
+from .own import Largest, OfParameters, check_factors, check_rows
 from .test_contraction import made
 
 
@@ -179,9 +179,7 @@ def model_of(name: str) -> OfParameters:
 
 @each_model
 def test_rows_in_training(name: str) -> None:
-    model, ours = both(model_of(name))
-    for n in (3, 5, 1, 2):
-        right(ours, model, batch(n, 5, 4))
+    check_rows(model_of(name))
 
 
 @each_model
