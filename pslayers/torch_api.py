@@ -100,7 +100,7 @@ def gradients(
     create_graph: bool = False,
 ) -> Sequence[Tensor | None]:
     """What ``torch.autograd.grad(outputs, inputs, grads)`` gives, None of inputs that are not reached; the
-    graph stays. Torch itself imports sympy to compare the gradients' shapes: half a second, and 60 MB.
+    graph stays. Torch itself imports sympy to compare the gradients' shapes: 0.2 to 0.5 s, and 34 MB.
     """
     if not inputs:  # to the engine that means all leaves
         return ()

@@ -732,3 +732,24 @@ def test_autocast_is_that_of_the_forward() -> None:
                 torch.testing.assert_close(
                     q.grad_sample[i], p.grad, rtol=3e-2, atol=3e-2 * p.grad.abs().max()
                 )
+
+
+class Candidates(nn.Module):
+    """Several candidates of each sample, to which parameters are added one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.score = nn.Parameter(torch.randn(3, 4)), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.repeat_interleave(3, 0) + self.own.repeat(len(x), 1)
+        return self.score(rows.tanh()).view(len(x), -1)
+
+
+def test_rows_of_a_parameter_that_are_repeated_for_each_sample() -> None:
+    model = Candidates().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for size in (5, 3, 1, 2):  # also as many samples as rows
+        ours.zero_grad()
+        assert_rows_right(model, torch.randn(size, 4).double(), converted=ours)
+    assert ours.own.grad_sample.shape == (2, 3, 4)
