@@ -89,17 +89,18 @@ def batched_outputs(
     whose rows are whose.
     """
     found: list[tuple[Tensor, int, Tensor]] = []
-    for place, t in enumerate(tensors_in(output)):
+    tensors = tensors_in(output)
+    for place, t in enumerate(tensors):
         if not isinstance(t, Tensor) or not t.requires_grad or t.numel() < 2 or t.is_complex():
             continue
         picked = picked_by(t)
-        # one row of each sample in another's place is that one's to whoever takes the loss
-        if (
-            picked is not None
-            and picked.sample_ids is not None
-            and not (len(t) == len(picked.sample_ids.unique()) == batch.size)
+        ids = None if picked is None else picked.sample_ids
+        # one row of each sample in another's place is that one's to whoever takes the loss, unless the order
+        # is returned beside it
+        if ids is not None and (
+            not len(t) == len(ids.unique()) == batch.size or any(_tells(other, ids) for other in tensors)
         ):
-            found.append((t, 0, picked.sample_ids))
+            found.append((t, 0, ids))
             continue
         layout, dim = None if layouts is None else layouts[place], batch_dim(t, batch.settings)
         layout = ("dim", 0) if layout == PICKED else layout
@@ -110,6 +111,13 @@ def batched_outputs(
         if layout not in (None, SHARED, TABLE, MIXED):
             found.append((t, layout[1], samples_of_rows(layout, t, batch.size)))
     return found
+
+
+def _tells(t: Any, ids: Tensor) -> bool:
+    """Whether a tensor is this order of the samples, or that of the way back."""
+    if not isinstance(t, Tensor) or t.shape != ids.shape or t.is_floating_point() or t.is_complex():
+        return False
+    return any(torch.equal(t.to(order), order) for order in (ids, ids.argsort()))
 
 
 def quiet_pass() -> AbstractContextManager[None]:

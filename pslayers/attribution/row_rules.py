@@ -169,13 +169,16 @@ def _written(
 ) -> RowProvenance | None:
     """Whose the rows of `y` are with `value` written, or added, to some of them."""
     of, new = picks.owners(y), picks.owners(value)
-    if isinstance(index, list) and index:
+    whole = index is Ellipsis or (isinstance(index, slice) and index.indices(len(y)) == (0, len(y), 1))
+    if isinstance(index, slice):
+        index = torch.arange(len(y), device=y.device)[index]
+    elif isinstance(index, list) and index:
         index = torch.as_tensor(index, device=y.device)
     elif picks.owners(index) is not None and (new is None or not new.picked):
         _note_placed(picks, value)
     if new is None:
         return of
-    if (isinstance(index, slice) and index == slice(None)) or index is Ellipsis:
+    if whole:
         told = _told(of)
         if told is None and new.sample_ids is not None and len(y) == len(new.sample_ids):
             told = new

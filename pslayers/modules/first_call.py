@@ -633,10 +633,11 @@ class ModelCall:
             raise ValueError(
                 f"{where}: samples interact in it, or an input that all {self.size} samples share was given a"
                 " batch dim and did not broadcast as without one. Give it one in the model, as in"
-                " ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer). Of rows in"
-                " another order than sample by sample, or of a list with a tensor for each sample, say whose"
-                " they are, `with ps.sample_ids(ids, n):`; ids is torch.arange(n) where outputs have a row"
-                " for each sample, in order."
+                " ids.unsqueeze(0), or write a layer for the module that does it (ps.PSLayer). If the outputs"
+                " are in another order than the samples, have it return the order, too. Of rows in another"
+                " order than sample by sample, or of a list with a tensor for each sample, say whose they"
+                " are, `with ps.sample_ids(ids, n):`; ids is torch.arange(n) where outputs have a row for"
+                " each sample, in order."
             )
         if agree:
             self._note_proved(bool(given), batch, anew=True)

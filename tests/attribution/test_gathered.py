@@ -928,3 +928,52 @@ def test_columns_that_are_written_are_right_or_refused(way: str) -> None:
             continue
         each = [model(x[:, i : i + 1]).square().sum() for i in range(len(order))]
         assert_rows(ours, true_rows(each.__getitem__, model, len(order)))
+
+
+class Captions(nn.Module):
+    """A decoder of texts of all lengths, the longest first: each step is of those that have not ended. It
+    returns its outputs in that order, and which one that is.
+    """
+
+    def __init__(self, told: str) -> None:
+        super().__init__()
+        self.told, self.words = told, nn.Embedding(7, 3)
+        self.begin, self.cell, self.out = nn.Linear(2, 4), nn.LSTMCell(5, 4), nn.Linear(4, 2)
+
+    def forward(self, images: Tensor, texts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
+        lengths, order = lengths.sort(descending=True)
+        images, words = images[order], self.words(texts[order])
+        h, c = self.begin(images), self.begin(images).sin()
+        made = images.new_zeros(*texts.shape, 2)
+        for step in range(int(lengths[0])):
+            n = sum(length > step for length in lengths.tolist())
+            h, c = self.cell(torch.cat([words[:n, step], images[:n]], 1), (h[:n], c[:n]))
+            made[:n, step] = self.out(h)
+        told = {"order": order, "back": order.argsort().int(), "none": None, "other": order.roll(1)}
+        return made, told[self.told]
+
+
+def _captions(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(size, 2).double(), torch.randint(7, (size, 5)), torch.randint(1, 6, (size,))
+
+
+@pytest.mark.parametrize("told", ["order", "back"])
+def test_outputs_in_another_order_that_the_model_returns(told: str) -> None:
+    model = Captions(told).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for size in (6, 6, 5, 2, 6):
+        batch = _captions(size)
+        ours.zero_grad()
+        made, _ = ours(*batch)
+        made.sin().sum().backward()
+        rows = loop(model, lambda out, _: out[0].sin().sum(), batch)
+        for key, row in rows.items():
+            torch.testing.assert_close(ours.get_parameter(key).grad_sample, row)
+
+
+@pytest.mark.parametrize("told", ["none", "other"])
+def test_outputs_in_an_order_that_is_not_returned_are_refused(told: str) -> None:
+    ours = ps.convert_model(Captions(told).double())
+    images, texts, _ = _captions(4)
+    with pytest.raises(ValueError, match="return the order"):
+        ours(images, texts, torch.tensor([2, 4, 1, 3]))
