@@ -32,17 +32,18 @@ from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Layout, owners_of_pack
 
 _READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
 _MADE_OF_NUMBERS = {"tensor", "as_tensor", "asarray", "new_tensor"}
+_ORDERS = {"argsort", "sort", "topk"}
 _TOLD = {*op_kinds.VALUES, *op_kinds.TO_ARRAYS}  # by which a tensor tells its values
 
 
-def _numbers_of_samples(value: Any, size: int) -> int:
+def numbers_in(value: Any, size: int) -> int:
     """How many numbers there are in lists and arrays of numpy's that have one, or some, for each sample."""
     if isinstance(value, dict):
-        return sum(_numbers_of_samples(v, size) for v in value.values())
+        return sum(numbers_in(v, size) for v in value.values())
     if isinstance(value, (list, tuple)):
         if len(value) == size and all(isinstance(v, (int, float)) for v in value):
             return size
-        return sum(_numbers_of_samples(v, size) for v in value)
+        return sum(numbers_in(v, size) for v in value)
     is_array = type(value).__module__ == "numpy" and getattr(value, "shape", ())[:1] == (size,)
     return int(value.size) if is_array else 0
 
@@ -61,6 +62,7 @@ class GatheredRows(TorchFunctionMode):
         self.level = torch_api.level()  # of transforms of torch.func around
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
         self.values_read = 0  # that the forward is given, or reads, as numbers of Python's
+        self.sorts = False  # whether a function has put in order what the samples hold
         self.assumed = AssumedRows(self, noting)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,6 +74,7 @@ class GatheredRows(TorchFunctionMode):
         if type(result) in _READ:  # what a tensor says
             return result
         self.assumed.see(name, result, args, kwargs)
+        self.sorts = self.sorts or (name in _ORDERS and self._any(args))
         if name in _MADE_OF_NUMBERS and self.numbers_by_data and self._of_samples(result):
             self.tag(result, UNKNOWN)
         if (
@@ -170,6 +173,11 @@ class GatheredRows(TorchFunctionMode):
         """Whether Python's numbers may say of the rows what the data say: which ones, or in which order."""
         return self.values_read >= self.size
 
+    @property
+    def tells_order(self) -> bool:
+        """Whether data may have said in which order samples go."""
+        return self.sorts or self.numbers_by_data
+
     def owners(self, t: Any) -> RowProvenance | None:
         """Whose the rows of a tensor are, where that is followed; None for others."""
         return self.tags.get(t) if isinstance(t, Tensor) else None
@@ -236,7 +244,7 @@ class GatheredRows(TorchFunctionMode):
         followed, but noted.
         """
         batch_first = model._ps_state().settings.batch_first
-        self.values_read += _numbers_of_samples((args, kwargs), self.size)
+        self.values_read += numbers_in((args, kwargs), self.size)
         for place, t in enumerate(tensors_in((args, kwargs))):
             if isinstance(t, PackedSequence):
                 self.tag_packed(t)

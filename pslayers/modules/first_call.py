@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from .. import torch_api
-from ..attribution.gathered import gathering, without_gathered_rows
+from ..attribution.gathered import gathering, numbers_in, without_gathered_rows
 from ..attribution.proof import (
     GradientProbe,
     Outputs,
@@ -139,6 +139,7 @@ class ModelCall:
         self.others: Randomness | None = None  # likewise, of a first call
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
         self.told = 0  # by data, of which rows are whose: their digest
+        self.ordered = False  # whether data may have said in which order samples go
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
@@ -178,7 +179,9 @@ class ModelCall:
                 self._note_what_changed(before)
                 return output
         output = self._attempt(before)
-        return output if output is not UNDECIDED else self._undone(before).learn(before)
+        if output is UNDECIDED or self._fails_in_reverse():
+            return self._undone(before).learn(before)
+        return output
 
     def learn(self, before: Snapshot | None = None) -> Any:
         """The output, after it was found out how the inputs of layers hold the samples.
@@ -221,7 +224,8 @@ class ModelCall:
         """By a few of the samples or by all, each layer by itself or its callers."""
         state, errors = self.state, list[Exception]()
         by_itself = state.per_sample_forward, state.includes_children
-        for call in filter(None, (self._few(), self)):
+        of_all = (self._in_reverse() if self.ordered else None) or self
+        for call in filter(None, (of_all._few(), of_all)):
             errors.clear()
             for shared, whole in ATTEMPTS:
                 self._rewind()
@@ -410,6 +414,7 @@ class ModelCall:
         if local.gathered_rows is not None:
             told = local.gathered_rows.assumed.close()
             self.told = self.told if told is None else hash(tuple(told))
+            self.ordered = self.ordered or local.gathered_rows.tells_order
         if batch.keeps:
             value = made_of(output)
             tensors = [t for t in tensors_of(value) if not isinstance(t, Kept) and t.requires_grad]
@@ -499,6 +504,51 @@ class ModelCall:
         few = ModelCall(self.model, self.run, args, kwargs, FEW, kind)
         few.forget = self.forget
         return few
+
+    def _in_reverse(self) -> "ModelCall | None":
+        """This call for its samples in reverse order; None where the model takes no such batch."""
+
+        def turned(value: Any) -> Any:
+            is_array = type(value).__module__ == "numpy" and getattr(value, "shape", ())[:1] == (size,)
+            if is_array or (isinstance(value, (list, tuple)) and numbers_in(value, size) == size):
+                return value[::-1].copy() if is_array else value[::-1]
+            return map_tensors(flipped, value)
+
+        def flipped(t: Tensor) -> Tensor:
+            dim = batch_dim(t, self.settings)
+            if not t.ndim or t.shape[dim] % size or not t.numel():
+                return t
+            each = t.detach().unflatten(dim, (size, -1)).flip(dim).flatten(dim, dim + 1)
+            return each.requires_grad_(t.requires_grad)
+
+        size = self.size
+        args, kwargs = tuple(map(turned, self.args)), {k: turned(v) for k, v in self.kwargs.items()}
+        call = ModelCall(self.model, self.run, args, kwargs, size, self.kind)
+        call.forget, call.others, call.random = self.forget, self.others, self.random
+        try:
+            with trial(self.model):
+                run_plainly(self.run, self.model, *cloned((args, kwargs)))
+        except Exception:  # of the user's model: as of lengths that do not decrease
+            return None
+        return call
+
+    def _fails_in_reverse(self) -> bool:
+        """Whether, where data may say in which order samples go, this call is right but by chance: of the same
+        samples in reverse order the rows are not those that they were taken for.
+        """
+        if not self.ordered or (call := self._in_reverse()) is None:
+            return False
+        forget = self.model._ps_count_from_here()
+        call.forget = forget
+        try:
+            with changed(batch=None), trial(self.model):
+                fails = call._attempt(Snapshot(self.model, (call.args, call.kwargs))) is UNDECIDED
+        except Exception:
+            fails = True
+        forget()
+        if fails:
+            self._forget_proofs()
+        return fails
 
     def _states(self) -> list[tuple[bool, Any]]:
         """The mode of each module below, and what it knows."""
