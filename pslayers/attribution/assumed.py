@@ -9,7 +9,6 @@ rows are put by masks and indices alone, only calls in which these say what they
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -20,6 +19,7 @@ from ..core.trees import tensors_in, tensors_of
 from ..parameters.per_sample import PUTS, of_parameter
 from .indices import MASKS
 from .notes import Notes
+from .provenance import each_once
 from .row_rules import dims_along, joins_rows
 from .tracking import BATCH_MAJOR
 
@@ -157,14 +157,12 @@ class AssumedRows:
         if count is None or len(index) != 1 or index[0].dtype in MASKS or index[0].shape != (count,):
             return False
         with torch_api.without_torch_function():
-            each_once = torch.equal(
-                index[0].sort()[0], torch.arange(count, device=index[0].device).to(index[0])
-            )
-        if each_once and self.rows.get(given) and self.ordered.get(given) is None:
+            moved = each_once(index[0])
+        if moved and self.rows.get(given) and self.ordered.get(given) is None:
             self.ordered[result] = count
-        elif each_once:
+        elif moved:
             self._note_made(result, count, len(result) == count)
-        return each_once
+        return moved
 
     def _note_sequences(self, made: Any, count: int) -> None:
         """Note packed sequences, and the states behind them."""

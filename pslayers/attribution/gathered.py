@@ -26,13 +26,11 @@ from ..core.trees import map_tensors, tensors_in, tensors_of
 from ..parameters.per_sample import of_parameter
 from .assumed import AssumedRows
 from .notes import Notes
-from .provenance import UNKNOWN, WEAK, PaddedRows, RowProvenance
-from .row_rules import RULES, at_once, default_rule, mark_unknown
+from .provenance import UNKNOWN, WEAK, PaddedRows, RowProvenance, each_once
+from .row_rules import ORDERS, RULES, at_once, default_rule, mark_unknown, sorted_along
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Layout, owners_of_packed
 
 _READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
-_MADE_OF_NUMBERS = {"tensor", "as_tensor", "asarray", "new_tensor"}
-_ORDERS = {"argsort", "sort", "topk"}
 _TOLD = {*op_kinds.VALUES, *op_kinds.TO_ARRAYS}  # by which a tensor tells its values
 
 
@@ -62,7 +60,7 @@ class GatheredRows(TorchFunctionMode):
         self.level = torch_api.level()  # of transforms of torch.func around
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
         self.values_read = 0  # that the forward is given, or reads, as numbers of Python's
-        self.sorts = False  # whether a function has put in order what the samples hold
+        self.sorts = False  # whether an order was given, or made of what the samples hold
         self.assumed = AssumedRows(self, noting)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -74,9 +72,8 @@ class GatheredRows(TorchFunctionMode):
         if type(result) in _READ:  # what a tensor says
             return result
         self.assumed.see(name, result, args, kwargs)
-        self.sorts = self.sorts or (name in _ORDERS and self._any(args))
-        if name in _MADE_OF_NUMBERS and self.numbers_by_data and self._of_samples(result):
-            self.tag(result, UNKNOWN)
+        if name in ORDERS and self._any(args):
+            self.sorts = self.sorts or sorted_along(name, args, kwargs) % self.size == 0
         if (
             local.gathered_rows is not self
             or torch_api.level() != self.level
@@ -111,10 +108,10 @@ class GatheredRows(TorchFunctionMode):
                 if self.numbers_alone(result, *values):
                     self.numbers[result] = True
                 if op_kinds.writes(name):
-                    self._wrote(args[0], before, (args[1:], kwargs))
+                    self._wrote(args[0], before)
         return result
 
-    def _wrote(self, part: Any, before: RowProvenance | None, values: Any) -> None:
+    def _wrote(self, part: Any, before: RowProvenance | None) -> None:
         """Note of what a tensor is a part of that rows were written there that may be others than `before`:
         it is not followed where they lie.
         """
@@ -124,8 +121,7 @@ class GatheredRows(TorchFunctionMode):
             self.second.of.pop(id(part._base), None)
         if (now := self.picked(part)) is None:
             return
-        numbered = any(o.rows is not None for t in tensors_in(values) if (o := self.picked(t)) is not None)
-        if before is None or not now.same(before) or numbered:
+        if before is None or not now.same(before):
             whole = part if part._base is None else part._base
             known = [ref() for ref, _ in self.tags.of.values()]
             views = [t for t in known if t is not None and t._base is whole]
@@ -164,19 +160,10 @@ class GatheredRows(TorchFunctionMode):
                 return True
         return False
 
-    def _of_samples(self, t: Any) -> bool:
-        """Whether it holds integers for each sample: places, or which rows, as data may say."""
-        return isinstance(t, Tensor) and t.ndim > 0 and t.dtype == torch.long and len(t) % self.size == 0
-
-    @property
-    def numbers_by_data(self) -> bool:
-        """Whether Python's numbers may say of the rows what the data say: which ones, or in which order."""
-        return self.values_read >= self.size
-
     @property
     def tells_order(self) -> bool:
         """Whether data may have said in which order samples go."""
-        return self.sorts or self.numbers_by_data
+        return self.sorts or self.values_read >= self.size
 
     def owners(self, t: Any) -> RowProvenance | None:
         """Whose the rows of a tensor are, where that is followed; None for others."""
@@ -260,6 +247,8 @@ class GatheredRows(TorchFunctionMode):
                 and known in (None, ("dim", 0), BATCH_MAJOR)
             ):
                 self.assumed.rows[t] = False
+            if self.assumed.told is not None and place and t.shape == (self.size,):
+                self.sorts = self.sorts or each_once(t)
             # masks are not changed to see where they lead: of them it is not known
             if not t.ndim or (known in (TABLE, SHARED) and t.dtype != torch.bool):
                 continue

@@ -83,13 +83,12 @@ class RowProvenance:
             return self.one
         return self.sample_ids[:1] if bool((self.sample_ids == self.sample_ids[0]).all()) else None
 
-    def of_row(self, row: int, values: int, by_number: bool = False) -> "RowProvenance":
-        """Those of the values of a row, as rows; `by_number`, if the data say which one that is."""
+    def of_row(self, row: int, values: int) -> "RowProvenance":
+        """Those of the values of a row, as rows."""
         if self.sample_ids is None:
             return self
         one = self.sample_ids[row].reshape(1)
-        rows = torch.full((values,), row, device=one.device) if by_number else None
-        return RowProvenance(one.expand(values), self.limit * values, one=one, rows=rows)
+        return RowProvenance(one.expand(values), self.limit * values, one=one)
 
     def viewed(self, rows: int) -> "RowProvenance":
         """Those of a view with so many rows: each is a part of a row here, or several whole ones of one
@@ -117,7 +116,7 @@ class RowProvenance:
         if self.sample_ids is None or len(self.sample_ids) < count:
             return None
         ids = self.sample_ids[:count]
-        if not torch.equal(ids.sort()[0], torch.arange(size, device=ids.device)):
+        if count != size or not each_once(ids):
             return None
         rows = ids if self.rows is not None else None
         return RowProvenance(ids, 1, picked=rows is not None, rows=rows, by_data=False, moves=self.moves)
@@ -125,6 +124,13 @@ class RowProvenance:
     def lost(self) -> "RowProvenance":
         """Of what comes of these rows by a function that may do anything to them."""
         return UNKNOWN if self.picked and self.by_data else WEAK
+
+
+def each_once(rows: Tensor) -> bool:
+    """Whether numbers (N,) are an order of N rows."""
+    if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
+        return False
+    return torch.equal(rows.sort()[0], torch.arange(len(rows), device=rows.device).to(rows))
 
 
 def put_back(before: Tensor, rows: Tensor, sure: bool = False) -> bool:

@@ -30,6 +30,15 @@ def _given(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) 
     return args[at] if len(args) > at else default
 
 
+ORDERS = {"argsort": 1, "sort": 1, "topk": 2}  # where each takes its dim
+
+
+def sorted_along(name: str, args: Args, kwargs: Kwargs) -> int:
+    """The size of the dim along which a function puts values in order."""
+    dim = _given(args, kwargs, ORDERS[name], "dim", -1)
+    return args[0].shape[dim] if isinstance(dim, int) and args[0].ndim else 1  # type: ignore[no-any-return]
+
+
 def _followed(
     picks: "GatheredRows", args: Any, kwargs: Kwargs
 ) -> tuple[list[tuple[RowProvenance, Tensor]], RowProvenance]:
@@ -67,8 +76,7 @@ def _parts(index: Any) -> tuple[Any, ...]:
 
 def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     x, parts = args[0], _parts(args[1])
-    by_number = isinstance(parts[0], Tensor) and not parts[0].ndim and parts[0].dtype not in MASKS
-    if by_number:
+    if isinstance(parts[0], Tensor) and not parts[0].ndim and parts[0].dtype not in MASKS:
         parts = (int(parts[0]), *parts[1:])
     of = picks.owners(x)
     if parts[0] is Ellipsis:
@@ -79,8 +87,7 @@ def _index(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
         _index_second(picks, result, second, x, parts)
     elif isinstance(parts[0], int):  # all of it is that sample's
         if of is not None and result.ndim:
-            by_number = by_number or picks.numbers_by_data
-            picks.tag(result, picks.pick(of.of_row(parts[0], len(result), by_number)))
+            picks.tag(result, picks.pick(of.of_row(parts[0], len(result))))
     else:
         picks.tag(result, picks.pick(_indexed(picks, x, parts)))
 
@@ -108,8 +115,6 @@ def _index_second(
 def _indexed(picks: "GatheredRows", x: Tensor, parts: tuple[Any, ...]) -> RowProvenance | None:
     """Whose the rows are that an index picks: those of the rows it is for, else its own."""
     first, of = parts[0], picks.owners(x)
-    if of is not None and of.sample_ids is None and not of.picked and _by_data(picks, parts):
-        return UNKNOWN
     if isinstance(first, slice):
         return of.at(first) if of is not None and of.sample_ids is not None else of
     if _is_mask(first):
@@ -126,17 +131,6 @@ def _indexed(picks: "GatheredRows", x: Tensor, parts: tuple[Any, ...]) -> RowPro
     return of.at(rows) if alone else of.lost()
 
 
-def _by_data(picks: "GatheredRows", parts: tuple[Any, ...]) -> bool:
-    """Whether which rows an index takes, and in which order, may follow from the data alone: no constant is
-    among its tensors, or numbers of Python's, of which one may be as long as the batch, may say what data do.
-    """
-    tensors = [i for i in parts if isinstance(i, Tensor) and i.ndim and not _is_mask(i)]
-    numbers = [i for i in parts if isinstance(i, list)] + [i for i in tensors if i.ndim == 1]
-    if picks.numbers_by_data and any(len(i) % picks.size == 0 < len(i) for i in numbers):
-        return True
-    return bool(tensors) and all(picks.owners(i) is not None for i in tensors)
-
-
 def _masked(of: RowProvenance | None, by: RowProvenance | None, mask: Tensor) -> RowProvenance | None:
     """Whose the rows are that a mask, itself of rows `by`, picks out of rows `of`."""
     if of is not None and of.sample_ids is None:
@@ -150,18 +144,7 @@ def _masked(of: RowProvenance | None, by: RowProvenance | None, mask: Tensor) ->
 def _set(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     y, index, value = args
     parts = _parts(index)
-    if isinstance(parts[0], (int, slice)) and _goes_behind(picks, parts[1:], value, parts[0]):
-        picks.tag(y, UNKNOWN)
-    else:
-        picks.tag(y, _written(picks, y, parts[0], value))
-
-
-def _goes_behind(picks: "GatheredRows", parts: tuple[Any, ...], value: Any, first: Any = None) -> bool:
-    """Whether the data say where in dims behind the first rows go, which lie there: those of a row, or of a
-    tensor of which it is not known that its rows are in dim 0.
-    """
-    new = picks.owners(value)
-    return new is not None and (new.sample_ids is None or isinstance(first, int)) and _by_data(picks, parts)
+    picks.tag(y, _written(picks, y, parts[0], value))
 
 
 def _written(
@@ -209,7 +192,7 @@ def _written_to_rows(
     """
     of, by = picks.owners(y), picks.owners(index)
     mask = _is_mask(index)
-    by_data = not mask and (by is not None or _by_data(picks, (index,)))
+    by_data = not mask and by is not None
     rows = index.nonzero()[:, 0] if mask else index
     if rows.ndim == 1:
         same = (told := _told_by_rows(picks, y, rows, new, by if mask else None)) is not None
@@ -248,9 +231,6 @@ def _put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwar
     """index_add(x, dim, index, source), scatter and the like."""
     index, source = _given(args, kwargs, 2, "index"), _given(args, kwargs, 3, "src", kwargs.get("source"))
     if _given(args, kwargs, 1, "dim") not in (0, -args[0].ndim):
-        if _goes_behind(picks, (index,), source):
-            picks.tag(result, UNKNOWN)
-            return
         # each row of the indices says where that row's values go
         by_row = (index,) if name.startswith("scatter") else ()
         _rowwise(picks, result, name, (args[0], *by_row, source), {})
@@ -358,8 +338,7 @@ def _stack(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
     found = [picks.owners(t) for t in args[0]]
     known = [o for o in found if o is not None]
     if name == "stack" and _given(args, kwargs, 1, "dim", 0) not in (0, -result.ndim):
-        ordered = known[0].sample_ids is None and picks.numbers_by_data and len(found) == picks.size
-        picks.tag(result, known[0] if all(o.same(known[0]) for o in known) and not ordered else UNKNOWN)
+        picks.tag(result, known[0] if all(o.same(known[0]) for o in known) else UNKNOWN)
         return
     ones = [None if o is None else o.of_one() for o in found]
     several = any(one is None for one in ones)
@@ -388,7 +367,7 @@ def _unbind(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
             picks.tag(t, second)
     elif (of := picks.owners(args[0])) is not None:
         for row, t in enumerate(result):
-            picks.tag(t, picks.pick(of.of_row(row, len(t), picks.numbers_by_data)) if t.ndim else None)
+            picks.tag(t, picks.pick(of.of_row(row, len(t))) if t.ndim else None)
 
 
 def _view(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:

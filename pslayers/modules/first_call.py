@@ -507,12 +507,7 @@ class ModelCall:
 
     def _in_reverse(self) -> "ModelCall | None":
         """This call for its samples in reverse order; None where the model takes no such batch."""
-
-        def turned(value: Any) -> Any:
-            is_array = type(value).__module__ == "numpy" and getattr(value, "shape", ())[:1] == (size,)
-            if is_array or (isinstance(value, (list, tuple)) and numbers_in(value, size) == size):
-                return value[::-1].copy() if is_array else value[::-1]
-            return map_tensors(flipped, value)
+        size = self.size
 
         def flipped(t: Tensor) -> Tensor:
             dim = batch_dim(t, self.settings)
@@ -521,25 +516,28 @@ class ModelCall:
             each = t.detach().unflatten(dim, (size, -1)).flip(dim).flatten(dim, dim + 1)
             return each.requires_grad_(t.requires_grad)
 
-        size = self.size
-        args, kwargs = tuple(map(turned, self.args)), {k: turned(v) for k, v in self.kwargs.items()}
-        call = ModelCall(self.model, self.run, args, kwargs, size, self.kind)
-        call.forget, call.others, call.random = self.forget, self.others, self.random
+        def turned(value: Any) -> Any:
+            if numbers_in(value, size) and len(value) == size:
+                return value[::-1] if isinstance(value, (list, tuple)) else value[::-1].copy()
+            return map_tensors(flipped, value)
+
         try:
+            args, kwargs = tuple(map(turned, self.args)), {k: turned(v) for k, v in self.kwargs.items()}
             with trial(self.model):
                 run_plainly(self.run, self.model, *cloned((args, kwargs)))
         except Exception:  # of the user's model: as of lengths that do not decrease
             return None
+        call = ModelCall(self.model, self.run, args, kwargs, size, self.kind)
+        call.forget, call.others, call.random = self.forget, self.others, self.random
         return call
 
     def _fails_in_reverse(self) -> bool:
-        """Whether, where data may say in which order samples go, this call is right but by chance: of the same
-        samples in reverse order the rows are not those that they were taken for.
+        """Whether, where data may say in which order samples go, this call was right but by chance: of the
+        same samples in reverse order, rows are not those that they were taken for.
         """
         if not self.ordered or (call := self._in_reverse()) is None:
             return False
-        forget = self.model._ps_count_from_here()
-        call.forget = forget
+        call.forget = forget = self.model._ps_count_from_here()
         try:
             with changed(batch=None), trial(self.model):
                 fails = call._attempt(Snapshot(self.model, (call.args, call.kwargs))) is UNDECIDED

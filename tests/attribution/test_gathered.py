@@ -712,12 +712,31 @@ def _set_in_turns(order: Tensor, h: Tensor) -> Tensor:
     return z.sum(0)
 
 
+def _written_through(z: Tensor, write: Callable[[Tensor], Tensor]) -> Tensor:
+    view = z[:]
+    write(z)
+    return view
+
+
+def _in_parts(z: Tensor, h: Tensor) -> Tensor:
+    for place in range(len(h)):
+        z.narrow(0, place, 1).copy_(h[place : place + 1])
+    return z
+
+
 TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # rows in an order
     "index": lambda h, order: h[order],
     "numbers": lambda h, order: torch.stack([h[i] for i in order]),
     "select": lambda h, order: torch.stack([torch.select(h, -2, i) for i in order]),
     "list": lambda h, order: h[order.tolist()],
     "tensor-of-numbers": lambda h, order: h[torch.tensor(order.tolist())],
+    "unbind": lambda h, order: torch.stack([h.unbind()[i] for i in order]),
+    "vmap": lambda h, order: torch.vmap(lambda i: h[i])(order),
+    "first-column": lambda h, order: _set_at_once(h.unsqueeze(1).repeat(1, 3, 1), (slice(None), 0), h[order])[
+        :, 0
+    ],
+    "view-before": lambda h, order: _written_through(h.clone(), lambda z: z.copy_(h[order])),
+    "by-parts": lambda h, order: _in_parts(h.clone(), h[order]),
 }
 PUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # into it
     "scatter": lambda h, order: torch.zeros_like(h).scatter(0, _along_rows(order, h), h),
@@ -766,6 +785,28 @@ def test_an_order_that_was_that_of_the_batch_in_the_first_call(taken: str, put: 
         ours(x).square().sum(1).mean().backward()
         for key, rows in loop(model, lambda out, _: out.square().sum(), (x,)).items():
             torch.testing.assert_close(ours.get_parameter(key).grad_sample, rows)
+
+
+@pytest.mark.parametrize("name", ["vmap", "first-column"])
+@pytest.mark.filterwarnings("ignore:.* is run sample by sample")
+def test_an_order_that_is_given_as_a_tensor_is_right_or_an_error(name: str) -> None:
+    """None of the forward's functions puts anything in order."""
+
+    class Moving(Sorting):
+        def forward(self, x: Tensor, order: Tensor, back: Tensor) -> Tensor:  # type: ignore[override]
+            return self.taken(self.between(self.taken(self.before(x), order).sin()).sin(), back)
+
+    model = Moving(name, "").double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for order in (torch.arange(4), torch.tensor([2, 0, 3, 1]), torch.tensor([1, 0])):
+        x, ids = torch.randn(len(order), 3).double(), torch.zeros(1, dtype=torch.long)
+        ours.zero_grad()
+        try:
+            ours(x, order, order.argsort()).square().sum(1).mean().backward()
+        except ValueError:
+            continue
+        each = [model(one.unsqueeze(0), ids, ids).square().sum() for one in x]
+        assert_rows(ours, true_rows(each.__getitem__, model, len(x)))
 
 
 GIVEN: dict[str, Callable[[Tensor, list[int]], Tensor]] = {  # rows in an order, (B, 4)
