@@ -416,6 +416,29 @@ def storage_used(storage: torch.UntypedStorage) -> bool:
     return _uses(storage) != _EMPTY
 
 
+# private for what is not coalesced; what a compressed one is indexed by depends on its layout
+_PARTS = {
+    torch.sparse_coo: (Tensor._indices, Tensor._values),
+    **dict.fromkeys(
+        [torch.sparse_csr, torch.sparse_bsr], (Tensor.crow_indices, Tensor.col_indices, Tensor.values)
+    ),
+    **dict.fromkeys(
+        [torch.sparse_csc, torch.sparse_bsc], (Tensor.ccol_indices, Tensor.row_indices, Tensor.values)
+    ),
+}
+
+
+def is_sparse(t: Tensor) -> bool:
+    """Whether it is, in whichever layout."""
+    return t.layout in _PARTS
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one layout hold the same; torch.equal knows no sparse ones."""
+    parts = _PARTS.get(a.layout)
+    return torch.equal(a, b) if parts is None else all(torch.equal(part(a), part(b)) for part in parts)
+
+
 def held_elsewhere(t: Tensor) -> bool:
     """Whether anything but this one tensor lies in its memory."""
     storage = t.untyped_storage()

@@ -171,7 +171,7 @@ class Snapshot:
                 return True
         if any(held.differs() for held in self.held):
             return True
-        return any(not torch.equal(tensor, value) for tensor, value in self.tensors)
+        return any(not torch_api.equal(tensor, value) for tensor, value in self.tensors)
 
     def restore(self, hooks: bool = True) -> None:
         """Put everything back; but for `hooks`, perhaps: a model that installs some in its first forward
@@ -190,7 +190,7 @@ class Snapshot:
             put_back(state)
         with torch.no_grad():
             for tensor, value in self.tensors:
-                if not torch.equal(tensor, value):  # and only then: writing spoils what a graph has saved
+                if not torch_api.equal(tensor, value):  # and only then: writing spoils what a graph has saved
                     tensor.copy_(value)
             self._restore_inputs()
 

@@ -583,7 +583,7 @@ def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dic
         place, dim = next(count), batch_dim(t, batch.settings)
         if id(t) in packed:
             places[place] = [0]
-        elif t.ndim and t.dtype != torch.bool and t.shape[dim]:
+        elif t.ndim and t.dtype != torch.bool and t.shape[dim] and not torch_api.is_sparse(t):
             dims = [dim] if t.shape[dim] % batch.size == 0 else []
             dims += [1] if places and dim == 0 and t.ndim > 2 and t.shape[1] == batch.size else []
             if dims:

@@ -338,16 +338,20 @@ class _Proof:
         return None
 
     def _changed(self, samples: Tensor) -> Call:
-        """The call with other numbers in the place of these samples'."""
+        """The call with other numbers in the place of these samples', and the next one's ids and masks."""
         layouts = iter(self.inputs)
 
         def change(t: Tensor) -> Tensor:
             layout = next(layouts)
-            if not (t.is_floating_point() or t.is_complex()) or layout in (SHARED, TABLE, MIXED):
+            if layout in (SHARED, TABLE, MIXED, PICKED):
                 return t.clone()
-            return torch.where(
-                _factors(samples.to(t.device), t, layout), t * (0.5 + noise(t)) + 0.1 * noise(t), t
-            )
+            if t.is_floating_point() or t.is_complex():
+                new = t * (0.5 + noise(t)) + 0.1 * noise(t)
+            else:
+                rows = samples_of_rows(layout, t, self.size).argsort(stable=True)
+                theirs = rows.view(self.size, -1).roll(-1, 0).flatten()
+                new = t.index_copy(layout[1], rows, t.index_select(layout[1], theirs))
+            return torch.where(_factors(samples.to(t.device), t, layout), new, t)
 
         changed: Call = map_tensors(change, self.call)
         return changed

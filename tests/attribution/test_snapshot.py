@@ -259,3 +259,47 @@ def test_what_is_kept_in_objects_is_of_real_calls_alone(kind: str, general: bool
         torch.testing.assert_close(out, model(x))
         squares(out).mean().backward()
         assert_rows(ours, expected)
+
+
+class OverGraph(nn.Module):
+    """The rows of a table, averaged along the edges of a graph that the module holds, sparse."""
+
+    def __init__(self, layout: torch.layout, how: str) -> None:
+        super().__init__()
+        self.table, self.out, graph = nn.Embedding(5, 4), nn.Linear(4, 2), torch.ones(5, 5).tril().double()
+        graph = graph.to_sparse() if layout == torch.sparse_coo else graph.to_sparse(layout=layout)
+        if how == "buffer":
+            self.register_buffer("graph", graph)
+        else:
+            self.graph = [graph] if how == "list" else graph
+
+    def forward(self, ids: Tensor) -> Tensor:
+        graph = self.graph[0] if isinstance(self.graph, list) else self.graph
+        return self.out(torch.sparse.mm(graph, self.table.weight)[ids])
+
+
+@pytest.mark.parametrize("how", ["attribute", "buffer", "list"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_tensors_that_modules_hold(layout: torch.layout, how: str) -> None:
+    model, ours = OverGraph(layout, how).double(), OverGraph(layout, how).double()
+    ours.load_state_dict(model.state_dict())
+    ps.convert_model(ours)
+    for size in (6, 3):
+        ids = torch.randint(5, (size,))
+        ours.zero_grad()
+        ours(ids).square().sum(1).mean().backward()
+        for key, rows in loop(model, lambda out, _: out.square().sum(), (ids,)).items():
+            torch.testing.assert_close(ours.get_parameter(key).grad_sample, rows)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+def test_a_sparse_tensor_that_a_forward_writes_to_is_put_back() -> None:
+    model = nn.Linear(2, 2)
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+        model.held = torch.eye(3).to_sparse(layout=layout)
+        with unchanged(model) as before:
+            assert not before.differs()
+            model.held.mul_(2) if layout == torch.sparse_coo else model.held.values().mul_(2)
+            assert before.differs()
+        torch.testing.assert_close(model.held.to_dense(), torch.eye(3))

@@ -767,3 +767,35 @@ def test_complex_outputs_are_proved(mixes: Callable[[Tensor, Tensor], Tensor]) -
     out = torch.func.functional_call(ours, weights, (x,))
     (found,) = torch.autograd.grad(losses(out).sum(), weights["w"])
     torch.testing.assert_close(found, torch.stack(expected))
+
+
+class Chain(nn.Module):
+    """Scores of words and of what follows them, all steps' in dim 0, whose loss is taken inside (a tagger with
+    a conditional random field). A further input has as many rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.letters = nn.Embedding(9, 4), nn.Embedding(9, 4)
+        self.transitions = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, words: Tensor, letters: Tensor) -> Tensor:
+        each = self.words(words) + self.letters(letters).mean(1).view(*words.shape, 4)
+        size, length, tags = each.shape
+        scores = each.transpose(0, 1).reshape(length * size, 1, tags) + self.transitions
+        total: Any = 0
+        for step in scores.view(length, size, tags, tags):
+            total = total + step.logsumexp(1)
+        return total.logsumexp(1).sum()
+
+
+def test_ids_are_changed_where_there_is_but_one_number() -> None:
+    """Else nothing is changed, and whatever rows are taken for whose seems right."""
+    model = Chain().double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for size in (6, 4, 5):
+        words, letters = torch.randint(9, (size, 3)), torch.randint(9, (size * 3, 2))
+        ours.zero_grad()
+        ours(words, letters).backward()
+        each = [model(words[i : i + 1], letters[3 * i : 3 * i + 3]) for i in range(size)]
+        assert_rows(ours, true_rows(each.__getitem__, model, size))
