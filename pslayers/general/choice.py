@@ -125,12 +125,13 @@ def _fastest(proof: "_Proof", layouts: Layouts, names: frozenset[str], picks: bo
 def _other_layouts(call: Call, returned: Sequence[Tensor], layouts: Layouts, size: int) -> Iterator[Layouts]:
     """Those with the batch in what seemed to be shared, and has room for it: in masks, which are not changed
     to see where they lead, as in another input or in another way; and in outputs whose values stay the same,
-    as the log-probability of what was drawn, whatever their gradients are.
+    as the log-probability of what was drawn, whatever their gradients are, or that were put together row by
+    row.
     """
     pairs = list(zip(tensors_in(call), layouts.inputs, strict=True))
 
-    def with_room(t: Any, known: Layout, layout: Layout) -> Layout:
-        return layout if known == TABLE and layout in candidates(t, size) else known
+    def with_room(t: Any, known: Layout, layout: Layout, unsure: tuple[Layout, ...] = (TABLE,)) -> Layout:
+        return layout if known in unsure and layout in candidates(t, size) else known
 
     for layout in dict.fromkeys((*layouts.inputs, ("dim", 0), ("dim", 1), BATCH_MAJOR, TIME_MAJOR)):
         is_mask = (isinstance(t, Tensor) and t.dtype == torch.bool for t, _ in pairs)
@@ -138,7 +139,7 @@ def _other_layouts(call: Call, returned: Sequence[Tensor], layouts: Layouts, siz
         if (found := layouts._replace(inputs=tuple(inputs))) != layouts:
             yield found
     pairs = list(zip(returned, layouts.outputs, strict=False))
-    found = layouts._replace(outputs=tuple(with_room(*p, ("dim", 0)) for p in pairs))
+    found = layouts._replace(outputs=tuple(with_room(*p, ("dim", 0), (TABLE, PICKED)) for p in pairs))
     if found != layouts:
         yield found
 

@@ -32,6 +32,10 @@ from .first_call import Kind, ModelCall, Ways
 from .inventory import Inventory
 from .ragged_call import call_ragged
 
+PACKED, LISTED = (
+    -1,
+    -2,
+)  # in the place of an input's dims: packed sequences, a list with a place for each sample
 ASIDE = 8  # sets of trained parameters of which it is remembered what was proved, beside the last one
 
 Mode = tuple[bool, str]  # training, and how switches are set
@@ -277,9 +281,11 @@ class Converted(_Mixin):
             return [(args[0].ndim, args[0].shape[batch_dim(args[0], settings)])]
         for t in tensors_in((args, kwargs)):
             if isinstance(t, PackedSequence):
-                found.append((-1, int(t.batch_sizes[0]) if len(t.batch_sizes) else 0))
+                found.append((PACKED, int(t.batch_sizes[0]) if len(t.batch_sizes) else 0))
             elif t.ndim:
                 found.append((t.ndim, t.shape[batch_dim(t, settings)]))
+        if found and args and isinstance(args[0], (list, tuple)) and len(args[0]) > 1:
+            found.append((LISTED, len(args[0])))
         return found
 
     def _ps_layout(self, call: int, place: tuple[str, int], ndim: int) -> Layout | None:
@@ -678,17 +684,26 @@ def _told_by_outputs(
     where they do not tell.
     """
     dims, rows = [ndim for ndim, _ in sizes], [n for _, n in sizes]
+    at = 0 if batch_first else 1
+    front = [shape[min(at, len(shape) - 1)] for shape in shapes]
+    in_front = [n for n in rows if all(n == m for m in front)]
+    if dims[-1] == LISTED and front and rows[-1] in in_front:  # with something of each sample
+        return len(rows) - 1
+    counts = [front.count(n) for n in rows]
+    # a row that all samples share tells nothing
+    shared = rows[0] == 1 and any(n > 1 and count for n, count in zip(rows, counts, strict=True))
+    counts[0] = 0 if shared else counts[0]
     # a first input of more dims may come out with its batch in the second one
     leading = 1 if dims[0] == 1 else 2
-    counts = [sum(n in shape[:leading] for shape in shapes) for n in rows]
-    at = 0 if batch_first else 1
-    in_front = [n for n in rows if all(shape[min(at, len(shape) - 1)] == n for shape in shapes)]
-    if leading == 2 and counts[0]:
+    if leading == 2 and not shared and any(rows[0] in shape for shape in shapes):
         # else all pairs of two inputs' rows, or the batch in the other dim
         return 0 if rows[0] in in_front or not in_front else None
-    most, large = max(counts), [place for place, ndim in enumerate(dims) if ndim != 1]
-    if most:
-        return counts.index(most)
+    if most := max(counts):
+        place = counts.index(most)
+        # they may as well be rows of one sample (boxes in an image)
+        parts = dims[place] < dims[0] and (shared or dims[place] > 1)
+        return None if parts else place
+    large = [place for place, ndim in enumerate(dims) if ndim > 1 or ndim == PACKED]
     # no output tells: an input of vectors is more likely to hold the batch than one of numbers
     if not large or (leading == 2 and rows[0] > 1):
         return 0

@@ -43,7 +43,7 @@ from ..attribution.snapshot import (
     trial,
     unchanged,
 )
-from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, run_plainly, track
+from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, moved, run_plainly, track
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local, transforming
 from ..core.trees import cloned, map_tensors, tensors_in, tensors_of
@@ -505,16 +505,21 @@ class ModelCall:
         few.forget = self.forget
         return few
 
-    def _in_reverse(self) -> "ModelCall | None":
-        """This call for its samples in reverse order; None where the model takes no such batch."""
+    def _in_reverse(self, varied: bool = True) -> "ModelCall | None":
+        """This call for its samples in reverse order, every other one with other values (`varied`), as what
+        they go by may be the same in all; None where the model takes no such batch.
+        """
         size = self.size
 
         def flipped(t: Tensor) -> Tensor:
             dim = batch_dim(t, self.settings)
             if not t.ndim or t.shape[dim] % size or not t.numel():
                 return t
-            each = t.detach().unflatten(dim, (size, -1)).flip(dim).flatten(dim, dim + 1)
-            return each.requires_grad_(t.requires_grad)
+            each = t.detach().unflatten(dim, (size, -1)).flip(dim).movedim(dim, 0)
+            if varied:
+                alike = bool((each == each[:1]).all())
+                each[1::2] = _varied(each[1::2], alike)
+            return each.movedim(0, dim).flatten(dim, dim + 1).requires_grad_(t.requires_grad)
 
         def turned(value: Any) -> Any:
             if numbers_in(value, size) and len(value) == size:
@@ -526,7 +531,7 @@ class ModelCall:
             with trial(self.model):
                 run_plainly(self.run, self.model, *cloned((args, kwargs)))
         except Exception:  # of the user's model: as of lengths that do not decrease
-            return None
+            return self._in_reverse(varied=False) if varied else None
         call = ModelCall(self.model, self.run, args, kwargs, size, self.kind)
         call.forget, call.others, call.random = self.forget, self.others, self.random
         return call
@@ -748,6 +753,20 @@ class ModelCall:
             raise
         finally:
             local.batch = None
+
+
+def _varied(rows: Tensor, alike: bool) -> Tensor:
+    """Samples of other values: of other signs; where all samples are `alike`, whole numbers that are 1, the
+    least of lengths, and masks that are one shorter.
+    """
+    if rows.is_floating_point() or rows.is_complex():
+        return -moved(rows)
+    if not alike:
+        return rows
+    if rows.dtype != torch.bool:
+        return rows.clamp(max=1)
+    ends = rows.flatten(1)
+    return torch.cat([ends[:, :-1], torch.zeros_like(ends[:, -1:])], 1).view_as(rows)
 
 
 def _sized(value: Any, size: int) -> bool:

@@ -410,6 +410,90 @@ def test_what_one_sample_tells_of_inputs_is_asked_again() -> None:
         ps.convert_model(Queries(flat=True).double())(queries, batch(3, 5, 3), positions)
 
 
+class Boxes(nn.Module):
+    """Classes of parts of images: of each image its own, or the same of all."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, classes)
+
+    def forward(self, images: Tensor, boxes: Any) -> Tensor:
+        each = boxes if isinstance(boxes, list) else [boxes] * len(images)
+        maps = zip(self.conv(images), each, strict=True)
+        return self.out(torch.stack([m[:, a:b].amax((1, 2)) for m, own in maps for a, b in own.tolist()]))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(("count", "classes"), [(2, 2), (3, 3), (2, 4)])
+@pytest.mark.filterwarnings("ignore:.* is run sample by sample")
+def test_a_dim_of_classes_is_no_batch(count: int, classes: int, shared: bool) -> None:
+    """The outputs have some rows of each image."""
+    model, ours = both(Boxes(classes))
+    for size in (4, 6):
+        images, boxes = batch(size, 3, 8, 8), torch.tensor([[0, 3], [2, 8], [1, 5]])[:count]
+        own = boxes if shared else [boxes + i % 2 for i in range(size)]
+
+        def loss(i: int, images: Tensor = images, own: Any = own) -> Tensor:
+            return squares(model(images[i : i + 1], own if isinstance(own, Tensor) else own[i : i + 1])).sum()
+
+        ours.zero_grad()
+        (squares(ours(images, own)).sum() / size).backward()
+        assert_rows(ours, true_rows(loss, model, size))
+
+
+def test_rows_of_one_image_are_not_taken_for_samples() -> None:
+    ours, boxes = ps.convert_model(Boxes(2).double()), torch.tensor([[0, 3], [2, 8], [1, 5]])
+    for own in (boxes, [boxes]):
+        with pytest.raises(ValueError, match="do not tell which of these is the batch size"):
+            ours(batch(1, 3, 8, 8), own)
+    with ps.batch_size(1):
+        ours(batch(1, 3, 8, 8), boxes).sum().backward()
+    assert len(ours.conv.weight.grad_sample) == 1
+
+
+class StateFirst(nn.Module):
+    """A recurrent layer's state (1, B, R), then the batch (B, T, F)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(3, 4, batch_first=True)
+
+    def forward(self, state: Tensor, x: Tensor) -> Any:
+        return self.rnn(x, state)
+
+
+class ListOfImages(nn.Module):
+    """Images of several heights, padded to the highest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(4, 2)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        padded = images[0].new_zeros(len(images), 1, 8, 6)
+        for place, image in zip(padded, images, strict=True):
+            place[:, : image.shape[1]].copy_(image)
+        return self.out(self.conv(padded).sin().mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.* is run sample by sample")
+def test_what_has_one_row_first_is_not_the_whole_batch() -> None:
+    model, ours = both(StateFirst())
+    for size in (6, 4):
+        state, x = batch(1, size, 4), batch(size, 5, 3)
+        ours.zero_grad()
+        squares(ours(state, x)[0]).mean().backward()
+        each = [square(model(state[:, i : i + 1], x[i : i + 1])[0], i) for i in range(size)]
+        assert_rows(ours, true_rows(each.__getitem__, model, size))
+    listed, ours = both(ListOfImages())
+    for size in (6, 4):
+        images = [batch(1, 8 - i % 3, 6) for i in range(size)]
+        ours.zero_grad()
+        squares(ours(images)).mean().backward()
+        each = [square(listed([image]), i) for i, image in enumerate(images)]
+        assert_rows(ours, true_rows(each.__getitem__, listed, size))
+
+
 class OfLists(nn.Module):
     """Sentences as lists of numbers, of which it makes tensors itself."""
 

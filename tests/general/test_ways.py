@@ -770,7 +770,7 @@ def test_complex_outputs_are_proved(mixes: Callable[[Tensor, Tensor], Tensor]) -
 
 
 class Chain(nn.Module):
-    """Scores of words and of what follows them, all steps' in dim 0, whose loss is taken inside (a tagger with
+    """Scores of words and of what follows them, all steps' in dim 0; the loss is taken inside (a tagger with
     a conditional random field). A further input has as many rows.
     """
 
@@ -799,3 +799,28 @@ def test_ids_are_changed_where_there_is_but_one_number() -> None:
         ours(words, letters).backward()
         each = [model(words[i : i + 1], letters[3 * i : 3 * i + 3]) for i in range(size)]
         assert_rows(ours, true_rows(each.__getitem__, model, size))
+
+
+class Dynamic(nn.Module):
+    """Kernels that each image mixes itself (CondConv), image by image, put together again by `cat`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.kernels = nn.Linear(3, 2), nn.Parameter(torch.randn(2, 4, 3, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, found = self.mix(x.mean((2, 3))).sigmoid(), []
+        for i in range(len(x)):
+            kernel = (weights[i][:, None, None, None, None] * self.kernels).sum(0)
+            found.append(F.conv2d(x[i : i + 1], kernel, padding=1))
+        return torch.cat(found)
+
+
+def test_outputs_that_are_put_together_row_by_row() -> None:
+    model = Dynamic().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for size in (5, 4):
+        x = torch.randn(size, 3, 6, 6).double()
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_rows(ours, loop(model, square, (x,)))
