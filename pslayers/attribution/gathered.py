@@ -506,15 +506,15 @@ def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]
 @contextmanager
 def gathering(
     size: int, model: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any], noting: bool = True
-) -> Iterator[None]:
+) -> Iterator[GatheredRows | None]:
     """A `GatheredRows` mode around an outermost call of a model, which notes what data say, perhaps."""
     if size < 2 or transforming():
-        yield
+        yield None
         return
     before, local.gathered_rows = local.gathered_rows, GatheredRows(size, noting)
     try:
         local.gathered_rows.enter(model, args, kwargs)
-        with local.gathered_rows:
-            yield
+        with local.gathered_rows as picks:
+            yield picks
     finally:
         local.gathered_rows = before

@@ -51,6 +51,7 @@ from ..parameters.kept import Kept
 from ..parameters.standing import held_by
 from .batch_of_one import run_plain
 from .how_modules_run import choose_how_modules_run
+from .original_classes import check_classes
 
 if TYPE_CHECKING:
     from .converted import Converted
@@ -161,7 +162,9 @@ class ModelCall:
         self.forget, self.others = self.model._ps_count_from_here(), Randomness()
         # what is found out and proved is not for torch.compile to trace
         with self._telling(), torch_api.uncompiled(self.model):
-            return self._first()
+            output = self._first()
+            self._check_classes(output)
+            return output
 
     def _first(self) -> Any:
         before = Snapshot(self.model, (self.args, self.kwargs))
@@ -262,6 +265,16 @@ class ModelCall:
 
         return changed(progress=tell)
 
+    def _check_classes(self, output: Any) -> None:
+        """An error where a forward goes by the classes of modules, if that can be seen by a further run."""
+        state = self.state
+        if not (state.keeps or state.writes or self.model._ps_given() or sharding.apart(self.model)):
+            try:
+                check_classes(self.model, output, (self.args, self.kwargs), self._rewind)
+            except ValueError:
+                self._forget_proofs()
+                raise
+
     def _rewind(self) -> None:
         torch_api.forget_parametrized()
         if self.random is not None:
@@ -293,14 +306,16 @@ class ModelCall:
         could not tell whose the rows of its input are, or where they are not, or where data have `told` of
         that what they have in no run that was verified.
         """
-        model, proving = self.model, before is not None
+        model, proving, picks = self.model, before is not None, None
         local.batch = batch = self._batch(proving, trackable=True)
         try:
             noting = proving or told is not None
             ways = None if noting else self._ways()
             with ExitStack() as around:
                 if noting or self.settings.has_gathered_rows:
-                    around.enter_context(gathering(self.size, self.model, self.args, self.kwargs, noting))
+                    picks = around.enter_context(
+                        gathering(self.size, self.model, self.args, self.kwargs, noting)
+                    )
                 if before is not None:
                     around.enter_context(self._quietly())
                     around.enter_context(before.watching())
@@ -324,6 +339,7 @@ class ModelCall:
             return UNDECIDED
         finally:
             local.batch, local.use_original_forward = None, False
+            self.ordered = self.ordered or (picks is not None and picks.tells_order)
             if batch.outputs is not None:
                 batch.outputs.close()
 
@@ -414,7 +430,6 @@ class ModelCall:
         if local.gathered_rows is not None:
             told = local.gathered_rows.assumed.close()
             self.told = self.told if told is None else hash(tuple(told))
-            self.ordered = self.ordered or local.gathered_rows.tells_order
         if batch.keeps:
             value = made_of(output)
             tensors = [t for t in tensors_of(value) if not isinstance(t, Kept) and t.requires_grad]

@@ -1,0 +1,66 @@
+"""Forwards that go by the classes of modules, as in ``type(m) == nn.Linear``: conversion changes these, and
+such a forward does something else then.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..attribution.proof import disagreement
+from ..attribution.snapshot import trial
+from ..core.trees import cloned
+
+_ASKED = {"type", "__class__"}
+
+
+def _asks_for_classes(cls: type) -> bool:
+    """Whether a method of a class asks for the class of anything: perhaps of a module."""
+    own = (vars(base) for base in cls.__mro__ if not base.__module__.startswith(("torch.", "pslayers.")))
+    functions = [f for names in own for f in names.values() if isinstance(f, FunctionType)]
+    return any(f.__name__ != "__init__" and _asks(f.__code__) for f in functions)
+
+
+def _asks(code: CodeType) -> bool:
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return not _ASKED.isdisjoint(code.co_names) or any(map(_asks, inner))
+
+
+@contextmanager
+def of_original_classes(model: nn.Module) -> Iterator[None]:
+    """Inside the block modules are of the classes that they had before conversion, but for parametrized and
+    sharded ones, whose class is made of the present one.
+    """
+    held: list[tuple[Any, type]] = [(m, type(m)) for m in model.modules()]
+    try:
+        for module, cls in held:
+            if (before := vars(cls).get("_ps_original") or vars(cls).get("replaces")) is not None:
+                module.__class__ = before
+        yield
+    finally:
+        for module, cls in held:
+            module.__class__ = cls
+
+
+def check_classes(model: Any, output: Any, call: tuple[Any, Any], rewind: Callable[[], object]) -> None:
+    """Whether modules of their original classes return the same, if a forward asks for any; `rewind` puts
+    random generators to where the call began.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if not any(map(_asks_for_classes, {type(m) for m in model.modules()})):
+        return
+    with trial(model), torch.no_grad(), of_original_classes(model):
+        rewind()
+        args, kwargs = cloned(call)
+        plain = model.forward(*args, **kwargs)
+    if disagreement(output, plain) is not None:
+        raise ValueError(
+            f"`{model._ps_state().path}` ({type(model).__name__}) returns something else since it was"
+            " converted: a forward goes by the classes of modules, as in `type(m) == nn.Linear`, and those of"
+            " converted ones are subclasses. Ask `isinstance(m, nn.Linear)`."
+        )
