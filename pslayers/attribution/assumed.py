@@ -38,7 +38,16 @@ _ROWWISE = {
     *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED, *op_kinds.CONVERTED),
     "scaled_dot_product_attention",
 }
-_OF_FIRST = {*op_kinds.OF_FIRST, *op_kinds.TURNED, "embedding", "pad", "unsqueeze", "expand"}
+_OF_FIRST = {
+    *op_kinds.OF_FIRST,
+    *op_kinds.TURNED,
+    "embedding",
+    "pad",
+    "unsqueeze",
+    "expand",
+    "expand_as",
+    "broadcast_to",
+}
 _RESHAPED = {*op_kinds.RESHAPED, "unsqueeze"}
 _OF_STATES = {
     *(*op_kinds.RESHAPED, *op_kinds.TURNED, *op_kinds.JOINED),

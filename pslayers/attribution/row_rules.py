@@ -642,7 +642,7 @@ _KINDS: dict[Callable[..., None], Iterable[str]] = {
     _moved: op_kinds.MOVED,
     _gather: op_kinds.GATHERED,
     _recurrent: op_kinds.RECURRENT,
-    _repeat: ["expand"],
+    _repeat: ["expand", "expand_as", "broadcast_to"],
     _turned: op_kinds.TURNED,
     _einsum: ["einsum"],
     _packed: ["_pack_padded_sequence"],

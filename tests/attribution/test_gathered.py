@@ -106,6 +106,14 @@ def _selected(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
     return h.new_zeros(*h.shape[:2], 3).masked_scatter(mask.unsqueeze(-1), m.after(rows))
 
 
+def _of_each_sample(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
+    """What each sample has once, as rays have a direction, beside what it has in each place."""
+    own = h.mean(1).unsqueeze(1)
+    y, rows = h.new_zeros(*h.shape[:2], 3), own.expand_as(h)[mask] + torch.broadcast_to(own, h.shape)[mask]
+    y[mask] = m.after(h[mask] * rows)
+    return y
+
+
 def _twice(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
     rows = h[mask]
     large = rows.sum(-1) > 0
@@ -188,6 +196,7 @@ def _mixed(m: Picking, h: Tensor, mask: Tensor) -> Tensor:
 
 HALF = torch.full((4, 4), 0.5)
 PICKS: dict[str, Forward] = {
+    "of-each-sample": _of_each_sample,
     "layer": lambda m, h, mask: m.after(h[mask]),
     "written-back": _written_back,
     "scattered-back": _scattered_back,
