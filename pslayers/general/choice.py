@@ -339,8 +339,10 @@ class _Proof:
         return None
 
     def _changed(self, samples: Tensor) -> Call:
-        """The call with other numbers in the place of these samples', and the next one's ids and masks."""
-        layouts = iter(self.inputs)
+        """The call with other numbers in the place of these samples', and the next one's ids and masks, if
+        what comes of it has no rows, which might lie in another order then.
+        """
+        layouts, numbers = iter(self.inputs), all(t.numel() == 1 for t, _ in self._parts(self.plain, True))
 
         def change(t: Tensor) -> Tensor:
             layout = next(layouts)
@@ -348,6 +350,8 @@ class _Proof:
                 return t.clone()
             if t.is_floating_point() or t.is_complex():
                 new = t * (0.5 + noise(t)) + 0.1 * noise(t)
+            elif not numbers:
+                return t.clone()
             else:
                 rows = samples_of_rows(layout, t, self.size).argsort(stable=True)
                 theirs = rows.view(self.size, -1).roll(-1, 0).flatten()

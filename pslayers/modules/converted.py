@@ -704,8 +704,7 @@ def _told_by_outputs(
     if most := max(counts):
         place = counts.index(most)
         # they may as well be rows of one sample (boxes in an image)
-        parts = dims[place] < dims[0] and (shared or dims[place] > 1)
-        return None if parts else place
+        return None if 1 < dims[place] < dims[0] else place
     large = [place for place, ndim in enumerate(dims) if ndim > 1 or ndim == PACKED]
     # no output tells: an input of vectors is more likely to hold the batch than one of numbers
     if not large or (leading == 2 and rows[0] > 1):

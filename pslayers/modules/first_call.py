@@ -141,6 +141,7 @@ class ModelCall:
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
         self.told = 0  # by data, of which rows are whose: their digest
         self.ordered = False  # whether data may have said in which order samples go
+        self.by_chance = False  # whether rows were right but in this order
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
@@ -227,15 +228,18 @@ class ModelCall:
         """By a few of the samples or by all, each layer by itself or its callers."""
         state, errors = self.state, list[Exception]()
         by_itself = state.per_sample_forward, state.includes_children
-        of_all = (self._in_reverse() if self.ordered else None) or self
-        for call in filter(None, (of_all._few(), of_all)):
+        turned = self._in_reverse() if self.ordered else None
+        calls = (
+            (self._few(), self, turned) if turned is None or not self.by_chance else (turned._few(), turned)
+        )
+        for call in filter(None, calls):
             errors.clear()
             for shared, whole in ATTEMPTS:
                 self._rewind()
                 state.shared, state.includes_children = shared, whole or by_itself[1]
                 state.per_sample_forward = by_itself[0] or whole
                 try:
-                    return self._learned_from(call)
+                    return self._learned_from(call, turned)
                 # a shape that no longer broadcasts, rows that are no one's, outputs that differ
                 except Exception as error:
                     errors.append(error)
@@ -564,6 +568,7 @@ class ModelCall:
         except Exception:
             fails = True
         forget()
+        self.by_chance = fails
         if fails:
             self._forget_proofs()
         return fails
@@ -597,9 +602,9 @@ class ModelCall:
             self.settings.has_gathered_rows = picked
             raise
 
-    def _learned_from(self, call: "ModelCall | None") -> Any:
-        """The output, after what `call`, this one or a part of its samples, has shown is found right of all;
-        None: what is known in the other mode, training or eval.
+    def _learned_from(self, call: "ModelCall | None", turned: "ModelCall | None" = None) -> Any:
+        """The output, after what `call`, this one or a part of its samples, has shown is found right of all,
+        and of these in reverse order, perhaps; None: what is known in the other mode, training or eval.
         """
         with self._kept_if_proved():
             if call is None:
@@ -608,6 +613,10 @@ class ModelCall:
             else:
                 with trial(self.model) if call is not self else nullcontext():
                     call._learn()
+            if turned is not None and call is not turned:
+                self._rewind()
+                with trial(self.model), gathering(turned.size, self.model, turned.args, turned.kwargs):
+                    turned._proved()
             self._rewind()
             if self.forget is not None:
                 self.forget()
