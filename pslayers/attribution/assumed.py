@@ -39,14 +39,8 @@ _ROWWISE = {
     "scaled_dot_product_attention",
 }
 _OF_FIRST = {
-    *op_kinds.OF_FIRST,
-    *op_kinds.TURNED,
-    "embedding",
-    "pad",
-    "unsqueeze",
-    "expand",
-    "expand_as",
-    "broadcast_to",
+    *(*op_kinds.OF_FIRST, *op_kinds.TURNED, "embedding", "pad"),
+    *("unsqueeze", "expand", "expand_as", "broadcast_to"),
 }
 _RESHAPED = {*op_kinds.RESHAPED, "unsqueeze"}
 _OF_STATES = {

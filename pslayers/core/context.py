@@ -361,7 +361,9 @@ def batch_size(size: int) -> Iterator[None]:
     """Say explicitly how many samples a batch holds, where the inputs do not (no tensor among them, batch in
     an odd dim).
 
-    Applies to every outermost call of a converted module inside the ``with`` block, in this thread.
+    Applies to every outermost call of a converted module inside the ``with`` block, in this thread. Rows that
+    a layer is given by itself are taken for sample by sample; for those in another order (step by step, real
+    ones before made ones) take `sample_ids`.
 
     Example:
         >>> import torch, pslayers as ps

@@ -346,11 +346,11 @@ class _Proof:
 
         def change(t: Tensor) -> Tensor:
             layout = next(layouts)
-            if layout in (SHARED, TABLE, MIXED, PICKED):
+            if layout in (SHARED, TABLE, MIXED):
                 return t.clone()
             if t.is_floating_point() or t.is_complex():
                 new = t * (0.5 + noise(t)) + 0.1 * noise(t)
-            elif not numbers:
+            elif layout == PICKED or not numbers:
                 return t.clone()
             else:
                 rows = samples_of_rows(layout, t, self.size).argsort(stable=True)

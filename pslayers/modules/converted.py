@@ -33,10 +33,7 @@ from .inventory import Inventory
 from .original_classes import check_classes
 from .ragged_call import call_ragged
 
-PACKED, LISTED = (
-    -1,
-    -2,
-)  # in the place of an input's dims: packed sequences, a list with a place for each sample
+PACKED, LISTED = -1, -2  # in the place of an input's dims: packed sequences, a list of samples
 ASIDE = 8  # sets of trained parameters of which it is remembered what was proved, beside the last one
 
 Mode = tuple[bool, str]  # training, and how switches are set

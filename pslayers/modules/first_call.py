@@ -229,9 +229,9 @@ class ModelCall:
         state, errors = self.state, list[Exception]()
         by_itself = state.per_sample_forward, state.includes_children
         turned = self._in_reverse() if self.ordered else None
-        calls = (
-            (self._few(), self, turned) if turned is None or not self.by_chance else (turned._few(), turned)
-        )
+        calls = [self._few(), self, turned]
+        if turned is not None and self.by_chance:
+            calls = [turned._few(), turned]
         for call in filter(None, calls):
             errors.clear()
             for shared, whole in ATTEMPTS:
