@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from .. import torch_api
-from ..attribution.gathered import gathering, numbers_in, without_gathered_rows
+from ..attribution.gathered import GatheredRows, gathering, numbers_in, without_gathered_rows
 from ..attribution.proof import (
     GradientProbe,
     Outputs,
@@ -324,6 +324,7 @@ class ModelCall:
                     around.enter_context(self._quietly())
                     around.enter_context(before.watching())
                 output = self._returned(batch, self.run(*self.args, **self.kwargs))
+                self._note_order(picks)  # before a proof reads values
                 if before is not None:
                     self._note_what_changed(before)
                 if batch.undecided or (told is not None and self.told not in told):
@@ -334,6 +335,7 @@ class ModelCall:
                     return UNDECIDED
                 return output if before is None or self._verified(batch, output) else UNDECIDED
         except Exception:
+            self._note_order(picks)
             # what follows a layer that could not tell is run anyhow; a weight that was given for each sample
             # may be used past its layer, where that is not known yet; what was learned may be of other
             # trained parameters, or of rows of which data have told otherwise
@@ -343,9 +345,11 @@ class ModelCall:
             return UNDECIDED
         finally:
             local.batch, local.use_original_forward = None, False
-            self.ordered = self.ordered or (picks is not None and picks.tells_order)
             if batch.outputs is not None:
                 batch.outputs.close()
+
+    def _note_order(self, picks: GatheredRows | None) -> None:
+        self.ordered = self.ordered or (picks is not None and picks.tells_order)
 
     def _ways(self) -> Ways | None:
         """What proved calls have gone through, where a call is to be compared with these: of layers that it
