@@ -59,7 +59,7 @@ class GatheredRows(TorchFunctionMode):
         self.entering: Any = None  # the module that `call` is about to run
         self.level = torch_api.level()  # of transforms of torch.func around
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
-        self.values_read = 0  # that the forward is given, or reads, as numbers of Python's
+        self.values_read = 0  # of the samples' that the forward is given, or reads, as numbers of Python's
         self.sorts = False  # whether an order was given, or made of what the samples hold
         self.assumed = AssumedRows(self, noting)
 
@@ -67,7 +67,8 @@ class GatheredRows(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         result = func(*args, **kwargs)
         if name in _TOLD and args:
-            self.values_read += args[0].numel()
+            # of a single number it is not known whose it is
+            self.values_read += args[0].numel() if self._any(args) or not args[0].ndim else 0
             self.assumed.note_told(args[0], result)
         if type(result) in _READ:  # what a tensor says
             return result
