@@ -690,8 +690,10 @@ def _told_by_outputs(
     if dims[-1] == LISTED and front and rows[-1] in in_front:  # with something of each sample
         return len(rows) - 1
     counts = [front.count(n) for n in rows]
-    # a row that all samples share tells nothing
-    shared = rows[0] == 1 and any(n > 1 and count for n, count in zip(rows, counts, strict=True))
+    # a row that all samples share tells nothing, where all outputs have another input's rows
+    states = {shape[0] for shape in shapes if shape[1:] == (1,)}  # those of one sample
+    others = [n for n, count in zip(rows, counts, strict=True) if n > 1 and count and n not in states]
+    shared = rows[0] == 1 and any(all(n in shape for shape in shapes) for n in others)
     counts[0] = 0 if shared else counts[0]
     # a first input of more dims may come out with its batch in the second one
     leading = 1 if dims[0] == 1 else 2

@@ -462,6 +462,30 @@ class StateFirst(nn.Module):
         return self.rnn(x, state)
 
 
+class Flattened(nn.Module):
+    """Words (B, T, 3) and two layers' states, to all words' scores (B * T, 2) and states (2, B, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.GRU(3, 4, 2, batch_first=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> Any:
+        found, last = self.rnn(x, state[0])
+        return self.out(found.reshape(-1, 4)), last
+
+
+def test_states_of_one_sample_do_not_tell_the_batch() -> None:
+    model, ours = both(Flattened())
+    for size in (1, 3, 1):
+        x, state = batch(size, 5, 3), batch(2, size, 4)
+        ours.zero_grad()
+        (ours(x, (state,))[0].square().sum() / size).backward()
+        each = [
+            model(x[i : i + 1], (state[:, i : i + 1].contiguous(),))[0].square().sum() for i in range(size)
+        ]
+        assert_rows(ours, true_rows(each.__getitem__, model, size))
+
+
 class ListOfImages(nn.Module):
     """Images of several heights, padded to the highest."""
 
