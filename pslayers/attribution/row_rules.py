@@ -14,7 +14,7 @@ from ..core import op_kinds
 from ..core.trees import tensors_in, tensors_of
 from ..parameters.per_sample import lies_in, of_parameter
 from .indices import MASKS
-from .provenance import UNKNOWN, WEAK, RowProvenance
+from .provenance import UNKNOWN, WEAK, RowProvenance, each_once
 
 if TYPE_CHECKING:
     from .gathered import GatheredRows
@@ -35,8 +35,9 @@ ORDERS = {"argsort": 1, "sort": 1, "topk": 2}  # where each takes its dim
 
 def sorted_along(name: str, args: Args, kwargs: Kwargs) -> int:
     """The size of the dim along which a function puts values in order."""
+    x: Tensor = args[0]
     dim = _given(args, kwargs, ORDERS[name], "dim", -1)
-    return args[0].shape[dim] if isinstance(dim, int) and args[0].ndim else 1  # type: ignore[no-any-return]
+    return x.shape[dim] if isinstance(dim, int) and x.ndim else 1
 
 
 def _followed(
@@ -223,8 +224,7 @@ def _told_by_rows(
 
 def _inverse(rows: Tensor) -> Tensor | None:
     """Which row each place gets, of rows that are put in these places; None where that is not one in each."""
-    order = rows.argsort()
-    return order if torch.equal(rows[order], torch.arange(len(rows), device=rows.device)) else None
+    return rows.argsort() if each_once(rows) else None
 
 
 def _put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
