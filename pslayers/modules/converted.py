@@ -28,7 +28,8 @@ from ..core.recorder import Recorder, let_go
 from ..core.switches import setting, settings_of_hooks
 from ..core.trees import own_parameters, tensors_in, tensors_of
 from .batch_of_one import run_alone, run_plain
-from .first_call import Kind, ModelCall, Ways
+from .call_ways import Ways
+from .first_call import Kind, ModelCall
 from .inventory import Inventory
 from .original_classes import check_classes
 from .ragged_call import call_ragged

@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from .. import torch_api
-from ..attribution.gathered import GatheredRows, gathering, numbers_in, without_gathered_rows
+from ..attribution.gathered import GatheredRows, gathering, without_gathered_rows
 from ..attribution.proof import (
     GradientProbe,
     Outputs,
@@ -43,15 +43,17 @@ from ..attribution.snapshot import (
     trial,
     unchanged,
 )
-from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, batch_dim, moved, run_plainly, track
+from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, run_plainly, track
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local, transforming
-from ..core.trees import cloned, map_tensors, tensors_in, tensors_of
+from ..core.trees import cloned, tensors_in, tensors_of
 from ..parameters.kept import Kept
 from ..parameters.standing import held_by
 from .batch_of_one import run_plain
+from .call_ways import Ways
 from .how_modules_run import choose_how_modules_run
 from .original_classes import check_classes
+from .other_samples import first_samples, in_reverse
 
 if TYPE_CHECKING:
     from .converted import Converted
@@ -75,47 +77,7 @@ ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
 FEW, WORTH_IT = 3, 8
 TELL_EVERY = 5.0  # seconds
 MANY = 1000  # things that data have told, after which they are forgotten
-MANY_GRAPHS = 16  # numbers of nodes, after which calls are not told by these
 _log = logging.getLogger(__name__.partition(".")[0])
-
-
-class Ways:
-    """How calls of a kind that were proved have gone through the model.
-
-    Which layers they have met: each once, or several times; or so many times, where its calls take inputs
-    that hold the samples in several ways. And how many nodes their graphs have: more or fewer, and a forward
-    has done something else, whatever it went by.
-    """
-
-    def __init__(self) -> None:
-        self.met: set[tuple[int, bool]] | None = set()  # None: in a copy it is not known
-        self.numbers: dict[int, set[int]] = {}  # of the last calls of these
-        self.nodes: set[int] = set()
-        self.calls: dict[int, int] = {}  # of the last one: most are as that
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "met": None, "numbers": {}, "calls": {}}
-
-    def add(self, batch: Batch, uneven: Iterable[int]) -> None:
-        """Of one more; `uneven` are those whose calls differ."""
-        self.nodes.add(batch.nodes)
-        self.calls = batch.calls
-        if self.met is not None:
-            self.met |= {(module, more) for module, last in batch.calls.items() for more in {False, last > 0}}
-            for module in uneven:
-                self.numbers.setdefault(module, set()).add(batch.calls.get(module, -1))
-
-    def hold(self, batch: Batch) -> bool:
-        """Whether a call has met none but these, as often as it was to, and has a graph like theirs; of many
-        numbers of nodes it is data, or sizes, that tell.
-        """
-        calls, met = batch.calls, self.met
-        if batch.nodes not in self.nodes and len(self.nodes) <= MANY_GRAPHS:
-            return False
-        return calls == self.calls or (
-            (met is None or all((module, last > 0) in met for module, last in calls.items()))
-            and all(calls.get(module, -1) in numbers for module, numbers in self.numbers.items())
-        )
 
 
 class ModelCall:
@@ -408,18 +370,21 @@ class ModelCall:
         """Whether what a run beside this one has shown is not what the layers went by here; an error where it
         shows that samples interact.
         """
-        forget, known = self.model._ps_count_from_here(), [what for _, what in self.model._ps_learned()]
+        known = [what for _, what in self.model._ps_learned()]
         args, kwargs = cloned((self.args, self.kwargs))
-        with ExitStack() as around:
-            for context in (changed(batch=None), torch_api.without_saved_tensors_hooks(), trial(self.model)):
-                around.enter_context(context)
-            around.enter_context(torch_api.uncompiled(self.model))
-            call = ModelCall(self.model, self.run, args, kwargs, self.size, self.kind)
-            call.forget = forget
+        call = ModelCall(self.model, self.run, args, kwargs, self.size, self.kind)
+        with self._beside(call), torch_api.without_saved_tensors_hooks(), torch_api.uncompiled(self.model):
             call.learn() if self._taught() else call.first()
-        forget()
         self.state.ways.setdefault(self.kind, Ways()).nodes.add(nodes)
         return [what for _, what in self.model._ps_learned()] != known
+
+    @contextmanager
+    def _beside(self, call: "ModelCall") -> Iterator[None]:
+        """Around another call of the model, which is none of the user's."""
+        call.forget = forget = self.model._ps_count_from_here()
+        with changed(batch=None), trial(self.model):
+            yield
+        forget()
 
     def _not_in_a_checkpoint(self) -> ValueError:
         return ValueError(
@@ -500,64 +465,31 @@ class ModelCall:
         return past_expansions(output, list(of_layers if self.settings.partial else self.model.parameters()))
 
     def _few(self) -> "ModelCall | None":
-        """This call for a few of its samples; None where these are not worth it, or not told from the other
-        inputs by shape.
-        """
+        """This call for a few of its samples; None where these are not worth it."""
         size = self.size
         if size < WORTH_IT or local.explicit is not None or self.model._ps_given():
             return None
-
-        def part(t: Tensor) -> Tensor:
-            if size not in t.shape:
-                return t
-            if t.shape[dim := batch_dim(t, self.settings)] != size:
-                raise ValueError
-            return t.detach().narrow(dim, 0, FEW).clone().requires_grad_(t.requires_grad)
-
-        call = self.args, self.kwargs
-        if not _sized(call, size):
+        if (found := first_samples((self.args, self.kwargs), size, FEW, self.settings)) is None:
             return None
-        try:
-            args, kwargs = map_tensors(part, call)
-        except ValueError:
-            return None
-        kind = self.model._ps_kind(self.model._ps_sizes(args, kwargs), FEW)
-        if kind != self.kind:
-            return None
-        few = ModelCall(self.model, self.run, args, kwargs, FEW, kind)
+        few = ModelCall(
+            self.model, self.run, *found, FEW, self.model._ps_kind(self.model._ps_sizes(*found), FEW)
+        )
         few.forget = self.forget
-        return few
+        return few if few.kind == self.kind else None
 
-    def _in_reverse(self, varied: bool = True) -> "ModelCall | None":
-        """This call for its samples in reverse order, every other one with other values (`varied`), as what
-        they go by may be the same in all; None where the model takes no such batch.
+    def _in_reverse(self) -> "ModelCall | None":
+        """This call for its samples in reverse order, every other one with other values, if the model takes
+        these; None where it takes no batch in that order.
         """
-        size = self.size
-
-        def flipped(t: Tensor) -> Tensor:
-            dim = batch_dim(t, self.settings)
-            if not t.ndim or t.shape[dim] % size or not t.numel():
-                return t
-            each = t.detach().unflatten(dim, (size, -1)).flip(dim).movedim(dim, 0)
-            if varied:
-                alike = bool((each == each[:1]).all())
-                each[1::2] = _varied(each[1::2], alike)
-            return each.movedim(0, dim).flatten(dim, dim + 1).requires_grad_(t.requires_grad)
-
-        def turned(value: Any) -> Any:
-            if numbers_in(value, size) and len(value) == size:
-                return value[::-1] if isinstance(value, (list, tuple)) else value[::-1].copy()
-            return map_tensors(flipped, value)
-
-        try:
-            args, kwargs = tuple(map(turned, self.args)), {k: turned(v) for k, v in self.kwargs.items()}
-            with trial(self.model):
-                run_plainly(self.run, self.model, *cloned((args, kwargs)))
-        except Exception:  # of the user's model: as of lengths that do not decrease
-            return self._in_reverse(varied=False) if varied else None
-        call = ModelCall(self.model, self.run, args, kwargs, size, self.kind)
-        call.forget, call.others, call.random = self.forget, self.others, self.random
-        return call
+        for varied in (True, False):
+            with suppress(Exception):  # of the user's model: as of lengths that do not decrease
+                args, kwargs = in_reverse((self.args, self.kwargs), self.size, varied, self.settings)
+                with trial(self.model):
+                    run_plainly(self.run, self.model, *cloned((args, kwargs)))
+                call = ModelCall(self.model, self.run, args, kwargs, self.size, self.kind)
+                call.forget, call.others, call.random = self.forget, self.others, self.random
+                return call
+        return None
 
     def _fails_in_reverse(self) -> bool:
         """Whether, where data may say in which order samples go, this call was right but by chance: of the
@@ -565,13 +497,12 @@ class ModelCall:
         """
         if not self.ordered or (call := self._in_reverse()) is None:
             return False
-        call.forget = forget = self.model._ps_count_from_here()
-        try:
-            with changed(batch=None), trial(self.model):
-                fails = call._attempt(Snapshot(self.model, (call.args, call.kwargs))) is UNDECIDED
-        except Exception:
-            fails = True
-        forget()
+        before = Snapshot(self.model, (call.args, call.kwargs))
+        with self._beside(call):
+            try:
+                fails = call._attempt(before) is UNDECIDED
+            except Exception:
+                fails = True
         self.by_chance = fails
         if fails:
             self._forget_proofs()
@@ -781,32 +712,6 @@ class ModelCall:
             raise
         finally:
             local.batch = None
-
-
-def _varied(rows: Tensor, alike: bool) -> Tensor:
-    """Samples of other values: of other signs; where all samples are `alike`, whole numbers that are 1, the
-    least of lengths, and masks that are one shorter.
-    """
-    if rows.is_floating_point() or rows.is_complex():
-        return -moved(rows)
-    if not alike:
-        return rows
-    if rows.dtype != torch.bool:
-        return rows.clamp(max=1)
-    ends = rows.flatten(1)
-    return torch.cat([ends[:, :-1], torch.zeros_like(ends[:, -1:])], 1).view_as(rows)
-
-
-def _sized(value: Any, size: int) -> bool:
-    """Whether nothing but tensors in a value can hold something of each of `size` samples."""
-    if isinstance(value, Mapping) and not isinstance(value, dict):
-        return False
-    if isinstance(value, (list, tuple, dict)):
-        items = list(value.values()) if isinstance(value, dict) else value
-        return len(items) != size and all(_sized(item, size) for item in items)
-    if isinstance(value, (Tensor, str, bool, float, type(None), torch.dtype, torch.device)):
-        return True
-    return isinstance(value, int) and value != size
 
 
 def made_of(output: Any) -> Any:

@@ -17,7 +17,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
-from pslayers.modules.first_call import MANY_GRAPHS, ModelCall
+from pslayers.modules.call_ways import MANY_GRAPHS
+from pslayers.modules.first_call import ModelCall
 
 from ..composition.common import both, right
 from ..layers.suite import floats
