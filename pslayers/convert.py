@@ -18,7 +18,7 @@ from .attribution.snapshot import trial
 from .core import sharding
 from .core.context import Settings, changed, clear, local
 from .core.recorder import forget, recorder_of
-from .core.trees import callable_module, cloned, own_parameters, trainable_parameters
+from .core.trees import callable_module, cloned, is_parameter, own_parameters, trainable_parameters
 from .layers.batch_norm import why_mixed
 from .modules import converted
 from .modules.base import REGISTRY, PSLayer
@@ -158,7 +158,7 @@ def _watch(module: Any, settings: Settings) -> None:
     would have no rows.
     """
     for name, param in own_parameters(module):
-        if isinstance(param, nn.Parameter) and param.requires_grad and not is_lazy(param):
+        if is_parameter(param) and param.requires_grad and not is_lazy(param):
             holder = module.get_submodule(name.rpartition(".")[0])
             recorder_of(param, f"{module._ps_state().prefix}{name}", settings, holder)
 

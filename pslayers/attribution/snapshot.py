@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from .. import torch_api
 from ..core.held import Held, alike, reached
 from ..core.op_kinds import writes
-from ..core.trees import tensors_of
+from ..core.trees import is_parameter, tensors_of
 from .indices import LOOK_UPS, check_indices
 
 _HOOKS = frozenset(name for name in nn.Module().__dict__ if "_hooks" in name)
@@ -101,7 +101,7 @@ class Snapshot:
         self.slots = [place for place in places if not is_lazy(place[2])]
         self.names = [(m._parameters, set(m._parameters)) for m in modules]
         with torch_api.without_torch_function():
-            own = [slot for slot in self.slots if isinstance(slot[2], nn.Parameter)]
+            own = [slot for slot in self.slots if is_parameter(slot[2])]
             self.data = [(m, name, p, data) for m, name, p in own if has_memory(data := p.data)]
         # they take memory: only of what is known to be written to
         self.values = {id(p): data.clone() for m, name, p, data in self.data if name in _written.get(m, ())}
@@ -276,7 +276,7 @@ def gradients_unchanged(model: nn.Module) -> Iterator[None]:
     """After the block, `.grad` and `grad_sample` are what they were: a backward pass inside of a forward's
     own may add to them.
     """
-    params = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
+    params = [p for p in model.parameters() if is_parameter(p)]
     before = [(p.grad, getattr(p, "grad_sample", None)) for p in params]
     for p in params:
         p.grad = None

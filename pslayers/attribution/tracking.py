@@ -29,7 +29,7 @@ from ..core.context import (
     transforming,
 )
 from ..core.converted_module import ConvertedModule
-from ..core.trees import cloned, map_tensors, own_parameters, tensors_in, tensors_of, written_to
+from ..core.trees import cloned, is_parameter, map_tensors, own_parameters, tensors_in, tensors_of, written_to
 from .snapshot import trial
 
 # how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's
@@ -428,7 +428,7 @@ def _noisy(model: ConvertedModule) -> dict[str, Tensor]:
                 value = p.detach()[0] if name in given and len(p) else p.detach()
                 some = 4 * (noise(value) - 0.5)
                 noisy[name] = value = value + some * (0.1 * value.abs().mean() + 0.01)
-                if isinstance(p, nn.Parameter):  # by which a forward may know them
+                if is_parameter(p):  # by which a forward may know them
                     noisy[name] = nn.Parameter(value, p.requires_grad)
     return noisy
 
@@ -460,7 +460,7 @@ class _WithoutDropout(TorchFunctionMode):
                 args = (*args[:2], False)
         result = func(*args, **kwargs)
         # a module would hold what is dropped out of a weight as its parameter
-        return result.view_as(result) if drops and isinstance(result, nn.Parameter) else result
+        return result.view_as(result) if drops and is_parameter(result) else result
 
 
 class Coarsest(TorchFunctionMode):
@@ -500,7 +500,7 @@ class _Given(Tracker):
     def call(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        given = {id(t) for t in tensors_in((args, kwargs)) if isinstance(t, nn.Parameter) and t.requires_grad}
+        given = {id(t) for t in tensors_in((args, kwargs)) if is_parameter(t) and t.requires_grad}
         if given and self.inner and (own := given & {id(p) for p in module.parameters()}):
             self.given.setdefault(self.inner[-1], set()).update(own)
         return super().call(module, forward, args, kwargs)
@@ -515,7 +515,7 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [t for t in tensors_in((args, kwargs)) if isinstance(t, nn.Parameter) and t.requires_grad]
+        given = [t for t in tensors_in((args, kwargs)) if is_parameter(t) and t.requires_grad]
         if given and any(isinstance(t, Tensor) and t.requires_grad for t in tensors_in(result)):
             inner = self.tracker.inner[-1] if self.tracker.inner else None
             if inner is not None:

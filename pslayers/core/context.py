@@ -20,7 +20,7 @@ from .. import torch_api
 from .converted_module import ConvertedLayer, ConvertedModule
 from .switches import Switches
 from .thread_turns import Turns
-from .trees import structure, tensors_of
+from .trees import is_parameter, stand_in, structure, tensors_of
 
 if TYPE_CHECKING:
     from .sinks import Sink
@@ -132,7 +132,7 @@ class Settings:
 
     def records(self, param: Any) -> bool:
         """Whether rows of a parameter are recorded here and now."""
-        wanted = isinstance(param, nn.Parameter) and param.requires_grad
+        wanted = is_parameter(param) and param.requires_grad
         return wanted and torch.is_grad_enabled() and self.recording
 
     @property
@@ -449,7 +449,7 @@ def in_place_of(
     outer, local.places = local.places, (*local.places, anew or (lambda: places))
     try:
         for held, name, tensor in places:
-            held[name] = tensor
+            held[name] = stand_in(tensor) if isinstance(tensor, Tensor) else tensor
         yield
     finally:
         local.places = outer

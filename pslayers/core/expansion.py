@@ -384,6 +384,25 @@ def will_execute(node: Any, asked: bool) -> bool:
         return asked
 
 
+class _Aliases(Op):
+    """The same tensors, each of which counts its own part of a gradient only, where one was made from
+    another, as by tied weights.
+    """
+
+    rows_dim = None
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.set_materialize_grads(False)
+        needed = list(zip(inputs, ctx.needs_input_grad, strict=True))
+        ctx.mark_non_differentiable(*(t for t, need in needed if t is not None and not need))
+        return tuple(None if t is None else t.view_as(t) if need else t for t, need in needed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
 def composite_backward(
     fn: Callable[..., Tensor | tuple[Tensor, ...]],
     inputs: Sequence[Tensor | None],
@@ -393,8 +412,8 @@ def composite_backward(
     differentiated again.
     """
     with torch.enable_grad():
-        # aliases: where one input was made from another, as by tied weights, each counts its own part only
-        inputs = [None if t is None else t.view_as(t) for t in inputs]
+        if any(t is not None and t.requires_grad for t in inputs):
+            inputs = _Aliases.apply(*inputs)
         outputs = fn(*inputs)
     pairs = [
         (out, grad)

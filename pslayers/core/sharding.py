@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, distributed, nn
 
 from .. import torch_api
+from .trees import is_parameter
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -73,7 +74,7 @@ class Holder:
         stands for it in a call is none.
         """
         now = self.in_slot()
-        if self.slot is None or not isinstance(now, nn.Parameter):
+        if self.slot is None or not is_parameter(now):
             return self.slot is None or now is not None
         recorder = now.__dict__.get("_ps_recorder")
         return recorder is not None and recorder.holder is self

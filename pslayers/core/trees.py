@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
 from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -231,6 +231,20 @@ def assign(
     else:
         return source
     return target
+
+
+def stand_in(tensor: Tensor) -> Tensor:
+    """Have torch and forwards know as a parameter what takes the place of one: else a `nn.ParameterList`
+    would make new ones, that nobody trains, of a part of it.
+    """
+    if not isinstance(tensor, nn.Parameter):
+        tensor._is_param = tensor._ps_stands_in = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_parameter(t: Any) -> TypeGuard[nn.Parameter]:
+    """Whether it is one, and does not only stand for one."""
+    return isinstance(t, nn.Parameter) and not getattr(t, "_ps_stands_in", False)
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -36,7 +36,7 @@ from ..core.context import (
 from ..core.converted_module import ConvertedLayer
 from ..core.expansion import Expansion, rescale_grad
 from ..core.recorder import recorder_of
-from ..core.trees import map_tensors, tensors_in, tensors_of
+from ..core.trees import is_parameter, map_tensors, tensors_in, tensors_of
 from ..parameters.per_sample import NoRuleError, PerSample, Standing, followed, names_of
 from ..parameters.row_ops import as_rows
 from .converted import Converted, State
@@ -185,7 +185,7 @@ class PSLayer(_Layer):
         )
         for name, p in self._parameters.items():
             if p is not None:
-                if recording and p.requires_grad and isinstance(p, nn.Parameter):
+                if recording and p.requires_grad and is_parameter(p):
                     return True
                 if p.ndim != state.ndims.get(name, p.ndim):
                     return True
@@ -516,7 +516,7 @@ class PSLayer(_Layer):
                 settings.recording
                 and weight.requires_grad
                 and torch.is_grad_enabled()
-                and isinstance(weight, nn.Parameter)
+                and is_parameter(weight)
             )
         ):
             return Expansion(weight, None)

@@ -104,6 +104,7 @@ class ModelCall:
         self.told = 0  # by data, of which rows are whose: their digest
         self.ordered = False  # whether data may have said in which order samples go
         self.by_chance = False  # whether rows were right but in this order
+        self.strayed: int | None = None  # how many nodes it made, if it went another way than proved ones
 
     # ---------------------------------------------------------------------------------------------- the steps
     def again(self) -> Any:
@@ -118,7 +119,11 @@ class ModelCall:
         self.forget = self.model._ps_count_from_here()
         if told is not None and (output := self._undone(before)._attempt(before)) is not UNDECIDED:
             return output
-        return self._undone(before).learn()
+        known = self._known()
+        output = self._undone(before).learn()
+        if self.strayed is not None and self._known() == known:
+            self._note_nodes(self.strayed)
+        return output
 
     def first(self) -> Any:
         """The output of a call that is recorded, and of a kind that was not proved yet."""
@@ -294,6 +299,7 @@ class ModelCall:
                 if ways is not None and not ways.hold(batch) and self._strayed(batch, output, ways):
                     if local.again:
                         raise self._not_in_a_checkpoint()
+                    self.strayed = batch.nodes
                     return UNDECIDED
                 return output if before is None or self._verified(batch, output) else UNDECIDED
         except Exception:
@@ -370,13 +376,23 @@ class ModelCall:
         """Whether what a run beside this one has shown is not what the layers went by here; an error where it
         shows that samples interact.
         """
-        known = [what for _, what in self.model._ps_learned()]
+        known = self._known()
         args, kwargs = cloned((self.args, self.kwargs))
         call = ModelCall(self.model, self.run, args, kwargs, self.size, self.kind)
         with self._beside(call), torch_api.without_saved_tensors_hooks(), torch_api.uncompiled(self.model):
             call.learn() if self._taught() else call.first()
+        self._note_nodes(nodes)
+        return self._known() != known
+
+    def _known(self) -> list[Any]:
+        """What was learned of the modules below."""
+        return [what for _, what in self.model._ps_learned()]
+
+    def _note_nodes(self, nodes: int) -> None:
+        """Note that a call with a graph of so many nodes is right: what another run of it has shown is what
+        its layers went by.
+        """
         self.state.ways.setdefault(self.kind, Ways()).nodes.add(nodes)
-        return [what for _, what in self.model._ps_learned()] != known
 
     @contextmanager
     def _beside(self, call: "ModelCall") -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..core.recorder import Recorder, recorder_of
+from ..core.trees import is_parameter
 
 
 class Slot(NamedTuple):
@@ -119,7 +120,7 @@ class Inventory:
         found = []
         for slot in self.slots:
             param, settings = slot.held[slot.name], slot.settings(above)
-            if settings is not None and isinstance(param, nn.Parameter) and param.requires_grad:
+            if settings is not None and is_parameter(param) and param.requires_grad:
                 found.append(recorder_of(param, self.prefix + slot.path, settings, slot.module()))
         return found
 

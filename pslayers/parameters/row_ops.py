@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from .. import torch_api
 from ..core import op_kinds
 from ..core.context import NoRuleError, by_samples, local
 from ..core.expansion import Op, needed_grads
-from ..core.trees import map_tensors, memory_order, tensors_of
+from ..core.trees import is_parameter, map_tensors, memory_order, tensors_of
 from .op_dispatch import RULES, looked_up
 from .per_sample import (
     RAGGED,
@@ -104,7 +104,7 @@ def _of_constants(func: Any, own: Sequence[PerSample], others: Sequence[Tensor])
 
 def _past_its_layer(t: Tensor) -> Tensor:
     """A parameter that another module is to train, so that it is seen to be used past that."""
-    return t.view_as(t) if isinstance(t, nn.Parameter) and t.requires_grad else t
+    return t.view_as(t) if is_parameter(t) and t.requires_grad else t
 
 
 def _of_parameters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Sequence[PerSample]) -> Any:

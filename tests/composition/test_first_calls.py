@@ -744,6 +744,49 @@ class Later(nn.Module):
         return x
 
 
+def _linear(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(F.linear(x, w))
+
+
+def _solved(x: Tensor, w: Tensor) -> Tensor:  # no fast form
+    return torch.linalg.solve(w + 9 * torch.eye(4, dtype=x.dtype), x.T).T
+
+
+def _exponential(x: Tensor, w: Tensor) -> Tensor:
+    return torch.stack([w.matrix_exp() @ row for row in x])
+
+
+@pytest.mark.parametrize("use", [_linear, _solved, _exponential])
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda ws: ws[1:],
+        lambda ws: ws[:-1],
+        lambda ws: ws[::2],
+        lambda ws: nn.ParameterList(list(ws)[:2]),
+        lambda ws: nn.ParameterDict({"a": ws[0], "b": ws[1]}).copy().values(),
+        lambda ws: [w for w in ws if isinstance(w, nn.Parameter)],
+    ],
+)
+def test_parts_of_lists_of_parameters_that_torch_makes_anew(
+    use: Callable[[Tensor, Tensor], Tensor], part: Callable[[Any], Any]
+) -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ws = nn.ParameterList([torch.randn(4, 4) / 4 for _ in range(3)])
+            self.last = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for w in part(self.ws):
+                x = use(x, w)
+            return self.last(x)
+
+    model, ours = both(Listed())
+    for n in (5, 5, 3):
+        right(ours, model, batch(n, 4))
+
+
 @pytest.mark.parametrize("kind", ["list", "dict", "module"])
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_parameters_that_a_later_call_is_the_first_to_use(kind: str, first: int) -> None:

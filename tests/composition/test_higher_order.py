@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import pslayers as ps
+from pslayers.modules.first_call import ModelCall
 
 from .. import zoo
 from ..layers.suite import Case, LayerSuite, floats
@@ -108,6 +109,68 @@ def test_laplacian(name: str) -> None:
         ours.zero_grad()
         residuals(ours, x).mean().backward()
         assert_rows(ours, true_rows(lambda i: residuals(model, x[i : i + 1]).sum(), model, 4))
+
+
+class Forces(nn.Module):
+    """The energy of points, and its gradient, made in the forward."""
+
+    def __init__(self, within: nn.Module) -> None:
+        super().__init__()
+        self.first, self.within, self.last = nn.Linear(3, 4), within, nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        h = self.first(x)
+        h = self.within(h, h) if isinstance(self.within, nn.Bilinear) else self.within(h)
+        energy = self.last(torch.tanh(h[0] if isinstance(h, tuple) else h)).sum((1, 2))
+        return energy, torch.autograd.grad(energy.sum(), x, create_graph=True)[0]
+
+
+class Scaled(nn.Module):
+    """A module of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.layer_norm(x, (4,)) * self.scale)
+
+
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda: nn.LayerNorm(4),
+        lambda: nn.RMSNorm(4),
+        lambda: nn.GroupNorm(5, 5),
+        nn.PReLU,
+        lambda: nn.Bilinear(4, 4, 4),
+        lambda: nn.GRU(4, 4, batch_first=True),
+        lambda: nn.Conv1d(5, 5, 1),
+        Scaled,
+    ],
+)
+def test_forces_of_a_forward_are_proved_once(
+    within: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[ModelCall] = []
+    for name in ("learn", "first"):
+        was = getattr(ModelCall, name)
+        monkeypatch.setattr(
+            ModelCall, name, lambda self, *a, was=was: (learned.append(self), was(self, *a))[1]
+        )
+    model = Forces(within()).double()
+    ours: Any = ps.convert_model(copy.deepcopy(model))
+    for step in range(6):
+        if step == 2:
+            learned.clear()
+        x = floats(4, 5, 3)
+        ours.zero_grad()
+        losses = [y.square().reshape(4, -1).sum(1) for y in ours(x)]
+        sum(losses).mean().backward()  # type: ignore[union-attr]
+        rows = true_rows(lambda i, x=x: sum(y.square().sum() for y in model(x[i : i + 1])), model, 4)
+        assert_rows(ours, rows)
+    assert not learned
 
 
 def test_inner_and_boundary_points_are_batches_of_their_own() -> None:
