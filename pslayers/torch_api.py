@@ -661,6 +661,22 @@ def _note_inputs_of_node(noted: _Noted) -> None:
     node.setup_context = staticmethod(setup_noted)
 
 
+def _keep_for_the_users_pass() -> None:
+    """A selective checkpoint gives out what it has saved once: passes that only prove something compute it
+    again.
+    """
+    saved = _find("_CachedTorchDispatchMode", checkpoint)
+    dispatch = saved.__torch_dispatch__
+
+    @functools.wraps(dispatch)
+    def dispatch_or_compute(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if thread().quiet:
+            return func(*args, **(kwargs or {}))
+        return dispatch(self, func, types, args, kwargs)
+
+    saved.__torch_dispatch__ = dispatch_or_compute
+
+
 def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[None]]], noted: _Noted) -> None:
     """Have every part of a forward that `torch.utils.checkpoint` computes again run in the context that it
     ran in at first.
@@ -669,6 +685,7 @@ def on_checkpoint(situation: Callable[[], Callable[[], AbstractContextManager[No
     is given the part's inputs, and gives a function to be told what it gets in their place the second time:
     other tensors, in a checkpoint in another.
     """
+    _keep_for_the_users_pass()
     frame_init = _find("_CheckpointFrame.__init__", checkpoint)
 
     @functools.wraps(frame_init)

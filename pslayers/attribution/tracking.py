@@ -99,6 +99,7 @@ class Tracker:
         self.pickers: set[int] = set()  # modules whose forward picks rows by a mask
         self.level = torch_api.level()  # of transforms of torch.func around the run
         self.transformers: set[int] = set()  # modules whose forward calls others inside a further one
+        self.modules: set[int] = set()  # those of the model
         self.inner: list[int] = []  # the modules that are being called, the innermost last
         # (module, number of its call): the container that called it
         self.callers: dict[tuple[int, int], int | None] = {}
@@ -115,10 +116,12 @@ class Tracker:
                 self.as_many.append(tuple(t.shape))
                 return
 
-    def transformed(self) -> bool:
-        """Whether a transform of torch.func that the forward makes is running; then the module that makes it
-        is noted.
+    def passes_by(self, module: nn.Module) -> bool:
+        """Whether a call is not looked at: of a module that the forward has made itself (a copy), or inside a
+        transform of torch.func; then the module that makes that is noted.
         """
+        if self.modules and id(module) not in self.modules:
+            return True
         if torch_api.level() <= self.level:
             return False
         if self.inner:
@@ -146,7 +149,7 @@ class Tracker:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a call of the container `module`, and note all of its inputs and outputs."""
-        if self.transformed():
+        if self.passes_by(module):
             return forward(module, *args, **kwargs)
         # what it takes may be changed in place later on
         kept_args, kept_kwargs = _copies(_kept, (args, kwargs))
@@ -180,7 +183,7 @@ class _Comparison(Tracker):
     def call(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self.transformed():
+        if self.passes_by(module):
             return forward(module, *args, **kwargs)
         given = {id(t) for t in tensors_in((args, kwargs))}
         with self.inside(module) as call:
@@ -512,6 +515,8 @@ class _Uses(TorchFunctionMode):
     def __init__(self, tracker: Tracker, modules: dict[int, nn.Module]) -> None:
         super().__init__()
         self.tracker, self.modules, self.found = tracker, modules, dict[int, set[int]]()
+        # those of a layer that a forward makes are its own
+        self.params = {id(p) for m in modules.values() for p in m._parameters.values() if p is not None}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -520,7 +525,7 @@ class _Uses(TorchFunctionMode):
             inner = self.tracker.inner[-1] if self.tracker.inner else None
             if inner is not None:
                 own = {id(p) for _, p in own_parameters(self.modules[inner])}
-                past = {id(p) for p in given} - own
+                past = ({id(p) for p in given} & self.params) - own
                 if past:
                     self.found.setdefault(inner, set()).update(past)
         return result
@@ -558,6 +563,7 @@ def run_tracked(
         if (picks := local.gathered_rows) is not None:
             picks.enter(model, args, kwargs)
     local.tracker = tracker = tracker or Tracker()
+    tracker.modules = {id(module) for module in model.modules()}
     try:
         with trial(model), torch_api.reentrant_checkpoints("straight"), torch_api.with_torch_function():
             return tracker, run(*args, **kwargs)

@@ -21,6 +21,29 @@ from .sinks import DenseRows, SingleSample, Sink
 Counts = tuple[int, int, bool, bool]  # of uses: how many, made by checkpoints, met a pass, joined
 
 
+class Arriving:
+    """A gradient on its way to a parameter, by identity: who held it would have autograd copy it."""
+
+    def __init__(self, grad: Tensor) -> None:
+        self.grad, self.place, self.version = weakref.ref(grad), grad.data_ptr(), grad._version
+
+    def is_(self, other: Tensor) -> bool:
+        """Whether it has arrived, unchanged."""
+        return (self.place, self.version) == (other.data_ptr(), other._version)
+
+    def held(self) -> "Tensor | Arriving":
+        """Its values, if autograd has added nothing to them so far, nor them to something else."""
+        grad = self.grad()
+        return grad if grad is not None and self.is_(grad) else self
+
+
+def _append(notes: list[Arriving | Tensor], note: Arriving | Tensor) -> None:
+    """One more; the first is no longer alone, where an older graph takes part."""
+    if notes and isinstance(notes[0], Arriving):
+        notes[0] = notes[0].held()
+    notes.append(note)
+
+
 class Recorder:
     """Of one parameter, on which it lives: its rows leaf, its sinks, and what has been passed on to it.
 
@@ -40,7 +63,7 @@ class Recorder:
         self.made_in = -1  # the last such pass
         self.joined = False  # one of these stands for an ordinary tensor, which several ops may take
         self.counted = -1  # the last pass after which they were counted anew, of those without sums
-        self.notes: dict[int, list[tuple[int, int] | Tensor]] = {}  # of each pass that runs, by its number
+        self.notes: dict[int, list[Arriving | Tensor]] = {}  # of each pass that runs, by its number
         self.compiled = False  # the notes come from compiled code
         self.unexpanded = False  # a layer's last call did not expand this parameter
         self.blank = False  # its `.grad` is zeros in the place of None
@@ -135,15 +158,15 @@ class Recorder:
             notes = self.notes[pass_id] = []
         self.compiled = compiled
         alone = self.uses <= 1 and not notes and not torch.is_grad_enabled() and not compiled
-        notes.append((grad.data_ptr(), grad._version) if alone else grad.clone() if compiled else grad)
+        _append(notes, Arriving(grad) if alone else grad.clone() if compiled else grad)
 
     def came_alone(self, grad: Tensor) -> bool:
         """Whether it is the only gradient that was passed on: most are, and `check` has no more to say."""
         notes = self.notes.get(pass_id := torch_api.current_pass(), ())
         if (
             len(notes) != 1
-            or not isinstance(notes[0], tuple)
-            or notes[0] != (grad.data_ptr(), grad._version)
+            or not isinstance(notes[0], Arriving)
+            or not notes[0].is_(grad)
             or self.single.pass_id == pass_id
         ):
             return False
@@ -170,9 +193,8 @@ class Recorder:
             whole = False
         elif not self._gets_rows():
             return
-        # a second note means that an older graph took part: its value is gone
-        elif isinstance(notes[0], tuple):
-            whole = len(notes) > 1 or notes[0] == (grad.data_ptr(), grad._version)
+        elif isinstance(notes[0], Arriving):
+            whole = len(notes) == 1 and notes[0].is_(grad)
         elif torch_api.capturing():  # values cannot be looked at: the steps before it have been checked
             whole = True
         else:  # several uses: the engine has added them up in this order
@@ -207,7 +229,7 @@ class Recorder:
         param, pass_id = self.param(), torch_api.current_pass()
         if param is not None and not will_execute(torch.autograd.graph.get_gradient_edge(param).node, False):
             around = self.made_in if -1 < self.made_in < pass_id else torch_api.running_pass()
-            self.notes.setdefault(around, []).append(grad)
+            _append(self.notes.setdefault(around, []), grad)
 
     def of_past_layer(self) -> RuntimeError:
         """What is said of a gradient that no expansion has passed on."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .. import torch_api
 from ..core.context import in_ragged
 from ..core.expansion import Expansion, per_sample
 from ..core.factors import Dense
@@ -63,9 +64,13 @@ def for_rows(weight: Tensor | Expansion, ndim: int, n: int) -> Tensor:
 
 def owned(t: Tensor) -> Tensor:
     """`t` not as a view: what a Function returns as a view could not be changed in place, as by
-    ReLU(inplace=True).
+    ReLU(inplace=True). Of a class of the user's all results are views.
     """
-    return t.data if t._is_view() else t
+    if not t._is_view():
+        return t
+    with torch_api.without_torch_function():
+        by_functions = type(t) is not Tensor and type(t).__torch_dispatch__ is Tensor.__torch_dispatch__
+        return Tensor._make_subclass(type(t), t) if by_functions else t.data
 
 
 def bias_factor(gy: Tensor, b: Expansion) -> Dense:

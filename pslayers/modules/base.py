@@ -331,7 +331,7 @@ class PSLayer(_Layer):
     def _ps_seen(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call while the batch is tracked: note the input, and compute as the original does."""
         tracker: Tracker = local.tracker
-        if tracker.transformed():
+        if tracker.passes_by(self):
             return self._ps_plain(ps_forward, args, kwargs)
         x = self._ps_tracked(args, kwargs)
         with tracker.inside(self):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import pslayers as ps
 from pslayers import torch_api
@@ -584,3 +584,43 @@ def test_a_checkpoint_around_the_model_alone(reentrant: bool) -> None:
     with pytest.raises(ValueError, match=r"samples (interact|may interact)"):
         step(ps.convert_model(Mixes(mixes=True).double()), x)
     gc.collect()  # else torch up to 2.11 leaves what a checkpoint has hooked, whose forward raised
+
+
+def _all_products(*_: Any) -> Any:
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
+def _each_other_product() -> Any:
+    numbers = itertools.count()
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and next(numbers) % 2
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@pytest.mark.parametrize("contexts", [_all_products, _each_other_product])
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)),
+        lambda: Own(),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+    ],
+)
+def test_selective_checkpoints(block: Callable[[], nn.Module], contexts: Callable[[], Any]) -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.blocks = nn.Linear(3, 4), nn.ModuleList([block() for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for one in self.blocks:
+                x = checkpoint(one, x, use_reentrant=False, context_fn=contexts)
+            return x
+
+    model, ours = both(Blocks())
+    for n in (5, 3, 3):
+        right(ours, model, batch(n, 3, 3))

@@ -18,7 +18,7 @@ import pslayers as ps
 from pslayers.attribution import proof
 from tests.oracle import assert_rows, loop, square, squares, true_rows
 
-from .common import Counts, Uses, batch, both, right
+from .common import Counts, Uses, batch, both, by_backward, right
 
 LEADING: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tuple[int, ...]]] = {
     "scaled by its length": (lambda w, x: x @ w.T / w.shape[0] ** 0.5, (3, 3), (3,)),
@@ -720,6 +720,51 @@ def test_a_forward_that_constrains_its_own_weight(way: str, ragged: bool) -> Non
             right(ours, model, x)
         for p, q in zip(model.parameters(), ours.parameters(), strict=True):
             torch.testing.assert_close(p, q)
+
+
+def _frozen(net: nn.Linear) -> nn.Module:
+    return copy.deepcopy(net).requires_grad_(False)
+
+
+def _cloned(net: nn.Linear) -> nn.Module:
+    """A copy in the graph of the original, as meta-learning takes it."""
+    other = net.__new__(type(net))
+    other.__dict__ = {
+        **net.__dict__,
+        "_parameters": {n: p.clone() for n, p in net._parameters.items() if p is not None},
+    }
+    return other
+
+
+def _new(net: nn.Linear) -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.weight, layer.bias = net.weight, net.bias
+    return layer
+
+
+@pytest.mark.parametrize("make", [_frozen, _cloned, _new])
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("also", [False, True])
+def test_modules_that_a_forward_makes(
+    make: Callable[[nn.Linear], nn.Module], tracked: bool, also: bool
+) -> None:
+    class Makes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4), requires_grad=tracked)
+            self.last = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = make(self.net)(x * self.scale)
+            return self.last(torch.tanh(h) * self.net(x) if also else h)
+
+    model, ours = both(Makes())
+    for n in (5, 5, 3):
+        x = batch(n, 4)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        # another one's copies have gradients of their own
+        assert_rows(ours, by_backward(model, x))
 
 
 class Later(nn.Module):

@@ -1,6 +1,7 @@
 """Kinds of inputs: ids, lengths, masks, packed sequences, states and positions, none at all."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.utils.rnn import (
 )
 
 import pslayers as ps
-from tests.oracle import assert_rows, square, squares, true_rows
+from tests.oracle import assert_rows, loop, square, squares, true_rows
 
 from .common import batch, both, right, right_or_refused
 
@@ -646,3 +647,20 @@ def test_a_shared_input_that_looks_like_the_batch(deep: bool, n: int) -> None:
     assert_rows(ours, true_rows(lambda i: square(model(x[i : i + 1], y), 0), model, n))
     ours.zero_grad()
     squares(ours(x, y)).mean().backward()  # once is enough
+
+
+class Image(Tensor):
+    """As fastai has them: each op gives one again."""
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.GroupNorm(2, 4), lambda: nn.LayerNorm((4, 4))])
+def test_inputs_of_a_class_of_ones_own_and_activations_in_place(norm: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), norm(), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
+    model, ours = both(nn.Sequential(*model, nn.ReLU(inplace=True)))
+    for n in (5, 3):
+        x = batch(n, 2, 6, 6)
+        ours.zero_grad()
+        output = ours(x.as_subclass(Image))
+        assert type(output) is Image
+        squares(output).mean().backward()
+        assert_rows(ours, loop(model, square, (x,)))

@@ -21,7 +21,7 @@ import pslayers as ps
 from .. import zoo
 from ..combinations import every
 from ..layers.suite import floats
-from ..oracle import assert_rows_right, loop, squares, true_rows
+from ..oracle import assert_rows, assert_rows_right, loop, squares, true_rows
 
 Rows = dict[str, Tensor]
 
@@ -525,3 +525,47 @@ def test_a_process_ends_well_after_passes_in_threads() -> None:
     """Most were aborted, as torch let go of what it kept for the thread when Python was gone."""
     for _ in range(4):
         subprocess.run([sys.executable, "-c", IN_A_THREAD], check=True)
+
+
+def _retained(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    loss = net(x).square().sum()
+    loss.backward(retain_graph=True)
+    net.zero_grad()
+    return loss + net(y).square().sum()
+
+
+def _differentiated(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    return slope.square().sum() + net(y).square().sum()
+
+
+def _two_differentiated(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return _differentiated(net, x, y) + _differentiated(net, y, x)
+
+
+def _the_older_one(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    older, newer = net(x).square().sum(), net(y).square().sum()
+    newer.backward()
+    net.zero_grad()
+    return older + net(x * y).square().sum()
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.1])
+@pytest.mark.parametrize("loss", [_retained, _differentiated, _two_differentiated, _the_older_one])
+def test_what_comes_past_layers_beside_an_older_graph_is_an_error(
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor], penalty: float
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()
+    ours: Any = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for _ in range(2):
+        x, y = floats(4, 4), floats(4, 4)
+        ours.zero_grad()
+        total = loss(ours, x, y)
+        if penalty:
+            with pytest.raises(RuntimeError, match="did not come through its layer"):
+                (total + penalty * ours[0].weight.square().sum()).backward()
+        else:
+            total.backward()
+            rows = true_rows(lambda i, x=x, y=y: loss(model, x[i : i + 1], y[i : i + 1]), model, 4)
+            assert_rows(ours, rows)
