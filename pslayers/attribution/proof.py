@@ -155,10 +155,14 @@ def without_zeros(model: nn.Module, applies: bool = True) -> Iterator[None]:
 class _QuietTensorHooks(TorchFunctionMode):
     """Hooks that a forward puts on its tensors are silent in passes that only prove."""
 
-    met = False  # some
+    def __init__(self) -> None:
+        super().__init__()
+        self.met = False  # some
+        self.retained: list[Tensor] = []  # which keep what comes to them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.met = self.met or func in (Tensor.register_hook, Tensor.retain_grad)
+        self.retained += args[:1] if func is Tensor.retain_grad else ()
         if func is Tensor.register_hook:
             args = (args[0], _unless_quiet(args[1])) if len(args) > 1 else args
             kwargs = {name: _unless_quiet(hook) for name, hook in (kwargs or {}).items()}

@@ -5,7 +5,7 @@ real run's.
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -272,11 +272,11 @@ def unchanged(model: nn.Module, hooks: bool = True) -> Iterator[Snapshot]:
 
 
 @contextmanager
-def gradients_unchanged(model: nn.Module) -> Iterator[None]:
-    """After the block, `.grad` and `grad_sample` are what they were: a backward pass inside of a forward's
-    own may add to them.
+def gradients_unchanged(model: nn.Module, others: Sequence[Tensor] = ()) -> Iterator[None]:
+    """After the block, `.grad` and `grad_sample` are what they were, of the model's parameters and some other
+    tensors: a backward pass inside of a forward's own may add to them.
     """
-    params = [p for p in model.parameters() if is_parameter(p)]
+    params = [*(p for p in model.parameters() if is_parameter(p)), *others]
     before = [(p.grad, getattr(p, "grad_sample", None)) for p in params]
     for p in params:
         p.grad = None

@@ -39,10 +39,11 @@ class Scale:
     over.
     """
 
-    __slots__ = ("__weakref__", "inside", "streams", "sums", "total")
+    __slots__ = ("__weakref__", "inside", "spent", "streams", "sums", "total")
 
     def __init__(self, total: float = 1.0, inside: float = 1.0) -> None:
         self.total, self.inside = total, inside
+        self.spent: int | None = None  # the backward pass that has let go of its graph
         self.sums = True  # plain gradients go to the parameters
         self.streams = False  # rows go to whom a block hands them on
 
@@ -147,8 +148,10 @@ class Settings:
         self.graphs.append((weakref.ref(batch.scale), batch.size, batch.form))
 
     def sizes(self) -> set[int]:
-        """The batch sizes of the calls whose graphs are there."""
-        return {size for ref, size, _ in self.graphs if ref() is not None}
+        """The batch sizes of the calls whose graphs are there, for the pass that runs or a later one."""
+        now = None, torch_api.running_pass()
+        scales = ((ref(), size) for ref, size, _ in self.graphs)
+        return {size for scale, size in scales if scale is not None and scale.spent in now}
 
     def last_form(self) -> "Form":
         """The form of the last of these calls."""

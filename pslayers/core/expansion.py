@@ -187,6 +187,8 @@ class Expansion:
             return self.finish_differentiable(total, factor.rows() if need_rows else None)
         total = rows = None
         recorder, scale, at_once = self.recorder, self.scale, False
+        if scale.spent is None and recorder is not None and not torch_api.graph_is_retained():
+            scale.spent = torch_api.running_pass()
         if need_rows:
             sink = UNRECORDED if recorder is None else recorder.sink
             at_once = recorder is not None and self.at_once(recorder)

@@ -104,6 +104,7 @@ class ModelCall:
         self.told = 0  # by data, of which rows are whose: their digest
         self.ordered = False  # whether data may have said in which order samples go
         self.by_chance = False  # whether rows were right but in this order
+        self.retained: list[Tensor] = []  # what of its graph keeps gradients
         self.strayed: int | None = None  # how many nodes it made, if it went another way than proved ones
 
     # ---------------------------------------------------------------------------------------------- the steps
@@ -364,8 +365,10 @@ class ModelCall:
         some.
         """
         with quiet_hooks(self.model) as mode:
+            assert mode is not None
+            self.retained = mode.retained
             yield
-        self.state.hooks = self.state.hooks or (mode is not None and mode.met)
+        self.state.hooks = self.state.hooks or mode.met
 
     def _hooked(self) -> bool:
         """Whether somebody looks at the gradients that flow through a call."""
@@ -450,7 +453,7 @@ class ModelCall:
         try:
             # later on zeros are few, and other threads may go back through the model
             noise = without_zeros(model, not (strayed or batch.checkpointed))
-            with gradients_unchanged(model), unchanged(model), noise:
+            with gradients_unchanged(model, self.retained), unchanged(model), noise:
                 known = self._told_layouts(output) if again or strayed else []
                 # what was tracked and is not told is nobody's: there may be one output for each sample
                 told = [layout or MIXED for layout in known] if any(known) else None
@@ -640,7 +643,8 @@ class ModelCall:
             once = parameters_given(output)  # it may let go of what it holds in its backward
             # nothing is changed by what a checkpoint runs again
             around = trial(model) if once else unchanged(model)
-            with gradients_unchanged(model), around, without_zeros(model, not (once or batch.checkpointed)):
+            kept = gradients_unchanged(model, self.retained)
+            with kept, around, without_zeros(model, not (once or batch.checkpointed)):
                 agree = rows_agree(batch.outputs, own, functools.partial(self._anew, told) if once else None)
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(model), torch_api.reentrant_checkpoints("otherwise"):

@@ -524,6 +524,25 @@ def test_functions_that_run_layers_again_and_ask_for_gradients(
             torch.testing.assert_close(found[name], rows, msg=name)
 
 
+@pytest.mark.parametrize("retain", [False, True])
+def test_functions_that_run_layers_again_while_the_loss_of_the_step_before_is_there(retain: bool) -> None:
+    model, ours = both(_rerunning(nn.GroupNorm, False))
+    for number, n in enumerate((3, 3, 2, 4)):
+        x = batch(n, 3, 2, 2)
+        expected = by_backward(model, x)
+        # so far the last one is there, as in a loop that prints it at last
+        loss = squares(ours(x)).mean()
+        ours.zero_grad()
+        if retain and number == 2:  # who keeps its graph may go back through it again
+            loss.backward(retain_graph=True)
+            other = squares(ours(batch(4, 3, 2, 2))).mean()
+            with pytest.raises(RuntimeError, match=r"of batch sizes \[2, 4\] wait"):
+                other.backward()
+            return
+        loss.backward()
+        assert_rows(ours, expected)
+
+
 @pytest.mark.parametrize("norm", [nn.GroupNorm, Widened])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("size", [1, 4])

@@ -661,6 +661,27 @@ def test_what_is_before_the_call_is_not_gone_through() -> None:
         assert len(seen) == 1
 
 
+@pytest.mark.parametrize("tracked", [False, True])
+def test_activations_keep_the_gradients_of_the_users_own_passes(tracked: bool) -> None:
+    class Kept(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.places, self.out = nn.Linear(4, 4), nn.Parameter(torch.rand(6, 4)), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.h = torch.tanh(self.fc(x) + (self.places[: x.shape[1]] if tracked else 0))
+            if self.h.requires_grad:
+                self.h.retain_grad()
+            return self.out(self.h)
+
+    model, ours = both(Kept())
+    for _ in range(3):
+        x = floats(5, 3, 4)
+        squares(model(x)).mean().backward()
+        squares(ours(x)).mean().backward()
+        torch.testing.assert_close(ours.h.grad, model.h.grad)
+
+
 def test_hooks_are_called_but_in_the_users_own_passes() -> None:
     _, ours = both(Freely())
     seen: list[Any] = []
