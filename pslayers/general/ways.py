@@ -84,7 +84,7 @@ def run_by(
         ]
         return (*tensors_of(output), *written)
 
-    both = (*plan.layouts.outputs, *plan.layouts.written)
+    both, began = (*plan.layouts.outputs, *plan.layouts.written), torch_api.nodes_made()
     draws, after = _draws(module, forward, call, weights) if plan.draws else ([], None)
     if plan.way == "vmap":
         # which transforms do not go into
@@ -104,6 +104,8 @@ def run_by(
                     one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True)))
                 )
         outputs = tuple(map(_stacked, zip(*each, strict=True)))
+    if local.batch is not None:
+        local.batch.by_themselves += torch_api.nodes_made() - began
     if after is not None:
         set_random_state(after)
     if proving:

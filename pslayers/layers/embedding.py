@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as PF
+from .. import torch_api
 from ..attribution.tracking import BATCH_MAJOR, MIXED
+from ..core.context import local
 from ..core.expansion import Expansion
 from ..modules.base import PSLayer
 
@@ -65,7 +67,8 @@ class PSEmbedding(PSTable, nn.Embedding, replaces=nn.Embedding, fused=True):
     outer product).
 
     Raises:
-        ValueError: `scale_grad_by_freq` (counting over the batch would mix samples) or `sparse`.
+        ValueError: `scale_grad_by_freq` (counting over the batch would mix samples) or `sparse`; a part of a
+            model that is called by itself with the numbers of positions or classes.
 
     Example:
         >>> import torch, pslayers as ps
@@ -79,7 +82,21 @@ class PSEmbedding(PSTable, nn.Embedding, replaces=nn.Embedding, fused=True):
 
     def forward(self, input: Tensor) -> Tensor:
         """input (B, ...) -> (B, ..., D)."""
+        if (batch := local.batch) is not None and batch.root is self and batch.size > 1:
+            self._ps_check_numbers(input)
         return PF.embedding(input, self.table(input), self.padding_idx)
+
+    def _ps_check_numbers(self, ids: Tensor) -> None:
+        """Of a part of a model that is called by itself: an error where it is given positions or classes, as
+        they are counted, not one of each sample's, though as many there may be.
+        """
+        state, counted = self._ps_state(), ids.ndim == 1 and not torch_api.capturing()
+        if state.prefix and counted and torch.equal(ids, torch.arange(len(ids)).to(ids)):
+            raise ValueError(
+                f"`{state.path}` ({type(self).__name__}) was called past the model's forward with the"
+                f" numbers 0 to {len(ids) - 1}, each of which would be a sample's: positions or classes are all"
+                " samples'. Call it in the forward, or give each sample all of them (ids.expand(B, -1))."
+            )
 
 
 class PSEmbeddingBag(PSTable, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=True):

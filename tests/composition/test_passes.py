@@ -21,7 +21,7 @@ import pslayers as ps
 from .. import zoo
 from ..combinations import every
 from ..layers.suite import floats
-from ..oracle import assert_rows, assert_rows_right, loop, squares, true_rows
+from ..oracle import assert_rows, assert_rows_right, loop, square, squares, true_rows
 
 Rows = dict[str, Tensor]
 
@@ -569,3 +569,40 @@ def test_what_comes_past_layers_beside_an_older_graph_is_an_error(
             total.backward()
             rows = true_rows(lambda i, x=x, y=y: loss(model, x[i : i + 1], y[i : i + 1]), model, 4)
             assert_rows(ours, rows)
+
+
+class Parts(nn.Module):
+    """Called in a method of its own, or in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.place, self.first = nn.Embedding(9, 4), nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def encode(self, ids: Tensor, places: Tensor | None = None) -> Tensor:
+        h = self.token(ids)
+        return torch.tanh(self.first(h if places is None else h + self.place(places)).mean(1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.encode(ids, torch.arange(ids.shape[1]))
+
+
+@pytest.mark.parametrize("size", [4, 8, 2, 3, 1])
+def test_parts_called_one_by_one(size: int) -> None:
+    model = Parts().double()
+    ours: Any = ps.convert_model(copy.deepcopy(model))
+    ids, places = torch.randint(0, 9, (size, 4)), torch.arange(4)
+
+    def right(encode: Callable[[Any, Tensor], Tensor]) -> None:
+        ours.zero_grad()
+        squares(encode(ours, ids)).mean().backward()
+        assert_rows(ours, true_rows(lambda i: square(encode(model, ids[i : i + 1]), i), model, size))
+
+    right(lambda net, ids: net.encode(ids))
+    right(lambda net, ids: net.encode(ids, places.expand(len(ids), -1)))
+    with pytest.raises(ValueError, match=r"`place` .* with the numbers 0 to 3, each of which would be"):
+        ours.encode(ids, places)
+    with pytest.raises(ValueError, match=r"`place` .* with the numbers 0 to 4, each"):
+        ours(ids) @ ours.place(torch.arange(5)).T
+    with ps.batch_size(max(size, 2)), pytest.raises(ValueError, match="`place`"):
+        ours.encode(ids, places)
+    right(lambda net, ids: net(ids))

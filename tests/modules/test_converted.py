@@ -846,6 +846,34 @@ def test_lengths_that_are_given_or_that_data_tell_are_no_new_way(
     assert len(firsts) == 1 and len(strayed) <= 4 + MANY_GRAPHS and not any(strayed)
 
 
+@pytest.mark.parametrize("way", ["loop", "vmap"])
+def test_samples_that_are_run_by_themselves_are_as_many_as_there_are(
+    way: str, firsts: list[ModelCall]
+) -> None:
+    class Alone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.out = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            w = torch.matrix_exp(self.w)
+            if way == "loop":
+                return self.out(torch.stack([torch.tanh(one @ w) * float(one.detach().norm()) for one in x]))
+            h = torch.func.vmap(lambda one: torch.tanh(one @ w).cumprod(0))(x)
+            return self.out(h)
+
+    model, ours = both(Alone())
+    learned = []
+    for n in (5, 5, 3, 7, 4, 9):
+        x = floats(n, 3, 4)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        rows = true_rows(lambda i, x=x: square(model(x[i : i + 1]), i), model, n)
+        assert_rows(ours, rows)
+        learned.append(len(firsts))
+    assert learned[1:] == learned[1:2] * 5
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 def test_losses_in_whatever_shape(shape: tuple[int, ...]) -> None:
     class Loss(nn.Module):
