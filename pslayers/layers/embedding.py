@@ -91,11 +91,15 @@ class PSEmbedding(PSTable, nn.Embedding, replaces=nn.Embedding, fused=True):
         they are counted, not one of each sample's, though as many there may be.
         """
         state, counted = self._ps_state(), ids.ndim == 1 and not torch_api.capturing()
-        if state.prefix and counted and torch.equal(ids, torch.arange(len(ids)).to(ids)):
+        if (
+            state.prefix
+            and counted
+            and torch.equal(ids, torch.arange(len(ids), device=ids.device).to(ids.dtype))
+        ):
             raise ValueError(
                 f"`{state.path}` ({type(self).__name__}) was called past the model's forward with the"
-                f" numbers 0 to {len(ids) - 1}, each of which would be a sample's: positions or classes are all"
-                " samples'. Call it in the forward, or give each sample all of them (ids.expand(B, -1))."
+                f" numbers 0 to {len(ids) - 1}, each of which would be a sample's: positions or classes are"
+                " all samples'. Call it in the forward, or give each sample all of them (ids.expand(B, -1))."
             )
 
 
