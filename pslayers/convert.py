@@ -368,13 +368,16 @@ def _refusal(module: nn.Module) -> str | None:
     if torch_api.is_compiled(module):
         return (
             "is what torch.compile returned: convert the model first, then compile it,"
-            " torch.compile(ps.convert_model(model))"
+            " torch.compile(ps.convert_model(model)), or a part of it where it is, block.compile()"
         )
     if any(
         isinstance(t, (UninitializedParameter, UninitializedBuffer))
         for t in (*module.parameters(False), *module.buffers(False))
     ):
-        return "is lazy and has not seen an input yet: run one batch through the model first"
+        return (
+            "is lazy and has not seen an input yet: run one batch through the model first, under"
+            " torch.no_grad() where it was put into a converted one"
+        )
     if (
         "forward" in module.__dict__
         and _own_method(module) is None
