@@ -345,6 +345,8 @@ def one_by_one(fn: Callable[..., Any], tensors: Sequence[Tensor | None]) -> tupl
 # ---------------------------------------------------------------------------------------------------- tensors
 # a context in which no mode and no subclass sees a function
 without_torch_function = _find("_C.DisableTorchFunction")
+# of a class of tensors to which torch is not to turn
+no_torch_function = _find("_C._disabled_torch_function_impl")
 with_torch_function = _find("_C._EnableTorchFunction")  # and one inside of that in which they do again
 without_subclasses = _find("_C.DisableTorchFunctionSubclass")  # a context in which no subclass does
 without_autocast = _find("_C._DisableAutocast")

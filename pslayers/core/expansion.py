@@ -292,6 +292,23 @@ def of_one(weight: Tensor) -> Tensor:
     return weight[0] if len(weight) else weight.new_zeros(weight.shape[1:]) + weight.sum(0)
 
 
+class _AsLeaf(Tensor):
+    """What torch takes for a leaf, as parameters are, though it is in a graph: modules that a forward makes
+    may hold it, and it may be copied.
+    """
+
+    __torch_function__ = torch_api.no_torch_function
+    grad_fn = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+
+
+def as_leaf(t: Tensor) -> Tensor:
+    """A weight of one sample's that modules may hold as a parameter."""
+    return t.as_subclass(_AsLeaf)
+
+
 def take_data(param: Tensor, alias: Tensor) -> None:
     """What a forward may have set as the `.data` of an alias of the parameter becomes the parameter's."""
     if alias.data_ptr() != param.data_ptr():

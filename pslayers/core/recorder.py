@@ -193,6 +193,9 @@ class Recorder:
             whole = False
         elif not self._gets_rows():
             return
+        # they are of several passes at once
+        elif torch_api.is_several(grad):
+            whole = True
         elif isinstance(notes[0], Arriving):
             whole = len(notes) == 1 and notes[0].is_(grad)
         elif torch_api.capturing():  # values cannot be looked at: the steps before it have been checked

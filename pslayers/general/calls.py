@@ -22,7 +22,7 @@ from ..attribution.tracking import (
 )
 from ..core.context import Scale, by_original_layers, by_samples, in_place_of, local, places_of
 from ..core.converted_module import ConvertedModule
-from ..core.expansion import of_one, take_data
+from ..core.expansion import as_leaf, of_one, take_data
 from ..core.recorder import recorder_of
 from ..core.trees import cloned, in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
 from ..parameters.kept import Kept, kept
@@ -134,7 +134,7 @@ def run_single(
     batch, whole = local.batch, module._ps_state().includes_children
     assert batch is not None
     weights = _weights(module, given, own=not whole)
-    alone = {n: of_one(w) for n, w in weights.items()}
+    alone = {n: as_leaf(of_one(w)) for n, w in weights.items()}
     with by_original_layers(whole), in_place_of(places_of(module, alone, tied=True)):
         output = forward(module, *args, **kwargs)
     if batch.size:

@@ -16,7 +16,7 @@ from ..attribution.snapshot import Randomness, random_state, set_random_state, t
 from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, apart
 from ..core.context import Batch, by_original_layers, in_place_of, local, places_of, transforming
 from ..core.converted_module import ConvertedModule
-from ..core.expansion import of_one
+from ..core.expansion import as_leaf, of_one
 from ..core.trees import assign, cloned, map_tensors, tensors_in, tensors_of, written_to
 from ..parameters.kept import kept
 from ..parameters.op_dispatch import Redirect
@@ -93,7 +93,7 @@ def run_by(
             outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
     else:
         own = [
-            dict(zip(weights, each, strict=True))
+            dict(zip(weights, map(as_leaf, each), strict=True))
             for each in zip(*(w.unbind() for w in weights.values()), strict=True)
         ]
         each, others = [], Randomness()

@@ -42,6 +42,10 @@ Mode = tuple[bool, str]  # training, and how switches are set
 LayoutKey = tuple[bool, Form, int, tuple[str, int], int]
 
 
+# what torch says of that which is in a graph: of lists and copies of parameters
+_OF_LEAVES_ALONE = "Cannot assign non-leaf Tensor to parameter", "support the deepcopy protocol"
+
+
 class State:
     """What conversion leaves on a module: the model's settings, the module's path in it, its parameters' own
     dims.
@@ -400,16 +404,24 @@ class Converted(_Mixin):
         self, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, recorded: bool
     ) -> Any:
         """The output of a call for one sample, or for none, by the original layers; with nothing left of it
-        where it is found out that functions of somebody's are given the parameters: these want the model's.
+        where it is found out that functions of somebody's are given the parameters, or modules that the
+        forward makes: these want the model's.
         """
         state = self._ps_state()
         if self._ps_layer or not (recorded and size) or local.form in state.functions:
             return run_alone(self, inventory, args, kwargs, size, recorded)
         before, random = Snapshot(self, (args, kwargs)), random_state()
-        output = run_alone(self, inventory, args, kwargs, size, recorded)
-        if not (before.differs() or before.inputs_differ() or self._ps_given()):
-            check_classes(self, output, (args, kwargs), lambda: set_random_state(random))
-        state.functions[local.form] = given = parameters_given(output)
+        try:
+            output = run_alone(self, inventory, args, kwargs, size, recorded)
+        except (ValueError, RuntimeError) as error:
+            if not any(what in str(error) for what in _OF_LEAVES_ALONE):
+                raise
+            output, given = None, True
+        else:
+            if not (before.differs() or before.inputs_differ() or self._ps_given()):
+                check_classes(self, output, (args, kwargs), lambda: set_random_state(random))
+            given = parameters_given(output)
+        state.functions[local.form] = given
         if given:
             before.restore()
             set_random_state(random)

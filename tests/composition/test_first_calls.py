@@ -759,7 +759,7 @@ def test_modules_that_a_forward_makes(
             return self.last(torch.tanh(h) * self.net(x) if also else h)
 
     model, ours = both(Makes())
-    for n in (5, 5, 3):
+    for n in (5, 1, 5, 3):
         x = batch(n, 4)
         ours.zero_grad()
         squares(ours(x)).mean().backward()
@@ -801,7 +801,12 @@ def _exponential(x: Tensor, w: Tensor) -> Tensor:
     return torch.stack([w.matrix_exp() @ row for row in x])
 
 
-@pytest.mark.parametrize("use", [_linear, _solved, _exponential])
+def _by_value(x: Tensor, w: Tensor) -> Tensor:  # sample by sample
+    return torch.stack([w @ row if float(row.detach().sum()) > 0 else torch.tanh(w @ row) for row in x])
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample")
+@pytest.mark.parametrize("use", [_linear, _solved, _exponential, _by_value])
 @pytest.mark.parametrize(
     "part",
     [
@@ -828,7 +833,7 @@ def test_parts_of_lists_of_parameters_that_torch_makes_anew(
             return self.last(x)
 
     model, ours = both(Listed())
-    for n in (5, 5, 3):
+    for n in (5, 1, 5, 3, 1):
         right(ours, model, batch(n, 4))
 
 
