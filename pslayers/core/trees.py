@@ -10,6 +10,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 
 V = TypeVar("V")
@@ -22,6 +23,8 @@ def opens(value: Any) -> bool:
     """Whether a value is an object of some class of the user's (a dataclass, a cache) that may hold tensors
     as attributes.
     """
+    if isinstance(value, Distribution):
+        return True
     return (
         (hasattr(value, "__dict__") or is_dataclass(value))
         and not isinstance(value, _CLOSED)

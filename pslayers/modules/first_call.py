@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 
 from .. import torch_api
 from ..attribution.gathered import GatheredRows, gathering, without_gathered_rows
@@ -423,9 +422,10 @@ class ModelCall:
             told = local.gathered_rows.assumed.close()
             self.told = self.told if told is None else hash(tuple(told))
         if batch.keeps:
-            value = made_of(output)
-            tensors = [t for t in tensors_of(value) if not isinstance(t, Kept) and t.requires_grad]
-            owned = {id(t): (dim, ids) for t, dim, ids in batched_outputs(value, batch, self._layouts(value))}
+            tensors = [t for t in tensors_of(output) if not isinstance(t, Kept) and t.requires_grad]
+            owned = {
+                id(t): (dim, ids) for t, dim, ids in batched_outputs(output, batch, self._layouts(output))
+            }
             batch.returned = [(weakref.ref(t), *owned.get(id(t), (None, None))) for t in tensors]
         return output
 
@@ -732,12 +732,3 @@ class ModelCall:
             raise
         finally:
             local.batch = None
-
-
-def made_of(output: Any) -> Any:
-    """An output in which distributions are what they were made of."""
-    if isinstance(output, Distribution):
-        return {name: value for name, value in vars(output).items() if isinstance(value, Tensor)}
-    if isinstance(output, (tuple, list)):
-        return [made_of(value) for value in output]
-    return {k: made_of(v) for k, v in output.items()} if isinstance(output, dict) else output

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal, kl_divergence
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -47,6 +47,35 @@ def _chosen(model: nn.Module, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return -((((y - mean) / log_std.exp()).square() / 2 + log_std).sum(1) * w).mean()
     policy = out if isinstance(out, Normal) else Normal(out["mean"], out["std"])
     return (policy.log_prob(y).sum(-1) * w).mean()
+
+
+class Prior(nn.Module):
+    """A code, and what is learned of how codes are distributed."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.net, self.kind = nn.Linear(6, 3), kind
+        self.mean, self.log_std = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(2, 3) * 0.1)
+        self.logits = nn.Parameter(torch.randn(2)) if kind == "mixture" else None
+
+    def forward(self, x: Tensor) -> Any:
+        code = self.net(x)
+        if self.kind == "normal":
+            return code, Normal(self.mean[0], self.log_std[0].exp())
+        each = Independent(Normal(self.mean, self.log_std.exp()), 1)
+        if self.kind == "mixture":
+            return {"code": code, "prior": MixtureSameFamily(Categorical(logits=self.logits), each)}
+        self.prior = Independent(Normal(self.mean[0], self.log_std[0].exp()), 1)
+        return code, [self.prior]
+
+
+def _under_the_prior(model: Any, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    out = model(x)
+    code, prior = out.values() if isinstance(out, dict) else out
+    likelihoods = (prior[0] if isinstance(prior, list) else prior).log_prob(code)
+    return (
+        (code - y).square().sum(1) * w - (likelihoods.sum(1) if likelihoods.ndim > 1 else likelihoods)
+    ).mean()
 
 
 class TwoViews(nn.Module):
@@ -166,6 +195,7 @@ def _orthogonal(model: Any, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     **{f"policy-{r}": (lambda r=r: Policy(r), _chosen) for r in ("parameter", "distribution", "row")},  # type: ignore[misc]
+    **{f"prior-{k}": (lambda k=k: Prior(k), _under_the_prior) for k in ("normal", "mixture", "held")},  # type: ignore[misc]
     "temperature": (TwoViews, _agree),
     "dictionary": (Dictionary, _orthogonal),
     "returned": (lambda: TwoBayesian("returned"), _returned),
