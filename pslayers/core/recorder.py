@@ -21,26 +21,23 @@ from .sinks import DenseRows, SingleSample, Sink
 Counts = tuple[int, int, bool, bool]  # of uses: how many, made by checkpoints, met a pass, joined
 
 
-class Arriving:
-    """A gradient on its way to a parameter, by identity: who held it would have autograd copy it."""
+# a gradient on its way to a parameter, by identity, as who held it would have autograd copy it: where it
+# lies, its version, and itself
+Arriving = tuple[int, int, weakref.ref[Tensor]]
 
-    def __init__(self, grad: Tensor) -> None:
-        self.grad, self.place, self.version = weakref.ref(grad), grad.data_ptr(), grad._version
 
-    def is_(self, other: Tensor) -> bool:
-        """Whether it has arrived, unchanged."""
-        return (self.place, self.version) == (other.data_ptr(), other._version)
-
-    def held(self) -> "Tensor | Arriving":
-        """Its values, if autograd has added nothing to them so far, nor them to something else."""
-        grad = self.grad()
-        return grad if grad is not None and self.is_(grad) else self
+def _has_arrived(note: Arriving, grad: Tensor) -> bool:
+    """Whether it is this one, unchanged."""
+    return note[0] == grad.data_ptr() and note[1] == grad._version
 
 
 def _append(notes: list[Arriving | Tensor], note: Arriving | Tensor) -> None:
-    """One more; the first is no longer alone, where an older graph takes part."""
-    if notes and isinstance(notes[0], Arriving):
-        notes[0] = notes[0].held()
+    """One more; the first is no longer alone, where an older graph takes part: its values are held, if
+    autograd has added nothing to them so far, nor them to something else.
+    """
+    if notes and isinstance(first := notes[0], tuple):
+        grad = first[2]()
+        notes[0] = grad if grad is not None and _has_arrived(first, grad) else first
     notes.append(note)
 
 
@@ -158,15 +155,18 @@ class Recorder:
             notes = self.notes[pass_id] = []
         self.compiled = compiled
         alone = self.uses <= 1 and not notes and not torch.is_grad_enabled() and not compiled
-        _append(notes, Arriving(grad) if alone else grad.clone() if compiled else grad)
+        if alone:
+            notes.append((grad.data_ptr(), grad._version, weakref.ref(grad)))
+        else:
+            _append(notes, grad.clone() if compiled else grad)
 
     def came_alone(self, grad: Tensor) -> bool:
         """Whether it is the only gradient that was passed on: most are, and `check` has no more to say."""
         notes = self.notes.get(pass_id := torch_api.current_pass(), ())
         if (
             len(notes) != 1
-            or not isinstance(notes[0], Arriving)
-            or not notes[0].is_(grad)
+            or not isinstance(notes[0], tuple)
+            or not _has_arrived(notes[0], grad)
             or self.single.pass_id == pass_id
         ):
             return False
@@ -196,8 +196,8 @@ class Recorder:
         # they are of several passes at once
         elif torch_api.is_several(grad):
             whole = True
-        elif isinstance(notes[0], Arriving):
-            whole = len(notes) == 1 and notes[0].is_(grad)
+        elif isinstance(notes[0], tuple):
+            whole = len(notes) == 1 and _has_arrived(notes[0], grad)
         elif torch_api.capturing():  # values cannot be looked at: the steps before it have been checked
             whole = True
         else:  # several uses: the engine has added them up in this order

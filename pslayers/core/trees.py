@@ -247,7 +247,7 @@ def stand_in(tensor: Tensor) -> Tensor:
 
 def is_parameter(t: Any) -> TypeGuard[nn.Parameter]:
     """Whether it is one, and does not only stand for one."""
-    return isinstance(t, nn.Parameter) and not getattr(t, "_ps_stands_in", False)
+    return type(t) is nn.Parameter or (isinstance(t, nn.Parameter) and not hasattr(t, "_ps_stands_in"))
 
 
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
