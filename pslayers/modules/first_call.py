@@ -490,11 +490,11 @@ class ModelCall:
             return None
         if (found := first_samples((self.args, self.kwargs), size, FEW, self.settings)) is None:
             return None
-        few = ModelCall(
-            self.model, self.run, *found, FEW, self.model._ps_kind(self.model._ps_sizes(*found), FEW)
-        )
+        if self.model._ps_kind(self.model._ps_sizes(*found), FEW) != self.kind:
+            return None
+        few = ModelCall(self.model, self.run, *found, FEW, self.kind)
         few.forget = self.forget
-        return few if few.kind == self.kind else None
+        return few
 
     def _in_reverse(self) -> "ModelCall | None":
         """This call for its samples in reverse order, every other one with other values, if the model takes
