@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_api
-from .attribution.proof import foreign_functions
+from .attribution.graph import foreign_functions
 from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
 from .convert import convert_model, one_of, restore_model, settings_of, wholly_converted

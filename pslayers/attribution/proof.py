@@ -8,7 +8,6 @@ each sample's outputs depend on that sample's rows alone, in what every layer re
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
 from ..core.context import Batch, note_progress, picked_by, transforming
-from ..core.expansion import Op, leads_to_rows
+from ..core.expansion import Op
 from ..core.factors import at_once
 from ..core.trees import tensors_in, tensors_of
 from ..core.tuning import tuning
+from .graph import edges_of
 from .snapshot import has_memory
 from .tracking import (
     BATCH_MAJOR,
@@ -35,8 +35,6 @@ from .tracking import (
     noise,
     samples_of_rows,
 )
-
-_PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
 
 Outputs = Sequence[tuple[Tensor, int, Tensor]]  # tensors, the dim of their rows, and whose these are
 Back = Callable[[Sequence[Tensor]], None]  # a pass with these gradients of the outputs
@@ -220,7 +218,7 @@ class GradientProbe:
             Unprovable: those of an op may be otherwise.
         """
         probe, numbers = cls(size), dict[Any, list[tuple[int, int]]]()
-        for node, number in _edges(output):
+        for node, number in edges_of(output):
             op: Any = getattr(type(node), "_forward_cls", type(None))
             if issubclass(op, Op) and op.rows_dim is not None and torch_api.made_since(node, began):
                 if not op.in_order(node):
@@ -279,7 +277,7 @@ class GradientProbe:
         whole batch (a loss).
         """
         missed = {(edge.node, edge.output_nr) for i, edge in enumerate(self.edges) if i not in self.met}
-        return bool(missed & _edges(output)) if missed else False
+        return bool(missed & edges_of(output)) if missed else False
 
     def close(self) -> None:
         """Look no more: hooks that hold what they look at would keep the graph."""
@@ -475,57 +473,3 @@ def _of_sums(t: Tensor, dim: int, factors: Tensor) -> Tensor:
     rows = grad.movedim(dim, 0)
     rows.mul_(factors.view(-1, *[1] * (t.ndim - 1)))[factors == 0] = 0
     return grad
-
-
-def _edges(output: Any) -> set[tuple[Any, int]]:
-    """All edges of the graph of an output: its nodes, and which of their outputs."""
-    with torch_api.without_torch_function():
-        todo = [(t.grad_fn, t.output_nr) for t in tensors_of(output) if t.grad_fn is not None]
-    seen, nodes = set(todo), set()
-    while todo:
-        node, _ = todo.pop()
-        if node not in nodes:
-            nodes.add(node)
-            new = [(before, number) for before, number in node.next_functions if before is not None]
-            seen.update(new)
-            todo += new
-    return seen
-
-
-def foreign_functions(output: Any) -> list[Any]:
-    """The nodes of functions that somebody has written (`torch.autograd.Function`) in the graph of an output:
-    reentrant checkpoints and reversible layers run backward passes of their own in theirs.
-    """
-    nodes = {node for node, _ in _edges(output)}
-    classes = ((node, getattr(type(node), "_forward_cls", None)) for node in nodes)
-    return [node for node, cls in classes if cls is not None and not cls.__module__.startswith(_PACKAGE)]
-
-
-def parameters_given(output: Any) -> bool:
-    """Whether such functions are given parameters themselves, or what stands for those of one sample: they
-    may run layers again in their backward, and ask for the parameters' gradients.
-    """
-    given = (before for node in foreign_functions(output) for before, _ in node.next_functions)
-    return any(hasattr(node, "variable") or getattr(node, "recorders", None) for node in given)
-
-
-def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
-    """Whether one of these parameters is reached, in the graph of an output, by anything but the library's
-    own ops with rows of it, which come after it.
-    """
-    watched = {id(p) for p in params if p.requires_grad}
-    todo = [t.grad_fn for t in tensors_of(output) if t.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
-        ours = getattr(type(node), "_forward_cls", type(None)).__module__.startswith(_PACKAGE)
-        functions = [following for following, _ in node.next_functions]
-        for following, after in zip_longest(functions, functions[1:]):
-            if following is None:
-                continue
-            if id(getattr(following, "variable", None)) in watched and not (ours and leads_to_rows(after)):
-                return True
-            if following not in seen:
-                seen.add(following)
-                todo.append(following)
-    return False

@@ -30,6 +30,7 @@ from ..core.context import (
 )
 from ..core.converted_module import ConvertedModule
 from ..core.trees import cloned, is_parameter, map_tensors, own_parameters, tensors_in, tensors_of, written_to
+from .graph import given_to_functions
 from .snapshot import trial
 
 # how a layer's input holds the samples: in dim d ("dim", d); as rows of dim 0, k a sample, each sample's
@@ -367,16 +368,18 @@ class _Tracking:
                     self.layouts[key] = layout
 
     def turn_unmoved(self) -> None:
-        """What a quantizer returns may be the same for samples that are changed a little: where samples
-        change places, it does, too.
+        """What a quantizer returns may be the same for samples that are changed a little, or change with but
+        those that were not changed alone: where samples change places, it does, too.
         """
         size, layouts = self.batch.size, self.layouts
-        unmoved = {key: candidates(x, size) for key, x in self.plain.items() if layouts.get(key) == TABLE}
+        unmoved = {
+            key: candidates(x, size) for key, x in self.plain.items() if layouts.get(key, TABLE) == TABLE
+        }
         for layout in sorted({lay for fits in unmoved.values() for lay in fits}, key=_PREFERENCE.index):
             moved = {
                 key: _in_turn(self.plain[key], layout, size)
                 for key, fits in unmoved.items()
-                if layout in fits and layouts[key] == TABLE
+                if layout in fits and layouts.get(key, TABLE) == TABLE
             }
             turned = _turned(self.args, self.kwargs, self.inputs, self.batch)
             differs = self._rerun(turned, moved) or {}
@@ -510,24 +513,27 @@ class _Given(Tracker):
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which parameters are used in a differentiable way by a module whose own they are not."""
+    """Notes which parameters are used by a module whose own they are not: in a differentiable way, and in
+    others, as the forward of a function that somebody has written does.
+    """
 
     def __init__(self, tracker: Tracker, modules: dict[int, nn.Module]) -> None:
         super().__init__()
-        self.tracker, self.modules, self.found = tracker, modules, dict[int, set[int]]()
+        self.tracker, self.modules = tracker, modules
+        self.found, self.otherwise = dict[int, set[int]](), dict[int, set[int]]()
         # those of a layer that a forward makes are its own
         self.params = {id(p) for m in modules.values() for p in m._parameters.values() if p is not None}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = [t for t in tensors_in((args, kwargs)) if is_parameter(t) and t.requires_grad]
-        if given and any(isinstance(t, Tensor) and t.requires_grad for t in tensors_in(result)):
-            inner = self.tracker.inner[-1] if self.tracker.inner else None
-            if inner is not None:
-                own = {id(p) for _, p in own_parameters(self.modules[inner])}
-                past = ({id(p) for p in given} & self.params) - own
-                if past:
-                    self.found.setdefault(inner, set()).update(past)
+        inner = self.tracker.inner[-1] if given and self.tracker.inner else None
+        if inner is not None:
+            own = {id(p) for _, p in own_parameters(self.modules[inner])}
+            past = ({id(p) for p in given} & self.params) - own
+            recorded = any(isinstance(t, Tensor) and t.requires_grad for t in tensors_in(result))
+            if past:
+                (self.found if recorded else self.otherwise).setdefault(inner, set()).update(past)
         return result
 
 
@@ -541,9 +547,13 @@ def parameters_used(
     tracker.learned = True
     uses = _Uses(tracker, {id(m): m for m in model.modules()})
     with torch.enable_grad(), uses:
-        run_tracked(run, model, args, kwargs, tracker)
+        output = run_tracked(run, model, args, kwargs, tracker)[1]
     for caller, given in tracker.given.items():
         uses.found.setdefault(caller, set()).update(given)
+    differentiated = given_to_functions(output) if uses.otherwise else set()
+    for user, past in uses.otherwise.items():
+        if past & differentiated:
+            uses.found.setdefault(user, set()).update(past & differentiated)
     return uses.found, tracker
 
 

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import compiled, torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
-from ..attribution.proof import parameters_given
+from ..attribution.graph import parameters_given
 from ..attribution.ragged import Seen, of_jagged
 from ..attribution.snapshot import Snapshot, random_state, set_random_state
 from ..attribution.tracking import Layout, batch_dim, run_tracked
@@ -378,11 +378,14 @@ class Converted(_Mixin):
         apart = sharding.apart(self)
         small = size == 1 or (size == 0 and not self._ps_layer)
         functions = self._ps_state().functions
-        if small and not (apart or transforming() or recomputed or functions.get(local.form)):
-            output = self._ps_alone(inventory or self._ps_inventory(), args, kwargs, size, recorded)
+        alone = small and not (apart or transforming() or recomputed)
+        if alone:
             if not functions.get(local.form):
-                return output
-        kind = self._ps_kind(sizes, size) if trackable and size > 1 else None
+                output = self._ps_alone(inventory or self._ps_inventory(), args, kwargs, size, recorded)
+                if not functions.get(local.form):
+                    return output
+            local.form = (*local.form, size)  # what is found out of one sample says nothing of several
+        kind = self._ps_kind(sizes, size) if trackable and size and (alone or size > 1) else None
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:
             raise self._ps_apart()

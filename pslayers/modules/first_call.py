@@ -20,14 +20,13 @@ from torch import Tensor
 
 from .. import torch_api
 from ..attribution.gathered import GatheredRows, gathering, without_gathered_rows
+from ..attribution.graph import parameters_given, past_expansions
 from ..attribution.proof import (
     GradientProbe,
     Outputs,
     Unprovable,
     batched_outputs,
     disagreement,
-    parameters_given,
-    past_expansions,
     quiet_hooks,
     rows_agree,
     without_zeros,

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import general
-from ..attribution.proof import past_expansions, quiet_hooks
+from ..attribution.graph import past_expansions
+from ..attribution.proof import quiet_hooks
 from ..attribution.ragged import RaggedCall
 from ..attribution.snapshot import Randomness, Snapshot, random_state, set_random_state, trial
 from ..core import sharding

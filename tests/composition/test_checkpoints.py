@@ -524,6 +524,62 @@ def test_functions_that_run_layers_again_and_ask_for_gradients(
             torch.testing.assert_close(found[name], rows, msg=name)
 
 
+class RerunningOwn(nn.Module):
+    """Its own parameter is read again in the backward, where nothing stands for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(3, 4), nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def inside(self, h: Tensor) -> Tensor:
+        return self.second(h) * self.scale  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        params = self.second.weight, self.second.bias, self.scale
+        return Rerun.apply(self.inside, self.first(x), *params)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_functions_that_read_a_parameter_of_the_models_own_again(size: int) -> None:
+    _, ours = both(RerunningOwn())
+    with pytest.raises((ValueError, RuntimeError), match=r"RerunningOwn|scale"):
+        squares(ours(batch(size, 3))).mean().backward()
+
+
+class Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor) -> Tensor:
+        nearest = torch.cdist(x, table).argmin(1)
+        ctx.save_for_backward(nearest, table)
+        return table[nearest]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        nearest, table = ctx.saved_tensors
+        return grad, torch.zeros_like(table).index_add(0, nearest, grad)
+
+
+class Quantized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.table, self.decoder = nn.Linear(3, 4), nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = Lookup.apply(self.encoder(x), self.table.weight)  # type: ignore[no-untyped-call]
+        return self.decoder(found)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*sample by sample")
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 7, 1), (7, 1, 7)])
+def test_functions_that_are_given_a_layers_weight(sizes: tuple[int, ...]) -> None:
+    model, ours = both(Quantized())
+    for n in sizes:
+        x = batch(n, 3)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_rows(ours, by_backward(model, x))
+
+
 @pytest.mark.parametrize("retain", [False, True])
 def test_functions_that_run_layers_again_while_the_loss_of_the_step_before_is_there(retain: bool) -> None:
     model, ours = both(_rerunning(nn.GroupNorm, False))

@@ -80,6 +80,33 @@ def test_samples_of_what_does_not_change(way: str, name: str, size: int, far: bo
         assert_rows(ours, true_rows(lambda i: square(model(x[i : i + 1]), i), model, size))
 
 
+class Coded(nn.Module):
+    """Each sample's nearest code, of the model's own; the gradient goes straight through to the encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.codes, self.decoder = nn.Linear(4, 4), nn.Embedding(5, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.encoder(x)
+        found = self.codes.weight[torch.cdist(z, self.codes.weight).argmin(1)]
+        return self.decoder(z + (found - z).detach()), found
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_codes_that_change_with_but_the_sample_in_the_middle(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = Coded().double(), torch.randn(3, 4, dtype=torch.float64)
+    ours = ps.convert_model(copy.deepcopy(model))
+    sum(squares(y).mean() for y in ours(x)).backward()
+
+    def loss(i: int) -> Tensor:
+        decoded, away = model(x[i : i + 1])
+        return square(decoded, i) + square(away, i)
+
+    assert_rows(ours, true_rows(loss, model, 3))
+
+
 class Drawn(nn.Module):
     """Actions are drawn; what their log-probability is does not depend on the mean, and its gradient does."""
 

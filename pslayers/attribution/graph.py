@@ -1,0 +1,78 @@
+"""What the autograd graph of an output tells: of functions that somebody has written, and of parameters that
+are reached past their layers.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import Tensor
+
+from .. import torch_api
+from ..core.expansion import leads_to_rows
+from ..core.trees import tensors_of
+
+_PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
+
+
+def edges_of(output: Any) -> set[tuple[Any, int]]:
+    """All edges of the graph of an output: its nodes, and which of their outputs."""
+    with torch_api.without_torch_function():
+        todo = [(t.grad_fn, t.output_nr) for t in tensors_of(output) if t.grad_fn is not None]
+    seen, nodes = set(todo), set()
+    while todo:
+        node, _ = todo.pop()
+        if node not in nodes:
+            nodes.add(node)
+            new = [(before, number) for before, number in node.next_functions if before is not None]
+            seen.update(new)
+            todo += new
+    return seen
+
+
+def foreign_functions(output: Any) -> list[Any]:
+    """The nodes of functions that somebody has written (`torch.autograd.Function`) in the graph of an output:
+    reentrant checkpoints and reversible layers run backward passes of their own in theirs.
+    """
+    nodes = {node for node, _ in edges_of(output)}
+    classes = ((node, getattr(type(node), "_forward_cls", None)) for node in nodes)
+    return [node for node, cls in classes if cls is not None and not cls.__module__.startswith(_PACKAGE)]
+
+
+def _given(output: Any) -> Iterator[Any]:
+    """The nodes of what such functions are given."""
+    return (before for node in foreign_functions(output) for before, _ in node.next_functions)
+
+
+def parameters_given(output: Any) -> bool:
+    """Whether such functions are given parameters themselves, or what stands for those of one sample: they
+    may run layers again in their backward, and ask for the parameters' gradients.
+    """
+    return any(hasattr(node, "variable") or getattr(node, "recorders", None) for node in _given(output))
+
+
+def given_to_functions(output: Any) -> set[int]:
+    """The ids of the parameters that such functions are given themselves."""
+    return {id(node.variable) for node in _given(output) if hasattr(node, "variable")}
+
+
+def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
+    """Whether one of these parameters is reached, in the graph of an output, by anything but the library's
+    own ops with rows of it, which come after it.
+    """
+    watched = {id(p) for p in params if p.requires_grad}
+    todo = [t.grad_fn for t in tensors_of(output) if t.grad_fn is not None]
+    seen = set(todo)
+    while todo:
+        node = todo.pop()
+        ours = getattr(type(node), "_forward_cls", type(None)).__module__.startswith(_PACKAGE)
+        functions = [following for following, _ in node.next_functions]
+        for following, after in zip_longest(functions, functions[1:]):
+            if following is None:
+                continue
+            if id(getattr(following, "variable", None)) in watched and not (ours and leads_to_rows(after)):
+                return True
+            if following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return False
