@@ -89,7 +89,9 @@ class Coded(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         z = self.encoder(x)
-        found = self.codes.weight[torch.cdist(z, self.codes.weight).argmin(1)]
+        with torch.no_grad():
+            nearest = torch.cdist(z, self.codes.weight).argmin(1)
+        found = self.codes.weight.index_select(0, nearest)
         return self.decoder(z + (found - z).detach()), found
 
 
