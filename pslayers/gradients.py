@@ -171,7 +171,8 @@ def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterat
     ``with`` block.
 
     So norms, clipped sums or projections of all per-sample gradients cost the memory of the largest layer's,
-    not of all: the rows lie in memory that the next parameter's are written to, unless `take` keeps them.
+    not of all: the rows lie in memory that the next parameter's are written to, unless `take` keeps them. On a
+    CPU it stays for the next block, until `clear_grad_samples`.
     ``.grad`` is filled as always, ``.grad_sample`` stays None. Runs of ``per_sample_grads`` are not streamed.
 
     Args:
@@ -214,6 +215,7 @@ def clear_grad_samples(model: nn.Module) -> None:
             clear(param)
         if (recorder := param.__dict__.get("_ps_recorder")) is not None:
             recorder.dense.release()
+            recorder.settings.workspace = None
             recorder.release()
 
 

@@ -73,6 +73,7 @@ class Settings:
     accumulation: str = "replace"
     # takes rows, in the place of each parameter's own
     sink: "Sink | None" = field(default=None, repr=False)
+    workspace: torch.UntypedStorage | None = field(default=None, repr=False)  # for rows that are handed on
     collecting_grads: bool = field(default=False, repr=False)  # rows go to the call that asks for them
     rows_alone: int = field(default=0, repr=False)  # the thread whose call that is, if it asks for no sums
     grad: bool = field(default=True, repr=False)  # backward passes fill `.grad`, see `ps.recording`

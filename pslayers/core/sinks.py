@@ -233,7 +233,8 @@ class DenseRows(Sink):
 
 
 class Streaming(Sink):
-    """Rows handed to a function, one parameter after the other, in memory that all of them share.
+    """Rows handed to a function, one parameter after the other, in memory that all of them share, and those
+    of the next block (`Settings.workspace`): new memory would cost a CPU more than the rows do.
 
     Args:
         take: ``take(name, rows, first)``, where `first` is False for a further part of the same rows.
@@ -248,10 +249,14 @@ class Streaming(Sink):
 
     def buffer(self, recorder: "Recorder | None", like: Tensor) -> Tensor:
         """The shared memory, made larger where it is too small; memory of its own while it is in use."""
-        size, held = like.numel() * like.element_size(), self.workspace
+        if recorder is None:
+            return super().buffer(recorder, like)
+        size, settings = like.numel() * like.element_size(), recorder.settings
+        held = self.workspace or settings.workspace
         if held is None or held.nbytes() < size or held.device != like.device:
+            held = self.workspace = settings.workspace = None  # let go before the larger one is there
             held = torch.empty(size, dtype=torch.uint8, device=like.device).untyped_storage()
-            self.workspace = held
+            self.workspace, settings.workspace = held, held if held.device.type == "cpu" else None
         elif torch_api.storage_used(held):  # by another parameter of the layer, or kept
             return super().buffer(recorder, like)
         return like.new_empty(0).set_(held, 0, like.shape)  # type: ignore[call-overload]
