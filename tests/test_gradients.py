@@ -604,6 +604,34 @@ def test_streamed_rows_lie_in_the_same_memory() -> None:
     assert places["0.weight"] == places["2.weight"] == places["4.weight"]
 
 
+def test_memory_of_streamed_rows_stays_for_the_next_block_unless_they_are_kept() -> None:
+    model, x, expected = _streamed()
+    ps.convert_model(model)
+    kept: dict[str, Tensor] = {}
+
+    def place(keep: bool) -> int:
+        places = []
+
+        def take(name: str, rows: Tensor) -> None:
+            places.append(rows.data_ptr())
+            if keep:
+                kept[name] = rows
+
+        with ps.streaming(model, take):
+            squares(model(x)).mean().backward()
+        return places[0]
+
+    place(keep=False)  # in which it grows
+    first = place(keep=False)
+    assert place(keep=True) == first != place(keep=False)
+    for name, rows in kept.items():
+        torch.testing.assert_close(rows, expected[name])
+    settings = model._ps_state().settings
+    assert settings.workspace is not None and copy.deepcopy(model)._ps_state().settings.workspace is None
+    ps.clear_grad_samples(model)
+    assert settings.workspace is None
+
+
 def test_streaming_refuses_what_it_cannot_do() -> None:
     model, x, _ = _streamed()
     ps.convert_model(model)
