@@ -171,9 +171,9 @@ def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterat
     ``with`` block.
 
     So norms, clipped sums or projections of all per-sample gradients cost the memory of the largest layer's,
-    not of all: the rows lie in memory that the next parameter's are written to, unless `take` keeps them. On a
-    CPU it stays for the next block, until `clear_grad_samples`.
-    ``.grad`` is filled as always, ``.grad_sample`` stays None. Runs of ``per_sample_grads`` are not streamed.
+    not of all: the rows lie in memory that the next parameter's are written to, unless `take` keeps them, and
+    that, on a CPU, stays for the next block (`clear_grad_samples` lets go of it). ``.grad`` is filled as
+    always, ``.grad_sample`` stays None. Runs of ``per_sample_grads`` are not streamed.
 
     Args:
         model: a converted model.

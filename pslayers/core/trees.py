@@ -149,6 +149,8 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, An
     """
     if isinstance(value, Tensor):
         return fn(value)
+    if type(value) in _LEAVES:
+        return value
     if isinstance(value, PackedSequence):
         return value._replace(data=fn(value.data))
     copies = {} if copies is None else copies
