@@ -129,8 +129,8 @@ class DenseRows(Sink):
         if memory is None or like is not self.leaf or recorder is None or torch_api.capturing():
             return super().buffer(recorder, like)
         if recorder.settings.accumulation == "replace" and recorder.pass_id != torch_api.running_pass():
-            if (holder := recorder.holder.tensor()) is not None:
-                # about to be replaced: let it go, then see who else holds it
+            holder = None if recorder.settings.collecting_grads else recorder.holder.tensor()
+            if holder is not None:  # about to be replaced: let it go, then see who else holds it
                 holder.grad_sample = None  # type: ignore[attr-defined]
             if not torch_api.held_elsewhere(memory):
                 return memory.detach()
