@@ -93,7 +93,7 @@ def _form(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @torch_api.mark_constant
-def _modes(number: int) -> str:
+def _modes(number: str) -> str:
     module: Any = modules[number]
     return module._ps_inventory().modes(module.training)  # type: ignore[no-any-return]
 
@@ -146,7 +146,7 @@ def _made(told: Any) -> Any:
 
 
 @torch_api.mark_constant
-def _known(number: int, training: bool, form: Form) -> bool:
+def _known(number: str, training: bool, form: Form) -> bool:
     """Whether a kind of call was proved; as before, where the compiler begins anew with what it was at."""
     module: Any = modules[number]
     module._ps_look_at_trained()
@@ -154,7 +154,7 @@ def _known(number: int, training: bool, form: Form) -> bool:
 
 
 @torch_api.mark_constant
-def _prove(number: int, told: Any) -> bool:
+def _prove(number: str, told: Any) -> bool:
     """Prove a kind of call by a recorded one that is given such; whether that could be done."""
     module: Any = modules[number]
     try:
@@ -169,21 +169,21 @@ def _prove(number: int, told: Any) -> bool:
 
 
 @torch_api.mark_constant
-def _without_replacement(number: int) -> bool:
+def _without_replacement(number: str) -> bool:
     """Whether a module, or one below it, runs with per-sample parameters."""
     states = (getattr(m, "_ps", None) for m in modules[number].modules())
     return any(state is not None and state.per_sample_forward for state in states)
 
 
 @torch_api.mark_constant
-def _has_strangers(number: int) -> bool:
+def _has_strangers(number: str) -> bool:
     """Whether parameters that are trained have been put into a model since it was converted."""
     module: Any = modules[number]
     return not state_of(module).settings.partial and bool(module._ps_inventory().unrecorded())
 
 
 @torch_api.mark_constant
-def _left(number: int) -> bool:
+def _left(number: str) -> bool:
     """Whether torch.compile runs a module below as it is."""
     return any(map(torch_api.leaves, modules[number].modules()))
 

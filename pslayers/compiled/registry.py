@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import torch_api
 
 # a leaf without a meaning, to which zeros flow back
 ANCHOR = torch.zeros((), device="cpu", requires_grad=True)
-modules: "weakref.WeakValueDictionary[int, nn.Module]" = weakref.WeakValueDictionary()
+modules: "weakref.WeakValueDictionary[str, nn.Module]" = weakref.WeakValueDictionary()
 # the last numbers of each: a graph of a model that has been restored may still go backward
-_earlier: "weakref.WeakKeyDictionary[nn.Module, list[int]]" = weakref.WeakKeyDictionary()
+_earlier: "weakref.WeakKeyDictionary[nn.Module, list[str]]" = weakref.WeakKeyDictionary()
 KEPT = 2
 _numbers = itertools.count()
 _uses = itertools.count()
@@ -42,14 +42,18 @@ def as_op(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[.
     return register
 
 
-def number_of(module: nn.Module) -> int:
-    """A new number for a module; those of its last conversion but one are forgotten."""
-    modules[number := next(_numbers)] = module
+def numbered(module: nn.Module) -> tuple[str, Tensor]:
+    """A new number for a module; those of its last conversion but one are forgotten.
+
+    In letters, for code that is traced: an int that differs between modules is taken for a size there. And as
+    an input of that code, not a part of it: equal layers share it.
+    """
+    modules[number := str(next(_numbers))] = module
     earlier = _earlier.setdefault(module, [])
     earlier.append(number)
     if len(earlier) > KEPT:
         modules.pop(earlier.pop(0), None)
-    return number
+    return number, torch.tensor(int(number), device="cpu")
 
 
 @torch_api.mark_constant

@@ -174,7 +174,7 @@ def expansion_of(token: Tensor, name: str, size: int) -> Delivered:
 
 
 def _recorder_of(token: Tensor, name: str) -> tuple[Recorder, Tensor]:
-    module = modules.get(int(token))
+    module = modules.get(str(int(token)))
     if module is None:
         raise RuntimeError(f"A compiled model's `{name}` is gone: it was deleted before its backward pass.")
     state: ModuleState | None = module.__dict__.get("_ps")

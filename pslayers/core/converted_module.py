@@ -15,7 +15,7 @@ class ModuleState(Protocol):
     """What conversion leaves on a module."""
 
     proved_in: Any  # what the compiler was at when a call was proved
-    number: int  # that stands for the module in compiled code
+    number: str  # that stands for the module in compiled code
     token: Tensor  # which holds it
     proved: set[Any]  # kinds of calls whose rows were proved
     ndims: dict[str, int]  # of its parameters, where weights for each sample may take their place

@@ -57,9 +57,7 @@ class State:
         State.conversions += 1
         self.settings, self.path = settings, path or type(module).__name__
         self.prefix = f"{path}." if path else ""  # of its parameters' names, as named_parameters gives them
-        self.number = compiled.number_of(module)  # by which compiled code knows the module
-        # an input of that code, not a part of it: equal layers share it
-        self.token = torch.tensor(self.number, device="cpu")
+        self.number, self.token = compiled.numbered(module)  # by which compiled code knows the module
         # kinds of calls in which rows were proved to be the samples', and whether per-sample weights were
         # given
         self.proved: set[tuple[bool, Form, tuple[tuple[int, bool], ...], bool]] = set()
@@ -242,8 +240,7 @@ class Converted(_Mixin):
     def __setstate__(self, state: dict[str, Any]) -> None:  # copies and pickles
         super().__setstate__(state)
         if self._ps is not None:
-            self._ps.number = compiled.number_of(self)
-            self._ps.token = torch.tensor(self._ps.number, device="cpu")
+            self._ps.number, self._ps.token = compiled.numbered(self)
         for param in self.__dict__["_parameters"].values():
             if param is not None:
                 param.__dict__.pop("_ps_recorder", None)

@@ -666,10 +666,11 @@ def _all_products(*_: Any) -> Any:
 
 
 def _each_other_product() -> Any:
-    numbers = itertools.count()
+    numbers = itertools.count(), itertools.count()  # of the forward, and of what is computed again
 
-    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and next(numbers) % 2
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        saved = product and next(numbers[ctx.is_recompute]) % 2
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -586,7 +586,8 @@ def refused_compiled(rank: int, world: int) -> None:
     """Compiled code inside of DDP, which nobody could keep from averaging: also what was compiled before."""
     ours, x = ps.convert_model(zoo.mlp().double()), vectors(4)
     squares(ours(x)).mean().backward()
-    for how in range(2):
+    # an older compiler does not look again whether DDP runs
+    for how in range(2 if torch.__version__ >= (2, 13) else 1):
         torch._dynamo.reset()
         run = torch.compile(ours, backend="aot_eager", fullgraph=True)
         if how:
