@@ -276,7 +276,8 @@ def per_sample_grads(
             weights of as many classes): a trial on three samples tells.
         memory_budget: bytes that a pass may take beside the result: what its graph saves, and its rows. The
             chunk size is chosen for it, at least one sample, by what the first two samples take.
-        create_graph: keep the graph, so that the result can be differentiated again.
+        create_graph: keep the graph, so that the result can be differentiated again. All samples go together
+            then: what chunks save would be kept.
         progress: show a bar over the chunks (needs tqdm).
 
     Raises:
@@ -300,7 +301,8 @@ def _in_chunks(chunks: Chunks, create_graph: bool, progress: bool) -> dict[str, 
     result: dict[str, Tensor] = {}
     model, size = chunks.model, chunks.size
     every = settings_of(model)  # type: ignore[arg-type]
-    for start, stop in bar(chunks.spans, progress):
+    spans = [(0, size)] if create_graph else chunks.spans
+    for start, stop in bar(spans, progress):
         # without the sums; but of a batch of one the sum is the row, and what can be differentiated leads to
         # the parameters
         alone = stop - start > 1 and not create_graph
@@ -314,9 +316,6 @@ def _in_chunks(chunks: Chunks, create_graph: bool, progress: bool) -> dict[str, 
                 rows = _one_pass(model, chunks.made, *part, size=stop - start, create_graph=create_graph)
         if stop - start == size:
             return rows
-        if create_graph:
-            result = {name: torch.cat([result[name], g]) if result else g for name, g in rows.items()}
-            continue
         for name, g in rows.items():
             if name not in result:
                 result[name] = torch.empty(size, *g.shape[1:], dtype=g.dtype, device=g.device)

@@ -592,6 +592,34 @@ def test_gradients_that_are_changed_in_place_during_the_backward_pass_are_an_err
         grads.norms()
 
 
+class Queries(nn.Module):
+    """A layer whose input is a parameter of the model's own, for every sample."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.queries, self.how = nn.Parameter(torch.randn(1, 4)), how
+        self.over, self.of = nn.Linear(4, 4), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "expanded":
+            return torch.tanh(self.over(self.queries.expand(len(x), -1))) * self.of(x)
+        return torch.cat([self.of(x), torch.tanh(self.over(self.queries)).expand(len(x), -1)], 1)
+
+
+@pytest.mark.parametrize("how", ["expanded", "shared"])
+def test_what_was_made_of_a_parameter_is_gone_once_that_was_changed(how: str) -> None:
+    model, ours = pair(Queries(how).double())
+    x = floats(3, 5)
+    with ps.factored(ours) as grads:
+        squares(ours(x)).mean().backward()
+    rows = loop(model, square, (x,))
+    near(grads["over.weight"].dense(), rows["over.weight"])
+    with torch.no_grad():
+        ours.queries.mul_(2)
+    with pytest.raises(RuntimeError, match=r"`over\.weight` is gone"):
+        grads["over.weight"].dense()
+
+
 def test_what_makes_no_sense_is_refused() -> None:
     _, ours = pair(mlp())
     x = floats(3, 5)

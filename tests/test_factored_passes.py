@@ -160,6 +160,25 @@ def test_what_is_not_finite_is_left_out() -> None:
         near(p.grad, sums[name] / 4)
 
 
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4), (4, 0), (4, 3)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_further_call_before_the_first_one_goes_back(sizes: tuple[int, int], turned: bool) -> None:
+    model, ours = pair(mlp())
+    parts = [torch.randn(n, 5, dtype=torch.float64) for n in sizes]
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for x in parts:
+        if len(x):
+            rows = loop(model, lambda y, _: y.square().sum(), (x,))
+            _, sums = clipped(rows, 0.5)
+            expected = {name: total + sums[name] / len(x) for name, total in expected.items()}
+    with ps.clipping(ours, 0.5, passes=2) as clip:
+        each = [ours(x).square().sum() / max(len(x), 1) for x in parts]
+        for one in reversed(each) if turned else each:
+            clip.backward(one)
+    for name, p in ours.named_parameters():
+        near(p.grad, expected[name])
+
+
 def test_mistakes() -> None:
     ours, x = ps.convert_model(mlp()), torch.randn(3, 5, dtype=torch.float64)
     with pytest.raises(ValueError, match="passes"), ps.clipping(ours, 1.0, passes=3):

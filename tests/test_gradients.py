@@ -312,6 +312,18 @@ def test_passes_inside_of_a_function_of_the_models_own(size: int) -> None:
         assert all(p.grad.eq(1).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("chunk_size", [1, 2, 4, 5])
+def test_create_graph_with_a_size_of_chunks(chunk_size: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, params = torch.randn(5, 3, dtype=torch.float64), list(model.parameters())
+    rows = loop(model, square, (x,), create_graph=True)
+    expected = torch.autograd.grad(sum(g.pow(3).sum() for g in rows.values()), params)
+    found = ps.per_sample_grads(ps.convert_model(model), squares, x, chunk_size=chunk_size, create_graph=True)
+    grads = torch.autograd.grad(sum(g.pow(3).sum() for g in found.values()), params)
+    for g, e in zip(grads, expected, strict=True):
+        torch.testing.assert_close(g, e)
+
+
 def test_create_graph() -> None:
     model, x, y = model_and_data()
     found = ps.per_sample_grads(model, F.cross_entropy, x.requires_grad_(), y, create_graph=True)
@@ -630,6 +642,22 @@ def test_memory_of_streamed_rows_stays_for_the_next_block_unless_they_are_kept()
     assert settings.workspace is not None and copy.deepcopy(model)._ps_state().settings.workspace is None
     ps.clear_grad_samples(model)
     assert settings.workspace is None
+
+
+@pytest.mark.parametrize("kind", ["tokens", "images"])
+def test_what_changes_streamed_rows_leaves_the_plain_sums_alone(kind: str) -> None:
+    if kind == "tokens":
+        model, x = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).double(), torch.randn(4, 12, 3)
+    else:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)).double()
+        x = torch.randn(4, 3, 8, 8)
+    x = x.double()
+    expected = torch.autograd.grad(squares(model(x)).mean(), list(model.parameters()))
+    ps.convert_model(model)
+    with ps.streaming(model, lambda name, rows: rows.square_()):
+        squares(model(x)).mean().backward()
+    for p, e in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, e)
 
 
 def test_streaming_refuses_what_it_cannot_do() -> None:

@@ -261,6 +261,14 @@ class Streaming(Sink):
             return super().buffer(recorder, like)
         return like.new_empty(0).set_(held, 0, like.shape)  # type: ignore[call-overload]
 
+    def put(self, recorder: "Recorder", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
+        """The rows, unless they are changed by who was handed them: the plain sum is not theirs."""
+        rows = self.make(recorder, factor, like, scale)
+        assert rows is not None
+        version = rows._version
+        recorder.store(rows)
+        return rows if rows._version == version else None
+
     def store(
         self, recorder: "Recorder", holder: Tensor, rows: Tensor, first: bool, entries: Tensor | None
     ) -> None:

@@ -16,7 +16,6 @@ from .. import torch_api
 from ..core.expansion import Expansion, Op, needed_grads
 from ..core.factors import Dense, Factor, OfParts, joined, squares
 from ..core.products import number, summed
-from .common import owned
 from .computed import Call, Leaf, Source, behind, with_a_graph
 from .handed_on import Scaled, handed_on, together
 
@@ -58,7 +57,7 @@ class _Handle(Op):
         ctx.save_for_backward(*handles)
         ctx.set_materialize_grads(False)
         ctx.source, ctx.calls, ctx.leaves, ctx.collector = source, calls, leaves, collector
-        return owned(source.value.detach().expand(leaves[0].size, *source.value.shape))
+        return source.value.detach().expand(leaves[0].size, *source.value.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
