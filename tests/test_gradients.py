@@ -1054,3 +1054,112 @@ def test_training_beside_rows_of_another_thread() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inside(torch.tanh(self.inside(x))))  # type: ignore[no-any-return]
+
+
+BETWEEN: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "a call for two": lambda model, x: model(x[:2]),
+    "a call for one": lambda model, x: model(x[:1]),
+    "per_sample_grads": lambda model, x: ps.per_sample_grads(model, squares, x[:2]),
+    "autograd.grad": lambda model, x: torch.autograd.grad(model(x[:2]).sum(), list(model.parameters())),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_streamed_rows_of_a_layer_used_twice_come_at_once_whatever_lies_between(between: str) -> None:
+    model, x = Twice().double(), torch.randn(5, 4, dtype=torch.float64)
+    expected = loop(model, square, (x,))
+    ps.convert_model(model)
+    found: list[tuple[str, Tensor]] = []
+    with ps.streaming(model, lambda name, rows: found.append((name, rows.clone()))):
+        loss = squares(model(x)).mean()
+        BETWEEN[between](model, x)
+        found.clear()
+        loss.backward()
+    assert sorted(name for name, _ in found) == sorted(expected)
+    for name, rows in found:
+        torch.testing.assert_close(rows, expected[name])
+
+
+class Gained(nn.Module):
+    """Its weight is computed before it meets the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
+        self.unreached = nn.Parameter(torch.randn(3, 4))
+        self.register_buffer("order", torch.tensor([2, 0, 1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.order, Tensor)
+        rest = F.linear(x, torch.tanh(self.unreached).detach())
+        return F.linear(x, self.weight[self.order] + self.gain) + rest
+
+
+@pytest.mark.parametrize("way", ["streaming", "reweighting", "clipping"])
+def test_what_proves_a_first_call_hands_nothing_on(way: str) -> None:
+    model, x = Gained().double(), torch.randn(4, 4, dtype=torch.float64)
+    expected = loop(model, square, (x,))
+    norms = torch.stack([expected[n].flatten(1).square().sum(1) for n in ("weight", "gain")]).sum(0).sqrt()
+    ps.convert_model(model)
+    seen: list[Any] = []
+
+    def weigh(grads: ps.FactoredGrads) -> Tensor:
+        seen.append(grads.norms())
+        return torch.ones_like(norms)
+
+    if way == "streaming":
+        with ps.streaming(model, lambda name, rows: seen.append((name, rows.clone()))):
+            squares(model(x)).mean().backward()
+        assert sorted(name for name, _ in seen) == ["gain", "weight"]
+        for name, rows in seen:
+            torch.testing.assert_close(rows, expected[name])
+    elif way == "reweighting":
+        with ps.reweighting(model, weigh):
+            squares(model(x)).mean().backward()
+        assert len(seen) == 1
+        torch.testing.assert_close(seen[0], norms)
+    else:
+        with ps.clipping(model, 1.0) as clip:
+            squares(model(x)).mean().backward()
+            squares(model.eval()(x)).mean()  # a kind of call of its own
+        torch.testing.assert_close(clip.norms, norms)
+    assert model.unreached.grad is None and model.unreached.grad_sample is None
+
+
+class Added(nn.Module):
+    """Parameters whose gradients are views of one another's."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.whole = how, nn.Parameter(torch.randn(3, 4))
+        sizes = {"view": [(12,)], "cat": [(1, 4), (2, 4)], "turned": [(4, 3)]}[how]
+        self.parts = nn.ParameterList([torch.randn(size) for size in sizes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = list(self.parts)
+        if self.how == "cat":
+            other = torch.cat(parts)
+        else:
+            other = parts[0].view(3, 4) if self.how == "view" else parts[0].t()
+        return F.linear(x, self.whole + other)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("how", ["view", "cat", "turned"])
+def test_no_two_gradients_lie_in_one_memory(how: str, size: int) -> None:
+    model, x = Added(how).double(), torch.randn(size, 4, dtype=torch.float64)
+    expected = torch.autograd.grad(squares(model(x)).mean(), list(model.parameters()))
+    ps.convert_model(model)
+    for times in (1, 2):
+        squares(model(x)).mean().backward()
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, times * grad)

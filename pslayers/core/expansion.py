@@ -251,13 +251,13 @@ class Expansion:
         where they are wanted whole, are for autograd to pass on: they meet in the rows leaf.
         """
         settings = recorder.settings
-        if settings.collecting_grads:
+        if settings.collecting_grads or torch_api.thread().quiet:  # of a proof nothing is kept
             return False
         if (not self.scale.sums and settings.sums) or (self.scale.streams and settings.sink is None):
             raise recorder.of_another_block()
         if not torch.is_grad_enabled():
             alone = recorder.uses <= 1 and not self.joined
-            if alone or recorder.sink.adds_up or not recorder.whole_pass():
+            if alone or recorder.sink.adds_up or not recorder.whole_pass(self.rows):
                 return True
         recorder.listen()
         return False

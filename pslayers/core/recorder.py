@@ -255,16 +255,20 @@ class Recorder:
         self.listen()
         self.leaf = self.node = None
 
-    def whole_pass(self) -> bool:
+    def whole_pass(self, leaf: Tensor | None = None) -> bool:
         """Whether the pass that is running goes everywhere, as that of ``loss.backward()``: to the leaf,
-        which nobody names.
+        which nobody names, or to that of an earlier call.
         """
-        if self.node is None:
-            if self.leaf is None:
-                return False
-            self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
+        if leaf is not None and leaf is not self.leaf:
+            node = torch.autograd.graph.get_gradient_edge(leaf).node
+        elif self.leaf is None:
+            return False
+        else:
+            if self.node is None:
+                self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
+            node = self.node
         try:
-            return torch_api.will_execute(self.node)
+            return torch_api.will_execute(node)
         except RuntimeError:  # ps.per_sample_grads does
             return False
 

@@ -16,7 +16,7 @@ from .. import torch_api
 from ..core.expansion import Expansion, Op, needed_grads
 from ..core.factors import Dense, Factor, OfParts, joined, squares
 from ..core.products import number, summed
-from .computed import Call, Leaf, Source, behind, with_a_graph
+from .computed import Call, Leaf, Source, behind, reached, with_a_graph
 from .handed_on import Scaled, handed_on, together
 
 
@@ -131,8 +131,10 @@ class Collector:
         for source, factor in uses.items():
             of = {id(leaf.value): leaf.expansion for leaf in begun[source]}
             if (parts := handed_on(source.value, factor, of)) is None:
+                there = reached(source)
                 for leaf in begun[source]:
-                    rest.setdefault(leaf, []).append(source)
+                    if leaf in there:
+                        rest.setdefault(leaf, []).append(source)
             for value, part in parts or ():
                 known[id(of[value])].append(part)
         ways: dict[tuple[Source, ...], Way] = {}

@@ -118,6 +118,18 @@ def behind(call: Call) -> tuple[list[Call], list[Leaf]]:
     return sorted(calls, key=lambda one: one.number), list(leaves)
 
 
+def reached(source: Source) -> set[Leaf]:
+    """The leaves that its gradient goes to: past what was detached it goes nowhere."""
+    seen, todo = {source}, [source]
+    while todo:
+        one = todo.pop()
+        inputs = () if isinstance(one, Leaf) else one.call.inputs
+        new = {given for given in inputs if given.value.requires_grad} - seen
+        seen |= new
+        todo += new
+    return {one for one in seen if isinstance(one, Leaf)}
+
+
 @contextmanager
 def _drawn_again(state: Tensor | None, device: torch.device) -> Iterator[None]:
     """Inside the block the same random numbers come as after this state; None: nothing is drawn."""

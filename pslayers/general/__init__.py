@@ -18,11 +18,12 @@ gradient of each sample's outputs is multiplied by a number of its own, so is th
 
 from .calls import ParametersReturnedError, run, run_ragged, run_single
 from .choice import choose
-from .plan import Layouts, NoWayError, fits, places
+from .plan import Layouts, NoWayError, OtherNumberError, fits, places
 
 __all__ = [
     "Layouts",
     "NoWayError",
+    "OtherNumberError",
     "ParametersReturnedError",
     "choose",
     "fits",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..attribution.tracking import MIXED, Layout, fits_layout
+from ..core.context import NoRuleError
 from ..core.converted_module import ConvertedModule
 from ..core.trees import memory_order, tensors_in
 from ..parameters.per_sample import PerSample, Standing
@@ -64,6 +65,12 @@ class Plan:
         if other is None or replace(other, met=self.met, fast=self.fast) != self:
             return self
         return replace(self, met=self.met | other.met, fast=self.fast & other.fast)
+
+
+class OtherNumberError(NoRuleError):
+    """A call returns or writes to another number of tensors than when its plan was proved, as a list with one
+    for each step.
+    """
 
 
 class NoWayError(Exception):

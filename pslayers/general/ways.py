@@ -23,7 +23,7 @@ from ..parameters.op_dispatch import Redirect
 from ..parameters.per_sample import NoRuleError, PerSample, Standing
 from ..parameters.standing import standing_in
 from .draws import Drawing, Drawn
-from .plan import Call, Forward, Plan
+from .plan import Call, Forward, OtherNumberError, Plan
 
 
 def run_by(
@@ -103,7 +103,10 @@ def run_by(
                 each.append(
                     one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True)))
                 )
+        if len({len(parts) for parts in each}) > 1:
+            raise NoRuleError("samples return different numbers of tensors")
         outputs = tuple(map(_stacked, zip(*each, strict=True)))
+    _check_count(len(outputs), len(both))
     if local.batch is not None:
         local.batch.by_themselves += torch_api.nodes_made() - began
     if after is not None:
@@ -140,6 +143,12 @@ def _draws(
         return drawing.draws, random_state()
 
 
+def _check_count(tensors: int, layouts: int) -> None:
+    """OtherNumberError where a call returns or writes to so many tensors, not as many as these layouts."""
+    if tensors != layouts:
+        raise OtherNumberError("it returns another number of tensors than it did")
+
+
 def _has_backward_hooks(module: nn.Module) -> bool:
     """Whether one is called for this module or one below it."""
     everywhere = torch_api.global_backward_hooks, torch_api.global_backward_pre_hooks
@@ -170,6 +179,7 @@ def _directly(
     with below, standing_in(module, standing):
         with following(size, layouts) if plan.follows else nullcontext():
             output = forward(module, *call[0], **call[1])
+            _check_count(len(tensors_in(output)), len(plan.layouts.outputs))
             # then what it returns may stand for each sample's, too
             if not any(isinstance(t, PerSample) for t, _ in layouts):
                 output = _of_the_batch(output, plan.layouts.outputs, last)

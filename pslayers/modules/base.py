@@ -321,10 +321,13 @@ class PSLayer(_Layer):
             local.gathered_rows.tag_batch(rows)
         with by_samples(rows):
             output = forward(*args, **kwargs)
+            dims = {id(t): dim for t, dim, _ in self._ps_owned(output, len(rows))}  # of states another
         same = not isinstance(x, PerSample) or x.same
 
         def apart(t: Tensor) -> Tensor:
-            return PerSample.of(t if rows is each else t.unflatten(0, (len(each), k)), same)
+            dim = dims.get(id(t), 0)
+            t = t if rows is each else t.unflatten(dim, (len(each), k))
+            return PerSample.of(t.movedim(dim, 0), same)
 
         return map_tensors(apart, output)
 

@@ -55,7 +55,22 @@ class _Alone(Op):
                 # torch.autograd.grad has no side effects
                 if grad is not None and will_execute(node, asked=False):
                     recorder.single.pass_id = pass_id
-        return None, None, None, *grads
+        return None, None, None, *(grads if torch.is_grad_enabled() else _apart(grads))
+
+
+def _apart(grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Gradients, none of which lies where another one does, as those of a parameter and of a view of another
+    to which it is added do: `.grad` takes over what arrives, and is written to.
+    """
+    places, found = set[int](), list[Tensor | None]()
+    for grad in grads:
+        if grad is not None and grad.layout is torch.strided and grad.numel():
+            place = grad.untyped_storage().data_ptr()
+            if place in places:
+                grad = grad.clone()
+            places.add(place)
+        found.append(grad)
+    return found
 
 
 class _OfNone(_Alone):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import compiled, general, torch_api
-from ..core.context import by_original_layers, form_of, local, transforming
+from ..core.context import by_original_layers, local, transforming
 from ..core.trees import trainable_parameters
 from ..parameters.per_sample import NoRuleError
 from .converted import Converted
@@ -71,7 +71,7 @@ class PSContainer(Converted):
             return original(self, *args, **kwargs)
         if batch.size <= 1:
             return general.run_single(self, original, args, kwargs, given)
-        how = batch.form, form_of(args, kwargs)
+        how = batch.form, state.form_of(args, kwargs)
         plan = state.plans.get((call, self.training, bool(given), *how))
         if plan is None and given and transforming():  # where nothing can be proved
             plan = state.plans.get((call, self.training, False, *how))
@@ -95,6 +95,7 @@ class PSContainer(Converted):
         try:
             return general.run(self, original, plan, args, kwargs, given)
         except NoRuleError as error:  # which it did not need when it was proved
+            state.sized = state.sized or isinstance(error, general.OtherNumberError)
             if batch.give_up():
                 return original(self, *args, **kwargs)
             raise ValueError(

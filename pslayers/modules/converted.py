@@ -90,6 +90,8 @@ class State:
         # how: (number of the call, training, whether per-sample weights were given, the form of the outermost
         # call, and of this one)
         self.plans: dict[tuple[int, bool, bool, Form, Form], Any] = {}
+        # and the sizes of what it is given: how many tensors it returns goes by these
+        self.sized = False
         self.ndims = {name: p.ndim for name, p in own_parameters(module)}
         # what the weights are computed from
         if (makers := module._modules.get("parametrizations")) is not None:
@@ -103,6 +105,11 @@ class State:
         self.packed: set[tuple[bool, Form, int]] = set()
         self.inventory: Inventory | None = None
         self.preallocated_size = -1  # the batch size that there is memory for
+
+    def form_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+        """The form of a call of this module, by which its plan is known."""
+        form = form_of(args, kwargs)
+        return (*form, *(tuple(t.shape) for t in tensors_of((args, kwargs)))) if self.sized else form
 
     def __getstate__(self) -> dict[str, Any]:
         fresh: dict[str, Any] = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import general
 from ..attribution.tracking import FIRST, MIXED, PICKED, TABLE, Layout, Tracker, parameters_used
-from ..core.context import Batch, form_of, in_place_of, places_of
+from ..core.context import Batch, in_place_of, places_of
 from ..core.trees import tensors_in
 from ..general.plan import Plan
 
@@ -87,7 +87,7 @@ def _plan(made: Any, tracker: Tracker, batch: Batch, plans: dict[Any, Plan]) -> 
     slots = {"in": (taken, named), "out": returned, "written": written}
     layouts = general.Layouts(*(general.places(module, call, slot, value) for slot, value in slots.items()))
     given = bool(module._ps_given(own=not state.includes_children))
-    how = (call, module.training, given, batch.form, form_of(taken, named))
+    how = (call, module.training, given, batch.form, state.form_of(taken, named))
     forward = module._ps_forward()
     picks = id(module) in tracker.pickers or PICKED in layouts.outputs
     state.settings.has_gathered_rows = state.settings.has_gathered_rows or picks

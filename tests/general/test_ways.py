@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pslayers as ps
+from pslayers import general
 
 from ..oracle import assert_rows, assert_rows_right, loop, square, squares, true_rows
 
@@ -824,3 +825,57 @@ def test_outputs_that_are_put_together_row_by_row() -> None:
         ours.zero_grad()
         squares(ours(x)).mean().backward()
         assert_rows(ours, loop(model, square, (x,)))
+
+
+class Steps(nn.Module):
+    """Returns one tensor for each step; its output layer's weight is another layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cell = nn.Embedding(7, 4), nn.GRUCell(4, 4)
+        self.bias = nn.Parameter(torch.zeros(7))
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        h, found = torch.zeros(len(ids), 4, dtype=self.bias.dtype), []
+        for t in range(ids.shape[1]):
+            h = self.cell(self.table(ids[:, t]), h)
+            found.append(F.linear(h, self.table.weight, self.bias))
+        return found
+
+
+class Ragged(nn.Module):
+    """Returns one tensor for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        y = torch.tanh(self.layer(ids.unsqueeze(-1).to(self.scale) / torch.arange(1, 5))) * self.scale
+        return [y[i, : 1 + i % 2] for i in range(len(ids))]
+
+
+@pytest.mark.parametrize("kind", [Steps, Ragged])
+def test_outputs_of_which_there_are_more_or_fewer(
+    kind: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = kind().double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    learned: list[object] = []
+    chosen = general.choose
+    monkeypatch.setattr(
+        general, "choose", lambda *args, **kwargs: (learned.append(1), chosen(*args, **kwargs))[1]
+    )
+    shapes = [(4, 5), (4, 3), (3, 5), (4, 5), (4, 3), (3, 5)]
+    for number, (size, steps) in enumerate(shapes):
+        ids = torch.randint(0, 7, (size, steps))
+        ours.zero_grad()
+        sum(y.square().sum() for y in ours(ids)).backward()
+        outputs = [model(ids)[i : i + 1] if kind is Ragged else model(ids[i : i + 1]) for i in range(size)]
+        losses = [sum(y.square().sum() for y in of_one) for of_one in outputs]
+        truth = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+        for p, *rows in zip(ours.parameters(), *truth, strict=True):
+            torch.testing.assert_close(p.grad_sample, torch.stack(rows))
+        if number == 5:
+            learned.clear()
+    assert not learned  # all of these were known

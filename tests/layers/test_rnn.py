@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequenc
 
 import pslayers as ps
 
-from ..oracle import members, true_rows
+from ..oracle import members, square, squares, true_rows
 from .suite import Case, LayerSuite, floats, if_torch_can
 
 I, H, T, B = 3, 4, 5, 4
@@ -490,3 +490,27 @@ class TestPSRNN(LayerSuite):
             lambda n: (floats(n, 4, 4),),
         ),
     ]
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("sizes", [(4, 3, 5), (3, 4), (2, 4, 8)])
+def test_states_of_an_input_that_all_samples_share(kind: Any, sizes: tuple[int, ...]) -> None:
+    """Layers times directions are as many as samples, for once."""
+
+    class Prompted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prompts, self.out = nn.Embedding(3, 6), nn.Linear(6, 2)
+            self.rnn = kind(6, 3, num_layers=2, bidirectional=True, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.rnn(self.prompts(torch.arange(3)).unsqueeze(0))[0].mean(1)
+            return self.out(torch.tanh(x * made))  # type: ignore[no-any-return]
+
+    model = Prompted().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in sizes:
+        x = torch.randn(n, 6, dtype=torch.float64)
+        ours.zero_grad()
+        squares(ours(x)).mean().backward()
+        assert_rows(ours, true_rows(lambda i, x=x: square(model(x[i : i + 1]), i), model, n))
