@@ -131,7 +131,7 @@ class FactoredGrad:
             return self.factor.select(slice(sample, sample + 1)).dense()[0]
 
     def dense(self) -> Tensor:
-        """The dense per-sample gradients, ``(B, *S)``."""
+        """The dense per-sample gradients, ``(B, *S)``; of 16-bit parameters in float32."""
         with computing():
             return self.factor.dense()
 
@@ -280,7 +280,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
             return added([_projected(grad.real, dim, grad.name, seed) for grad in self._all()])
 
     def dense(self) -> dict[str, Tensor]:
-        """The dense per-sample gradients, ``{name: (B, *S)}``."""
+        """The dense per-sample gradients, ``{name: (B, *S)}``; of 16-bit parameters in float32."""
         self._all()
         return {name: grad.dense() for name, grad in self.items()}
 

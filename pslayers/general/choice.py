@@ -110,8 +110,11 @@ def _fastest(proof: "_Proof", layouts: Layouts, names: frozenset[str], picks: bo
     names = frozenset(trainable_parameters(module, own=False))
     if not includes_children:
         proof = _Proof(module, proof.forward, proof.call, layouts, names, proof.size, True, proof.differ)
+    ndims = tuple(t.ndim for t in proof.plain)
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
-        plan = Plan(way, layouts, names, True, fresh=fresh, counts=proof.counts, draws=proof.draws)
+        plan = Plan(
+            way, layouts, names, True, fresh=fresh, counts=proof.counts, ndims=ndims, draws=proof.draws
+        )
         if proved := proof.of(plan):
             if way == "loop":
                 warnings.warn(

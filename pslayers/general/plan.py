@@ -37,8 +37,9 @@ class Plan:
     `fresh`: tensors that the forward makes anew are made for each sample, to be written into. `idle`:
     parameters that reach but outputs in which samples interact, or none. `others`: those that are left to a
     layer below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps,
-    which vmap and the loop do not. `orders`: in which order the dims of what the plain module returns lie in
-    memory. `draws`: it draws random numbers, of which samples are given theirs.
+    which vmap and the loop do not. `ndims`: how many dims each tensor has that the plain module returns or
+    writes to. `orders`: in which order the dims of what it returns lie in memory. `draws`: it draws random
+    numbers, of which samples are given theirs.
     """
 
     way: str
@@ -53,6 +54,7 @@ class Plan:
     others: frozenset[str] = frozenset()
     fast: frozenset[str] = frozenset()
     counts: bool = False
+    ndims: tuple[int, ...] = ()
     orders: tuple[tuple[int, ...] | None, ...] = ()
     draws: bool = False
 

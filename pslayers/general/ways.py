@@ -117,8 +117,8 @@ def run_by(
         }
     mean = module._ps_state().settings.loss_reduction == "mean"  # type: ignore[operator, union-attr]
     together = [
-        _left(parts) if last and layout in (SHARED, TABLE) else _together(parts, layout, mean)
-        for parts, layout in zip(outputs, both, strict=True)
+        _left(parts) if last and layout in (SHARED, TABLE) else _together(parts, layout, mean, ndim)
+        for parts, layout, ndim in zip(outputs, both, plan.ndims, strict=True)
     ]
     output, taken, given, written = skeleton
     originals, count = tensors_in(call), len(plan.layouts.outputs)
@@ -249,11 +249,12 @@ def _left(t: Tensor) -> Tensor:
     return kept(PerSample.of(t)) if t.requires_grad else t[0]  # type: ignore[no-any-return]
 
 
-def _together(t: Tensor, layout: Layout, mean: bool) -> Tensor:
-    """The samples' outputs (B, ...), in the layout that the plain output has."""
+def _together(t: Tensor, layout: Layout, mean: bool, ndim: int) -> Tensor:
+    """The samples' outputs (B, ...), in the layout that the plain output of so many dims has."""
     kind, dim = layout
     if kind == "dim":
-        return t.movedim(0, dim).flatten(dim, dim + 1)
+        t = t.movedim(0, dim)
+        return t if t.ndim == ndim else t.flatten(dim, dim + 1)  # a squeeze of one sample takes its dim, too
     if layout == TABLE:
         return t
     if layout == MIXED:  # a loss, reduced as the model was told

@@ -879,3 +879,48 @@ def test_outputs_of_which_there_are_more_or_fewer(
         if number == 5:
             learned.clear()
     assert not learned  # all of these were known
+
+
+class _Sign(torch.autograd.Function):
+    """Not differentiable, and passed straight through: run sample by sample."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Squeezed(nn.Module):
+    """Of one sample the dim of samples is gone, too."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(6, 4)), nn.Linear(6, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.out(torch.tanh(x @ _Sign.apply(self.weight).t()))  # type: ignore[no-untyped-call]
+        return y.squeeze()  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:.*is run sample by sample")
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("outputs", [1, 3])
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_output_that_is_squeezed(outputs: int, steps: int, inside: bool) -> None:
+    model: nn.Module = Squeezed(outputs)
+    if inside:
+        model = nn.Sequential(model, nn.Tanh())
+    model = model.double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for size in (4, 1, 3, 7):
+        shape = (size, steps, 4) if steps else (size, 4)
+        x = torch.randn(shape, dtype=torch.float64)
+        ours.zero_grad()
+        y = ours(x)
+        assert y.shape == model(x).shape
+        y.reshape(size, -1).square().sum(1).mean().backward()
+        rows = true_rows(lambda i, x=x: model(x[i : i + 1]).square().sum(), model, size)
+        assert_rows(ours, rows)
