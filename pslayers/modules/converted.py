@@ -388,7 +388,8 @@ class Converted(_Mixin):
                 output = self._ps_alone(inventory or self._ps_inventory(), args, kwargs, size, recorded)
                 if not functions.get(local.form):
                     return output
-            local.form = (*local.form, size)  # what is found out of one sample says nothing of several
+            if size:  # what is found out of one sample says nothing of several
+                local.form = (*local.form, size)
         kind = self._ps_kind(sizes, size) if trackable and size and (alone or size > 1) else None
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:
