@@ -5,7 +5,7 @@ real run's.
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,36 +53,55 @@ def _generator(value: Any) -> tuple[Any, Callable[[Any], object]] | None:
     return None
 
 
-class Randomness:
-    """Where Python's and numpy's random generators are, of which some models draw."""
-
-    def __init__(self) -> None:
-        self.python = random.getstate()
-        self.numpy = sys.modules.get("numpy.random")
-        self.state = None if self.numpy is None else self.numpy.get_state()
-
-    def restore(self) -> None:
-        """Put them back there."""
-        random.setstate(self.python)
-        if self.numpy is not None:
-            self.numpy.set_state(self.state)
-
-
-def random_state() -> list[Tensor]:
-    """The state of torch's random generators."""
+def _torch_state() -> list[Tensor]:
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
 
 
-def drawn_since(state: list[Tensor]) -> bool:
-    """Whether anything was drawn of torch's random generators since they were there."""
-    return not all(map(torch.equal, state, random_state()))
-
-
-def set_random_state(state: list[Tensor]) -> None:
-    """Put torch's random generators back to a state."""
+def _set_torch_state(state: list[Tensor]) -> None:
     torch.set_rng_state(state[0])
     if len(state) > 1:
         torch.cuda.set_rng_state_all(state[1:])
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy.random")  # who has not imported it draws nothing of it
+    return None if numpy is None else numpy.get_state()
+
+
+def _set_numpy_state(state: Any) -> None:
+    if state is not None:
+        sys.modules["numpy.random"].set_state(state)
+
+
+_GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "torch": (_torch_state, _set_torch_state),
+    "python": (random.getstate, random.setstate),
+    "numpy": (_numpy_state, _set_numpy_state),
+}
+
+
+def _same(state: Any, other: Any) -> bool:
+    if isinstance(state, (list, tuple)):
+        return len(state) == len(other) and all(map(_same, state, other))
+    return bool((state == other).all()) if hasattr(state, "all") else bool(state == other)
+
+
+class Randomness:
+    """Where the random generators are that a forward may draw of: torch's, Python's and numpy's, or but those
+    that are named.
+    """
+
+    def __init__(self, names: Iterable[str] = tuple(_GENERATORS)) -> None:
+        self.states = {name: _GENERATORS[name][0]() for name in names}
+
+    def drawn(self) -> set[str]:
+        """The names of those of which something was drawn since."""
+        return {name for name, state in self.states.items() if not _same(state, _GENERATORS[name][0]())}
+
+    def restore(self) -> None:
+        """Put them back there."""
+        for name, state in self.states.items():
+            _GENERATORS[name][1](state)
 
 
 class Snapshot:
@@ -294,13 +313,11 @@ def trial(model: nn.Module) -> Iterator[None]:
     """Around a run that must leave no trace: modules and random generators are as before, and every layer is
     really called.
     """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    others, fast_path = Randomness(), torch.backends.mha.get_fastpath_enabled()
+    random, fast_path = Randomness(), torch.backends.mha.get_fastpath_enabled()
     # it bypasses the layers of torch's Transformers where no gradient is asked for
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with (
-            torch.random.fork_rng(devices),
             torch_api.own_parametrized(),
             unchanged(model) as before,
             gradients_unchanged(model),
@@ -308,5 +325,5 @@ def trial(model: nn.Module) -> Iterator[None]:
         ):
             yield
     finally:
-        others.restore()
+        random.restore()
         torch.backends.mha.set_fastpath_enabled(fast_path)

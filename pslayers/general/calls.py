@@ -9,7 +9,7 @@ from torch import Tensor
 from ..attribution.gathered import without_gathered_rows
 from ..attribution.proof import disagreement
 from ..attribution.provenance import WEAK
-from ..attribution.snapshot import drawn_since, random_state, trial
+from ..attribution.snapshot import Randomness, trial
 from ..attribution.tracking import (
     BATCH_MAJOR,
     MIXED,
@@ -209,10 +209,10 @@ def _weights(module: ConvertedModule, given: set[str], own: bool, plan: Plan | N
 
 def _plainly(module: ConvertedModule, forward: Forward, call: Call) -> tuple[list[Tensor], bool]:
     """What a call returns by the original layers, and whether it draws random numbers."""
-    random, (args, kwargs) = random_state(), cloned(call)
+    random, (args, kwargs) = Randomness(["torch"]), cloned(call)
     with trial(module), by_original_layers():
         found = [t.detach() for t in tensors_of(forward(module, *args, **kwargs))]
-        return found, drawn_since(random)
+        return found, bool(random.drawn())
 
 
 def _check_plain(

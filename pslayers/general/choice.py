@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import torch_api
 from ..attribution.proof import quiet_hooks, quiet_pass, separating_groups
-from ..attribution.snapshot import Snapshot, drawn_since, random_state, trial
+from ..attribution.snapshot import Randomness, Snapshot, trial
 from ..attribution.tracking import (
     BATCH_MAJOR,
     MIXED,
@@ -185,10 +185,10 @@ class _Proof:
             before = Snapshot(module)
             args, kwargs = cloned(call)
             given = {id(t) for t in tensors_in((args, kwargs))}
-            random = random_state()
+            random = Randomness(["torch"])
             with coarsest:
                 output = forward(module, *args, **kwargs)
-            self.draws = drawn_since(random)
+            self.draws = bool(random.drawn())
             self.plain = self._outputs(output, (args, kwargs), given)
             self.orders = tuple(map(filled_order, tensors_of(output)))
             self.counts = before.differs()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import torch_api
 from ..attribution.gathered import following, without_gathered_rows
-from ..attribution.snapshot import Randomness, random_state, set_random_state, trial, unchanged
+from ..attribution.snapshot import Randomness, trial, unchanged
 from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, apart
 from ..core.context import Batch, by_original_layers, in_place_of, local, places_of, transforming
 from ..core.converted_module import ConvertedModule
@@ -96,7 +96,7 @@ def run_by(
             dict(zip(weights, map(as_leaf, each), strict=True))
             for each in zip(*(w.unbind() for w in weights.values()), strict=True)
         ]
-        each, others = [], Randomness()
+        each, others = [], Randomness(["python", "numpy"])
         for i in range(size):
             others.restore()  # a coin that is tossed for the batch falls alike for each
             with Drawn(draws, size, i) if plan.draws else nullcontext():
@@ -110,7 +110,7 @@ def run_by(
     if local.batch is not None:
         local.batch.by_themselves += torch_api.nodes_made() - began
     if after is not None:
-        set_random_state(after)
+        after.restore()
     if proving:
         standing.slow |= {
             name for name, w in weights.items() if plan.way == "loop" or w.data_ptr() not in redirect.weights
@@ -133,14 +133,14 @@ def run_by(
 
 def _draws(
     module: ConvertedModule, forward: Forward, call: Call, weights: dict[str, Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The random numbers that a call draws for the batch, and the state of the generators after it."""
+) -> tuple[list[Tensor], Randomness]:
+    """The random numbers that a call draws for the batch, and where torch's generators are after it."""
     args, kwargs = cloned(call)
     first = {name: of_one(w.detach()) for name, w in weights.items()}
     with trial(module), by_original_layers(), without_gathered_rows():
         with in_place_of(places_of(module, first, tied=True)), Drawing() as drawing:
             forward(module, *args, **kwargs)
-        return drawing.draws, random_state()
+        return drawing.draws, Randomness(["torch"])
 
 
 def _check_count(tensors: int, layouts: int) -> None:

@@ -18,7 +18,7 @@ from .. import compiled, torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
 from ..attribution.graph import parameters_given
 from ..attribution.ragged import Seen, of_jagged
-from ..attribution.snapshot import Snapshot, random_state, set_random_state
+from ..attribution.snapshot import Randomness, Snapshot
 from ..attribution.tracking import Layout, batch_dim, run_tracked
 from ..core import sharding
 from ..core.context import Batch, Form, Settings, changed, clear, form_of, local, transforming
@@ -65,7 +65,7 @@ class State:
         # by these: what was proved and learned while others were, as where two parts are trained in turn
         self.aside: dict[frozenset[str], tuple[Any, Any, list[tuple[State, Any]]]] = {}
         self.ways: dict[Kind, Ways] = {}  # how they went
-        self.drawless: set[Kind] = set()  # that draw no random numbers
+        self.draws: dict[Kind, set[str]] = {}  # of which random generators they draw
         # in which data say which rows are whose: what they have told, by its digest
         self.by_data: dict[Kind, set[int]] = {}
         # what torch.compile was at when the last of these was proved while it traced
@@ -418,7 +418,7 @@ class Converted(_Mixin):
         state = self._ps_state()
         if self._ps_layer or not (recorded and size) or local.form in state.functions:
             return run_alone(self, inventory, args, kwargs, size, recorded)
-        before, random = Snapshot(self, (args, kwargs)), random_state()
+        before, random = Snapshot(self, (args, kwargs)), Randomness()
         try:
             output = run_alone(self, inventory, args, kwargs, size, recorded)
         except (ValueError, RuntimeError) as error:
@@ -427,12 +427,12 @@ class Converted(_Mixin):
             output, given = None, True
         else:
             if not (before.differs() or before.inputs_differ() or self._ps_given()):
-                check_classes(self, output, (args, kwargs), lambda: set_random_state(random))
+                check_classes(self, output, (args, kwargs), random.restore)
             given = parameters_given(output)
         state.functions[local.form] = given
         if given:
             before.restore()
-            set_random_state(random)
+            random.restore()
         return output
 
     def _ps_tell_of_call(self, settings: Settings, recorded: bool) -> None:

@@ -34,10 +34,7 @@ from ..attribution.proof import (
 from ..attribution.snapshot import (
     Randomness,
     Snapshot,
-    drawn_since,
     gradients_unchanged,
-    random_state,
-    set_random_state,
     trial,
     unchanged,
 )
@@ -95,9 +92,8 @@ class ModelCall:
         self.state = model._ps_state()
         self.settings = self.state.settings
         self.recorded = self.settings.recording and torch.is_grad_enabled()
-        # to be drawn again by a further run
-        self.random = None if kind in self.state.drawless else random_state()
-        self.others: Randomness | None = None  # likewise, of a first call
+        # what is drawn is to be drawn again by a further run
+        self.random = Randomness(self.state.draws.get(kind, ["torch"]))
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
         self.told = 0  # by data, of which rows are whose: their digest
         self.ordered = False  # whether data may have said in which order samples go
@@ -126,7 +122,7 @@ class ModelCall:
 
     def first(self) -> Any:
         """The output of a call that is recorded, and of a kind that was not proved yet."""
-        self.forget, self.others = self.model._ps_count_from_here(), Randomness()
+        self.forget, self.random = self.model._ps_count_from_here(), Randomness()
         # what is found out and proved is not for torch.compile to trace
         with self._telling(), torch_api.uncompiled(self.model):
             output = self._first()
@@ -247,10 +243,7 @@ class ModelCall:
 
     def _rewind(self) -> None:
         torch_api.forget_parametrized()
-        if self.random is not None:
-            set_random_state(self.random)
-        if self.others is not None:
-            self.others.restore()
+        self.random.restore()
 
     def _undone(self, before: Snapshot | None) -> "ModelCall":
         """This call, with nothing left of what has been run of it."""
@@ -468,8 +461,6 @@ class ModelCall:
             return agree is None
         if agree:
             self._note_proved(bool(model._ps_given()), batch, anew=False)
-            if self.random is not None and not drawn_since(self.random):
-                state.drawless.add(self.kind)
         return True
 
     def _past_layers(self, output: Any) -> bool:
@@ -492,7 +483,7 @@ class ModelCall:
         if self.model._ps_kind(self.model._ps_sizes(*found), FEW) != self.kind:
             return None
         few = ModelCall(self.model, self.run, *found, FEW, self.kind)
-        few.forget = self.forget
+        few.forget, few.random = self.forget, self.random
         return few
 
     def _in_reverse(self) -> "ModelCall | None":
@@ -505,7 +496,7 @@ class ModelCall:
                 with trial(self.model):
                     run_plainly(self.run, self.model, *cloned((args, kwargs)))
                 call = ModelCall(self.model, self.run, args, kwargs, self.size, self.kind)
-                call.forget, call.others, call.random = self.forget, self.others, self.random
+                call.forget, call.random = self.forget, self.random
                 return call
         return None
 
@@ -711,6 +702,7 @@ class ModelCall:
         uneven = [module for module, state in states if state is not None and state.uneven()]
         self.state.ways.setdefault(self.kind, Ways()).add(batch, uneven)
         self.state.unproved = frozen
+        self.state.draws.setdefault(self.kind, set()).update(self.random.drawn())
         if local.gathered_rows is None:
             return
         assumed, known = local.gathered_rows.assumed, self.state.by_data.get(self.kind)

@@ -7,7 +7,7 @@ from .. import general
 from ..attribution.graph import past_expansions
 from ..attribution.proof import quiet_hooks
 from ..attribution.ragged import RaggedCall
-from ..attribution.snapshot import Randomness, Snapshot, random_state, set_random_state, trial
+from ..attribution.snapshot import Randomness, Snapshot, trial
 from ..core import sharding
 from ..core.context import Batch, local, transforming
 from .batch_of_one import run_alone
@@ -65,13 +65,12 @@ def _first_call(
     the whole model is run with parameters of each row's own from then on.
     """
     state = model._ps_state()
-    random, others, before = random_state(), Randomness(), Snapshot(model, (args, kwargs))
+    random, before = Randomness(), Snapshot(model, (args, kwargs))
     params = list(model.parameters())
     asked: set[str] = set()  # what was found out of
     forget = model._ps_count_from_here()
     while True:
-        set_random_state(random)
-        others.restore()
+        random.restore()
         before.restore()
         forget()
         past, mixed = True, set[str]()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -824,6 +825,39 @@ def test_coins_of_pythons_generator_are_drawn_once(strayed: list[bool]) -> None:
         assert random.random() == next_of_ours
         torch.testing.assert_close(ours.fc.weight.grad_sample, torch.stack(expected))
     assert 0 < len(strayed) <= 3 and not any(strayed)
+
+
+COINS: dict[str, Callable[[], float]] = {
+    "torch": lambda: torch.rand(()).item(),
+    "python": random.random,
+    "numpy": lambda: numpy.random.rand(),
+}
+
+
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize("generator", COINS)
+def test_layers_that_coins_leave_out_are_those_of_the_plain_model(generator: str, size: int) -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+            self.scale = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if COINS[generator]() < 0.5:
+                    x = torch.tanh(layer(x)) * self.scale
+            return x * self.scale
+
+    model, ours = both(Dropped())
+    for seed in range(12):
+        x, outputs = floats(size, 4), []
+        for net in (model, ours):
+            torch.manual_seed(seed), random.seed(seed), numpy.random.seed(seed)
+            out = net(x)
+            squares(out).mean().backward()
+            outputs += [out, torch.tensor(COINS[generator]())]  # and the number that is drawn next
+        torch.testing.assert_close(outputs[2:], outputs[:2])
 
 
 def test_lengths_that_are_given_or_that_data_tell_are_no_new_way(
