@@ -1088,6 +1088,35 @@ def test_gram_of_products_that_cancel() -> None:
         assert error.max() < 1e-4, two
 
 
+class LookedUpAndOut(nn.Module):
+    """Rows of a tied table times c (B, 1, 8), and its products with h (B, 1, 8): tokens (B, 1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, tokens: Tensor, h: Tensor, c: Tensor) -> Tensor:
+        return (self.table(tokens) * c).sum(2) - self.out(h).gather(2, tokens.unsqueeze(2)).squeeze(2)
+
+
+def test_gram_of_uses_that_cancel() -> None:
+    torch.manual_seed(0)
+    model, tokens, c = LookedUpAndOut(), torch.randint(0, 12, (6, 1)), torch.randn(6, 1, 8)
+    inputs = tokens, c + 1e-3 * torch.randn(6, 1, 8), c
+    ours, grads = ps.convert_model(copy.deepcopy(model)), []
+    for batch in (inputs, [t.flip(0) for t in inputs]):
+        with ps.factored(ours) as found:
+            ours(*batch).sum(1).mean().backward()
+        grads.append(found)
+    exact = (tokens, *(t.double() for t in inputs[1:]))
+    rows = flat(loop(model.double(), lambda out, i: out.sum(), exact))
+    sizes = rows.norm(dim=1)
+    for gram, other in ((grads[0].gram(), slice(None)), (grads[0].gram(grads[1]), range(5, -1, -1))):
+        error = (gram - rows @ rows[other].t()).abs() / (sizes[:, None] * sizes[other])
+        assert error.max() < 1e-3  # what dense rows in single precision are right to
+
+
 def test_parts_with_a_reduction_of_their_own() -> None:
     model = ps.convert_model(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double())
     ps.convert_model(model[2], loss_reduction="sum")

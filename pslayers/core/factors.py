@@ -803,11 +803,18 @@ class Sum(OfParts):
             each.append(own.unsqueeze(1) if positions is None else positions * (s * s))
         return self.anew(squares, ~(squares >= apart * CANCELLED) | cancelled(torch.cat(each, 1), squares))
 
+    def _cancels(self) -> bool:
+        """Whether uses cancel each other in a sample's norm: then they do in its products with others."""
+        if len(self.parts) == 1 or torch_api.capturing():
+            return False
+        apart = added([part.sq_norms() * (s * s) for s, part in zip(self.scales, self.parts, strict=True)])
+        return bool((self.sq_norms() < apart * CANCELLED).any())
+
     def meet(self, other: Factor) -> Tensor | None:
         return added([s * part.inner(other) for s, part in zip(self.scales, self.parts, strict=True)])
 
     def meet_all(self, other: Factor) -> Tensor | None:
-        if len(self.parts) > PAIRED:
+        if len(self.parts) > PAIRED or self._cancels():
             return None
         return added([s * part.gram(other) for s, part in zip(self.scales, self.parts, strict=True)])
 
