@@ -5,7 +5,9 @@ of a cell), and makes one factor of each parameter. Direct derivation.
 B samples; S the shape of a parameter, S' that of what is computed.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from operator import methodcaller
 from typing import Any
 
@@ -14,10 +16,11 @@ from torch import Tensor
 
 from .. import torch_api
 from ..core.expansion import Expansion, Op, needed_grads
-from ..core.factors import Dense, Factor, OfParts, joined, squares
+from ..core.factors import Dense, Factor, OfParts, added, joined, squares
 from ..core.products import number, summed
 from .computed import Call, Leaf, Source, behind, reached, with_a_graph
 from .handed_on import Scaled, handed_on, together
+from .linear_maps import LinearMap, NoFormError
 
 
 def each_of(source: Source, token: "Token | None" = None) -> Tensor:
@@ -216,7 +219,7 @@ class Way:
         grads = [of_part(part).to(v.dtype) for part, v in zip(self.parts, self.values, strict=True)]
         try:
             if each:
-                found: Sequence[Tensor | None] = torch_api.grads_of_each(self.values, grads, leaves)
+                found: Sequence[Tensor | None] = self._each(grads, leaves)
             else:
                 found = torch_api.gradients(self.values, leaves, grads)
         except RuntimeError as error:
@@ -232,6 +235,18 @@ class Way:
             t.new_zeros(*leading, *t.shape) if g is None else g.clone() if 0 in g.stride() else g
             for t, g in zip(leaves, found, strict=True)
         ]
+
+    def _each(self, grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        if self._maps is None:
+            return torch_api.grads_of_each(self.values, grads, leaves)
+        every = zip(*(of.rows(g, leaves) for of, g in zip(self._maps, grads, strict=True)), strict=True)
+        return [added(parts) if (parts := [g for g in of if g is not None]) else None for of in every]
+
+    @functools.cached_property
+    def _maps(self) -> list[LinearMap] | None:
+        with torch.no_grad(), suppress(NoFormError):
+            return [LinearMap(value) for value in self.values]
+        return None
 
     def of(self, leaf: Tensor, name: str, make: Callable[[Sequence[Tensor]], Iterable[Tensor]]) -> Tensor:
         """Of what is made for all leaves at once, that of one."""

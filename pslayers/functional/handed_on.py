@@ -19,6 +19,7 @@ from ..core.factors import Dense, Factor, OfParts, Placed, joined
 from ..core.products import affine, number
 from .contraction import Contracted
 from .linear_factor import Outer, same
+from .linear_maps import POINTWISE, NoFormError, given, signed
 
 F = TypeVar("F", bound=Factor)
 Scaled = tuple[Factor, float]  # and what it is multiplied by
@@ -49,9 +50,9 @@ def handed_on(value: Tensor, factor: Factor, leaves: Container[int]) -> list[tup
                 return None
             found.append((id(leaf), (part, scale)))
             continue
-        rule = _RULES.get(node.name())
+        rule = _RULES.get(node.name(), _value_by_value)
         needed = [fn is not None for fn, _ in node.next_functions]
-        if rule is None or (parts := rule(node, factor, needed)) is None:
+        if (parts := rule(node, factor, needed)) is None:
             return None
         for (fn, nth), (part, by) in zip(node.next_functions, parts, strict=False):
             if (of := getattr(fn, "variable", None)) is not None:
@@ -147,6 +148,21 @@ def _permuted(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Sca
     return [(factor, 1.0)] if same else _turned(node, factor, needed)
 
 
+def _value_by_value(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
+    """Of an op of one value each, times its derivative."""
+    made = node._input_metadata[0]
+    if node.name() not in POINTWISE or sum(needed) != 1 or tuple(made.shape) != factor.shape[1:]:
+        return None
+    ones = torch.ones(factor.shape[1:], dtype=made.dtype, device=made.device)
+    try:
+        ((_, by, shape),) = given(node, 0, ones)
+    except NoFormError:
+        return None
+    if by.shape != shape or (parts := _times(_of_dtype(factor, by.dtype), by)) is None:
+        return None
+    return [parts[0]] * len(needed)
+
+
 def _viewed(node: Any, factor: Factor, needed: Sequence[bool]) -> Sequence[Scaled] | None:
     return [(factor, 1.0)] if tuple(node._saved_self_sym_sizes) == tuple(factor.shape[1:]) else None
 
@@ -223,29 +239,24 @@ class Region(NamedTuple):
 MANY_STEPS = 1000  # after which two regions are taken to meet
 
 
-def _signed(number: int) -> int:
-    """A dim or an index, of which nodes know negative ones as those of 64 bits without a sign."""
-    return number - (1 << 64) if number >= 1 << 63 else number
-
-
 def _dim(node: Any) -> int:
-    return _signed(node._saved_dim)
+    return signed(node._saved_dim)
 
 
 def _slice(t: Tensor, node: Any, nth: int) -> Tensor:
-    index = slice(*map(_signed, (node._saved_start, node._saved_end, node._saved_step)))
+    index = slice(*map(signed, (node._saved_start, node._saved_end, node._saved_step)))
     return t.movedim(_dim(node), 0)[index].movedim(0, _dim(node))
 
 
 def _permute(t: Tensor, node: Any, nth: int) -> Tensor:
     if node.name() == "TransposeBackward0":
-        return t.transpose(_signed(node._saved_dim0), _signed(node._saved_dim1))
-    return t.permute(*map(_signed, node._saved_dims))
+        return t.transpose(signed(node._saved_dim0), signed(node._saved_dim1))
+    return t.permute(*map(signed, node._saved_dims))
 
 
 # by the node that it has made, the nth of an op's results
 _VIEWS: dict[str, Callable[[Tensor, Any, int], Tensor]] = {
-    "SelectBackward0": lambda t, node, _: t.select(_dim(node), _signed(node._saved_index)),
+    "SelectBackward0": lambda t, node, _: t.select(_dim(node), signed(node._saved_index)),
     "SliceBackward0": _slice,
     "SplitBackward0": lambda t, node, nth: t.split(node._saved_split_size, _dim(node))[nth],
     "SplitWithSizesBackward0": lambda t, node, nth: t.split(node._saved_split_sizes, _dim(node))[nth],
