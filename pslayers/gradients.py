@@ -309,6 +309,8 @@ def _in_chunks(chunks: Chunks, create_graph: bool, progress: bool) -> dict[str, 
         with (
             model._ps_state().settings.turns.writing(),
             changed(every, "grad", True),
+            changed(every, "sink", None),  # of a block around this
+            changed(every, "accumulation", "replace"),
             changed(every, "rows_alone", torch_api.thread_id() if alone else 0),
         ):
             part = chunks.part(start, stop)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
@@ -1032,6 +1034,93 @@ def test_rows_of_parameters_that_were_replaced_are_not_appended_to(how: str) -> 
     expected = loop(plain, lambda out, _: out.square().sum(), (x[:4],))
     for name, p in ours.named_parameters():
         torch.testing.assert_close(p.grad_sample, expected[name])
+
+
+def _another_layer(model: nn.Module) -> None:
+    layer = nn.Linear(1, 1)
+    layer.weight, layer.bias = model[0].weight, model[0].bias  # type: ignore[index]
+    model[0] = layer  # type: ignore[operator]
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "in another layer": _another_layer,
+    "under another name": lambda model: prune.l1_unstructured(model[0], "weight", 0.3),  # type: ignore[index]
+    "taken out": lambda model: setattr(model, "2", nn.Linear(5, 3).double()),
+    "frozen": lambda model: model[0].requires_grad_(False),  # type: ignore[index]
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_appended_rows_line_up_with_those_of_the_models_own_trained_parameters(change: str) -> None:
+    """Wherever these are now, and whatever others still have."""
+    model, x, _ = model_and_data()
+    plain, ours = copy.deepcopy(model), ps.convert_model(model)
+    ours(x).square().sum(1).mean().backward()
+    held = ours[2]
+    for net in (ours, plain):
+        torch.manual_seed(0)
+        CHANGES[change](net)
+    for p in ours.parameters():
+        if p.requires_grad:  # as an optimizer does of those that it was given
+            p.grad = p.grad_sample = None
+    with ps.accumulating(ours, "append"):
+        for part in (x[:3], x[3:4]):
+            ours(part).square().sum(1).mean().backward()
+    plain.load_state_dict(ours.state_dict())
+    expected = loop(plain, lambda out, _: out.square().sum(), (x[:4],))
+    for name, p in ours.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(p.grad_sample, expected[name], msg=name)
+    assert change != "taken out" or len(held.weight.grad_sample) == 7
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: AveragedModel(model).module])
+def test_copies_that_are_made_while_rows_are_appended_do_not_append(copied: Callable[[Any], Any]) -> None:
+    model, x, _ = model_and_data()
+    ours = ps.convert_model(model)
+    with ps.accumulating(ours, "append"):
+        ours(x).square().sum(1).mean().backward()
+        other = copied(ours)
+        for _ in range(2):
+            other(x).square().sum(1).mean().backward()
+            assert len(other[0].weight.grad_sample) == len(x)
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Rounded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Straight.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+BLOCKS: dict[str, Callable[[nn.Module], Any]] = {
+    "clipping": lambda model: ps.clipping(model, 1.0),
+    "clipping in two passes": lambda model: ps.clipping(model, 1.0, passes=2),
+    "factored": ps.factored,
+    "streaming": lambda model: ps.streaming(model, lambda name, rows: None),
+    "appending": lambda model: ps.accumulating(model, "append"),
+    "without grad": lambda model: ps.recording(model, grad=False),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_rows_of_a_model_with_functions_of_its_own_inside_of_any_block(block: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 5), Rounded(), nn.Linear(5, 3)).double(), torch.randn(6, 4).double()
+    expected = loop(model, lambda out, _: out.square().sum(), (x,))
+    ours = ps.convert_model(model)
+    with BLOCKS[block](ours):
+        for size in (6, 1):
+            rows = ps.per_sample_grads(ours, lambda out: out.square().sum(1), x[:size])
+            torch.testing.assert_close(rows, {name: each[:size] for name, each in expected.items()})
 
 
 def test_training_beside_rows_of_another_thread() -> None:

@@ -102,7 +102,6 @@ class Settings:
         kept = (
             "loss_reduction",
             "batch_first",
-            "accumulation",
             "has_gathered_rows",
             "on_unsupported",
             "switches",
@@ -174,6 +173,7 @@ class Settings:
             p
             for ref in self.recorded.values()
             if (p := ref()) is not None
+            and p.requires_grad
             and getattr(p, "grad_sample", None) is not None
             and p._ps_recorder.holder.is_held()  # type: ignore[attr-defined]
         ]

@@ -412,7 +412,7 @@ def recorder_of(param: Tensor, name: str, settings: Settings, module: nn.Module 
         # the model that it was converted with before is not to clear what the next pass gives it
         recorder.settings.recorded.pop(id(recorder.holder.tensor()), None)
         recorder.name, recorder.settings = name, settings
-    if recorder.holder.slot is None and module is not None:
+    if module is not None and (recorder.holder.slot is None or not recorder.holder.is_held()):
         recorder.holder.slot = (weakref.ref(module), name.rpartition(".")[2])
     return recorder
 

@@ -574,6 +574,11 @@ class Converted(_Mixin):
         a word; and prove the model anew, also where modules without parameters were put in, or any taken out.
         """
         state, inventory = self._ps_state(), self._ps_inventory()
+        if inventory.rebuilt and not state.prefix:
+            # rows of what is not in the model any more are not to line up with its own
+            here = {id(p) for p in self.parameters()}
+            recorded = state.settings.recorded
+            state.settings.recorded = {key: ref for key, ref in recorded.items() if key in here}
         if state.settings.partial:
             if inventory.rebuilt:
                 state.proved, state.ragged_proved, inventory.rebuilt = set(), set(), False

@@ -45,6 +45,8 @@ class Inventory:
         self.prefix, self.conversions = prefix, conversions  # what names of parameters begin with
         # a module's children: where they are held, and who
         self.modules: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        # of those that have some, or may: `del layers[i]` puts another dict there
+        self.parents: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
         self.names: list[tuple[dict[str, Any], tuple[str, ...]]] = []
         self.slots: list[Slot] = []
         self.recurrent: list[weakref.ref[nn.Module]] = []
@@ -58,6 +60,8 @@ class Inventory:
         for path, module in root.named_modules():
             held, children = module._parameters, module._modules
             self.modules.append((children, tuple(children.values())))
+            if children or isinstance(module, nn.Sequential | nn.ModuleList):
+                self.parents.append((weakref.ref(module), children))
             self.names.append((held, tuple(held)))
             if hasattr(module, "_ps_state"):
                 state = module._ps_state()
@@ -89,6 +93,9 @@ class Inventory:
             or self.names[0][0] is not root._parameters
         ):
             return False
+        for ref, children in self.parents:
+            if (module := ref()) is None or module._modules is not children:
+                return False
         for children, kept in self.modules:
             if tuple(children.values()) != kept:
                 return False
@@ -106,7 +113,7 @@ class Inventory:
         """Whether other modules lie below the same root (not a replica of it) than were `known`, or in other
         places.
         """
-        same_root = self.modules[0][0] is known.modules[0][0]
+        same_root = self.names[0][0] is known.names[0][0]
         return same_root and [below for _, below in self.modules] != [below for _, below in known.modules]
 
     def unrecorded(self) -> list[Slot]:

@@ -330,6 +330,67 @@ class Frames(nn.Module):
         return h.transpose(0, 1) if self.time_first else h
 
 
+class Named(nn.Module):
+    """Asks for the class of a layer, as it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(4, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert type(self.fc).__name__ != "Conv2d"
+        return self.fc(x) * self.scale
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(4, 3), lambda: nn.Sequential(nn.Linear(4, 3), nn.Tanh()), Named]
+)
+def test_what_is_put_around_a_converted_models_forward_runs_once(make: Callable[[], nn.Module]) -> None:
+    """As by those who normalize inputs, or cast outputs: without gradients, for one sample and for none."""
+    model, ours = both(make())
+    for net in (model, ours):
+        net.forward = lambda x, inside=net.forward: 2 * inside(x * 3)  # type: ignore[method-assign]
+    for size in (5, 1, 0, 5):
+        x = floats(size, 4)
+        if size:
+            right(ours, model, x)
+        for off in (torch.enable_grad(), torch.no_grad(), ps.recording(ours, False)):
+            with off:
+                torch.testing.assert_close(ours(x), model(x))
+        ours.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
+@pytest.mark.parametrize("called", [True, False])
+def test_layers_that_come_after_others_were_taken_out(kind: type[Any], called: bool) -> None:
+    """`del layers[i]` gives them another place to be held in."""
+
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = kind(*[[nn.Linear(4, 4)]] if kind is nn.ModuleList else [nn.Linear(4, 4)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    model, ours = both(Grows())
+    right(ours, model, floats(5, 4))
+    for net in (model, ours):
+        torch.manual_seed(0)
+        net.layers.append(nn.Linear(4, 4).double())
+        del net.layers[-1]
+        if called:
+            net(floats(5, 4))
+        net.layers.append(nn.Linear(4, 4).double())
+    for size in (1, 5):
+        right(ours, model, floats(size, 4))
+    with ps.clipping(ours, 1.0) as clip:
+        squares(ours(floats(5, 4))).mean().backward()
+    assert clip.norms.shape == (5,)
+
+
 def test_a_part_that_models_share_or_that_is_called_alone() -> None:
     encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     models = nn.ModuleList([Frames(encoder, False).double(), Frames(encoder, True).double()])
