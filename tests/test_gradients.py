@@ -1036,6 +1036,11 @@ def test_rows_of_parameters_that_were_replaced_are_not_appended_to(how: str) -> 
         torch.testing.assert_close(p.grad_sample, expected[name])
 
 
+def _another_head(model: nn.Module) -> None:
+    model[0].requires_grad_(False)  # type: ignore[index]
+    model[2] = nn.Linear(5, 3).double()  # type: ignore[operator]
+
+
 def _another_layer(model: nn.Module) -> None:
     layer = nn.Linear(1, 1)
     layer.weight, layer.bias = model[0].weight, model[0].bias  # type: ignore[index]
@@ -1046,7 +1051,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "in another layer": _another_layer,
     "under another name": lambda model: prune.l1_unstructured(model[0], "weight", 0.3),  # type: ignore[index]
     "taken out": lambda model: setattr(model, "2", nn.Linear(5, 3).double()),
-    "frozen": lambda model: model[0].requires_grad_(False),  # type: ignore[index]
+    "frozen, before another head": _another_head,
 }
 
 
