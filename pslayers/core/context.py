@@ -64,49 +64,38 @@ UNSCALED = Scale()
 _numbers = itertools.count()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Settings:
     """What one converted model agrees on; every module of the model holds the same object."""
 
     loss_reduction: str = "mean"
     batch_first: bool = True
     accumulation: str = "replace"
-    # takes rows, in the place of each parameter's own
-    sink: "Sink | None" = field(default=None, repr=False)
-    workspace: torch.UntypedStorage | None = field(default=None, repr=False)  # for rows that are handed on
-    collecting_grads: bool = field(default=False, repr=False)  # rows go to the call that asks for them
-    rows_alone: int = field(default=0, repr=False)  # the thread whose call that is, if it asks for no sums
-    grad: bool = field(default=True, repr=False)  # backward passes fill `.grad`, see `ps.recording`
-    # modules are called with rows that masks have picked
-    has_gathered_rows: bool = field(default=False, repr=False)
+    sink: "Sink | None" = None  # takes rows, in the place of each parameter's own
+    workspace: torch.UntypedStorage | None = None  # for rows that are handed on
+    collecting_grads: bool = False  # rows go to the call that asks for them
+    rows_alone: int = 0  # the thread whose call that is, if it asks for no sums
+    grad: bool = True  # backward passes fill `.grad`, see `ps.recording`
+    has_gathered_rows: bool = False  # modules are called with rows that masks have picked
     pass_id: int = -1
-    captured: bool = field(default=False, repr=False)  # it goes into a CUDA graph
-    rows: int = field(default=-1, repr=False)  # samples in the pass that is running
-    appended: int = field(default=0, repr=False)  # samples of the passes before it whose rows are kept
-    recorded: dict[int, Callable[[], Tensor | None]] = field(default_factory=dict, repr=False)
+    captured: bool = False  # it goes into a CUDA graph
+    rows: int = -1  # samples in the pass that is running
+    appended: int = 0  # samples of the passes before it whose rows are kept
+    recorded: dict[int, Callable[[], Tensor | None]] = field(default_factory=dict)
     # the scales of recorded calls, which live as long as these calls' graphs, and the calls' batch sizes
-    graphs: list[tuple["weakref.ref[Scale]", int, "Form"]] = field(default_factory=list, repr=False)
-    # the last recorded call ran in a DistributedDataParallel, which waits for plain gradients
-    in_ddp: bool = field(default=False, repr=False)
+    graphs: list[tuple["weakref.ref[Scale]", int, "Form"]] = field(default_factory=list)
+    in_ddp: bool = False  # the last recorded call ran in a DDP, which waits for plain gradients
     bare_pass: int = -1
-    # recorders of what arrived in that pass past expansions
-    bare: list[Any] = field(default_factory=list, repr=False)
-    turns: Turns = field(default_factory=Turns, repr=False)  # of threads that call the model
-    switches: Switches = field(default_factory=Switches, repr=False)  # that were set on its modules
+    bare: list[Any] = field(default_factory=list)  # recorders of what arrived in that pass past expansions
+    turns: Turns = field(default_factory=Turns)  # of threads that call the model
+    switches: Switches = field(default_factory=Switches)  # that were set on its modules
     # of the model in the forms of its calls: modules that it shares with others have learned more than these
-    name: str = field(default_factory=lambda: str(next(_numbers)), repr=False)
+    name: str = field(default_factory=lambda: str(next(_numbers)))
     on_unsupported: str = "general"  # what convert_model was told about modules without a replacement
 
     # a copy agrees on the same things, and has recorded nothing yet
     def __getstate__(self) -> dict[str, Any]:
-        kept = (
-            "loss_reduction",
-            "batch_first",
-            "has_gathered_rows",
-            "on_unsupported",
-            "switches",
-            "name",
-        )
+        kept = "loss_reduction", "batch_first", "has_gathered_rows", "on_unsupported", "switches", "name"
         return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -512,20 +501,10 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
     """What this thread runs its calls as now: a function that gives a context in which a part of them can be
     run again.
     """
-    if local.batch is not None:
-        local.batch.checkpointed = True
-    batch, state = (
-        local.batch,
-        {
-            **vars(local),
-            "batch": None,
-            "places": (),
-            "stand_ins": None,
-            "call": None,
-            "tracker": None,
-            "again": True,
-        },
-    )
+    if (batch := local.batch) is not None:
+        batch.checkpointed = True
+    state = {**vars(local), "batch": None, "places": (), "stand_ins": None, "call": None, "tracker": None}
+    state["again"] = True
     given, places = () if batch is None else batch.given_places(), local.places
     if given:  # torch.func.functional_call puts the parameters back before the backward pass
         places = (lambda: given, *places)
