@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.expansion import Expansion
-from .affine import Separate, affine
+from .affine import Kernel, affine
 
 
 def prelu(x: Tensor, weight: Tensor | Expansion) -> Tensor:
@@ -29,7 +29,7 @@ def prelu(x: Tensor, weight: Tensor | Expansion) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _PReLU(Separate):
+class _PReLU(Kernel):
     """The kernels of prelu; no statistics."""
 
     weights: int

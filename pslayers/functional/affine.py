@@ -5,7 +5,7 @@ Shapes: B samples, N = k * B rows; S the shape of weight and bias.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,26 +18,43 @@ from .common import check_rows, owned
 Weight = Tensor | Expansion | None
 
 
-class Kernel(Protocol):
+Need = tuple[bool, bool, bool]  # which of the gradients of x, weight and bias are wanted
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]  # these, those of weight and bias of each row
+
+
+class Kernel:
     """An op with one weight for all samples, by kernels that are fast, and by a composite form that is
-    differentiable.
+    differentiable; a formula for each of its gradients, or `grads` for all of them.
     """
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
         """The result, and the statistics that the backward pass needs, in the dtype that it computes in."""
+        raise NotImplementedError
+
+    def input_grad(self, gy: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def weight_grad(self, gy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
+        """Of each row, (N, *S)."""
+        raise NotImplementedError
+
+    def bias_grad(self, gy: Tensor) -> Tensor:
+        """Of each row, (N, *S)."""
+        raise NotImplementedError
 
     def grads(
-        self,
-        gy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        statistics: Sequence[Tensor],
-        need: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients of x, and of each row's weight and bias, (N, *S); `need` says which."""
+        self, gy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], need: Need
+    ) -> Grads:
+        need_x, need_weight, need_bias = need
+        return (
+            self.input_grad(gy, x, weight, *statistics) if need_x else None,
+            self.weight_grad(gy, x, *statistics) if need_weight else None,
+            self.bias_grad(gy) if need_bias else None,
+        )
 
     def composite(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The same by differentiable ops, with weights (N, *S)."""
+        """The result by differentiable ops, with weights (N, *S)."""
+        raise NotImplementedError
 
 
 def affine(kernel: Kernel, op: str, x: Tensor, weight: Weight, bias: Weight, ndim: int) -> Tensor:
@@ -67,34 +84,6 @@ def scale_and_shift(y: Tensor, weight: Tensor | None, bias: Tensor | None, shape
 def in_float32(x: Tensor) -> Tensor:
     """`x` as autocast hands it to the ops that it runs in float32, on CUDA."""
     return x.float() if x.device.type == "cuda" and torch.is_autocast_enabled("cuda") else x
-
-
-class Separate:
-    """A kernel that has a formula for each of its gradients."""
-
-    def input_grad(self, gy: Tensor, x: Tensor, weight: Tensor | None, *statistics: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def weight_grad(self, gy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def bias_grad(self, gy: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def grads(
-        self,
-        gy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        statistics: Sequence[Tensor],
-        need: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        need_x, need_weight, need_bias = need
-        return (
-            self.input_grad(gy, x, weight, *statistics) if need_x else None,
-            self.weight_grad(gy, x, *statistics) if need_weight else None,
-            self.bias_grad(gy) if need_bias else None,
-        )
 
 
 class _Affine(Op):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .affine import Separate, Weight, affine, scale_and_shift
+from .affine import Kernel, Weight, affine, scale_and_shift
 
 
 def batch_norm(
@@ -37,7 +37,7 @@ def batch_norm(
 
 
 @dataclass(frozen=True)
-class _BatchNorm(Separate):
+class _BatchNorm(Kernel):
     """The kernels of batch_norm; the statistics are copied in, since training may go on before the backward
     pass.
     """

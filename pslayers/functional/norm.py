@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from .. import torch_api
 from ..core.context import in_ragged
-from .affine import Separate, Weight, affine, in_float32, scale_and_shift
+from .affine import Grads, Kernel, Need, Weight, affine, in_float32, scale_and_shift
 from .common import by_position
 
 
@@ -97,7 +97,7 @@ def _check_shape(op: str, x: Tensor, shape: tuple[int, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class _LayerNorm(Separate):
+class _LayerNorm(Kernel):
     """The kernels of layer_norm; statistics (N, ..., 1, ..)."""
 
     shape: tuple[int, ...]
@@ -124,7 +124,7 @@ class _LayerNorm(Separate):
 
 
 @dataclass(frozen=True)
-class _RMSNorm(Separate):
+class _RMSNorm(Kernel):
     """The kernels of rms_norm; the one statistic is (N, ..., 1, ..)."""
 
     shape: tuple[int, ...]
@@ -168,7 +168,7 @@ def _weight_shape(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class _GroupNorm:
+class _GroupNorm(Kernel):
     """The kernels of group_norm; statistics (N, G)."""
 
     groups: int
@@ -181,13 +181,8 @@ class _GroupNorm:
         )
 
     def grads(
-        self,
-        gy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        statistics: Sequence[Tensor],
-        need: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self, gy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], need: Need
+    ) -> Grads:
         """All at once: with every row's channels side by side as one row, the sum over the rows has but one
         term.
         """
@@ -216,13 +211,8 @@ class _GroupNorm:
         return found
 
     def _flat_grads(
-        self,
-        gy: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        statistics: Sequence[Tensor],
-        need: tuple[bool, bool, bool],
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self, gy: Tensor, x: Tensor, weight: Tensor | None, statistics: Sequence[Tensor], need: Need
+    ) -> Grads:
         """The same of one value a channel, where each group is a row of layer_norm, whose kernel takes half
         the time.
         """

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pslayers.functional.affine import Separate, affine
+from pslayers.functional.affine import Kernel, affine
 
 from .ops import Case, check_sizes, each_form, floats
 
 
-class ScaleAndShift(Separate):
+class ScaleAndShift(Kernel):
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
         y = x.clone() if weight is None else x * weight
         return (y if bias is None else y + bias,)
