@@ -60,10 +60,7 @@ def lstm(
         ValueError: the number of sequences is no multiple of the number of per-sample weights, or the shapes
             do not fit.
     """
-    y, h, c = _run(
-        LSTM, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing
-    )
-    return y, h, c
+    return _run(LSTM, x, hx, weights, bias, num_layers, dropout, training, bidirectional, packing)
 
 
 def gru(
@@ -88,8 +85,7 @@ def gru(
     and (B, 3 H). Memory while it runs: some 10 H values for each step and row. All else, and what is raised,
     as in `lstm`.
     """
-    y, h = _run(GRU, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing)
-    return y, h
+    return _run(GRU, x, hx, weights, bias, num_layers, dropout, training, bidirectional, packing)
 
 
 def rnn_tanh(
@@ -111,10 +107,7 @@ def rnn_tanh(
     (B, H). Memory while it runs: some 4 H values for each step and row. All else, and what is raised, as in
     `lstm`.
     """
-    y, h = _run(
-        RNN_TANH, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing
-    )
-    return y, h
+    return _run(RNN_TANH, x, hx, weights, bias, num_layers, dropout, training, bidirectional, packing)
 
 
 def rnn_relu(
@@ -130,10 +123,7 @@ def rnn_relu(
     packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Like `rnn_tanh`, with ``max(0, ...)`` in the place of tanh."""
-    y, h = _run(
-        RNN_RELU, x, hx, weights, bias, num_layers, dropout if training else 0.0, bidirectional, packing
-    )
-    return y, h
+    return _run(RNN_RELU, x, hx, weights, bias, num_layers, dropout, training, bidirectional, packing)
 
 
 # ---------------------------------------------------------------------- single steps
@@ -200,6 +190,7 @@ def _run(
     bias: bool,
     num_layers: int,
     dropout: float,
+    training: bool,
     bidirectional: bool,
     packing: Packing | None,
 ) -> Any:
@@ -233,7 +224,7 @@ def _run(
                 plan, x, states, [per_sample(w, nd, size) for w, nd in zip(given, ndims, strict=True)]
             )
         finals.append(final)
-        if dropout and layer < num_layers - 1:
+        if dropout and training and layer < num_layers - 1:
             x = F.dropout(x, dropout, True)
     return x, *(finals[0] if num_layers == 1 else (torch.cat(parts) for parts in zip(*finals, strict=True)))
 
