@@ -86,6 +86,10 @@ class Owners:
         out[places] = t
         return out
 
+    def end_to_end(self, t: Tensor) -> Tensor:
+        """(R, t, ...) as (B, n * t, ...), so padded."""
+        return self.padded(t).unflatten(0, (self.size, -1)).flatten(1, 2)
+
     def summed(self, t: Tensor) -> Tensor:
         """(R, ...) as (B, ...), added up."""
         order, _, n = self.places

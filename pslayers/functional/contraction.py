@@ -248,11 +248,8 @@ class Contracted(Factor):
         return self._of(self.gy[index], self.x[index])
 
     def regrouped(self, owners: Owners) -> Factor:
-        def padded(owners: Owners) -> Factor:
-            sides = (owners.padded(side).unflatten(0, (owners.size, -1)) for side in (self.gy, self.x))
-            return self._of(*(side.flatten(1, 2) for side in sides))
-
-        return by_size(owners, self.shape, padded)
+        sides = self.gy, self.x
+        return by_size(owners, self.shape, lambda some: self._of(*map(some.end_to_end, sides)))
 
     def to(self, dtype: torch.dtype) -> Factor:
         return self._of(self.gy.to(dtype), self.x.to(dtype))

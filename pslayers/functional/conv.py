@@ -323,8 +323,8 @@ class Patches(Factor):
         return self._of(x.flatten(0, 1), gy.flatten(0, 1), len(x))
 
     def regrouped(self, owners: Owners) -> Factor:
-        def padded(owners: Owners) -> Factor:
-            return self._of(owners.padded(self.x), owners.padded(self.gy), owners.size)
+        def padded(some: Owners) -> Factor:
+            return self._of(some.padded(self.x), some.padded(self.gy), some.size)
 
         return by_size(owners, self.shape, padded)
 

@@ -91,11 +91,8 @@ class Outer(Factor):
         return self._of(gy[index], x[index])
 
     def regrouped(self, owners: Owners) -> Factor:
-        def padded(owners: Owners) -> Factor:
-            sides = (owners.padded(side).unflatten(0, (owners.size, -1)) for side in self.batch())
-            return self._of(*(side.flatten(1, 2) for side in sides))
-
-        return by_size(owners, self.shape, padded)
+        sides = self.batch()
+        return by_size(owners, self.shape, lambda some: self._of(*map(some.end_to_end, sides)))
 
     def to(self, dtype: torch.dtype) -> Factor:
         gy, x = self.batch()
