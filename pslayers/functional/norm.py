@@ -26,11 +26,7 @@ def layer_norm(
     Raises:
         ValueError: the shapes do not fit.
     """
-    shape = tuple(normalized_shape)
-    _check_shape("layer_norm", x, shape)
-    if x.ndim != len(shape) + 1 and in_ragged():
-        return by_position(lambda x: layer_norm(x, shape, weight, bias, eps), x, len(shape))
-    return affine(_LayerNorm(shape, eps), "layer_norm", in_float32(x), weight, bias, len(shape))
+    return _over_last(_LayerNorm(tuple(normalized_shape), eps), "layer_norm", x, weight, bias)
 
 
 def rms_norm(
@@ -45,11 +41,7 @@ def rms_norm(
     Raises:
         ValueError: the shapes do not fit.
     """
-    shape = tuple(normalized_shape)
-    _check_shape("rms_norm", x, shape)
-    if x.ndim != len(shape) + 1 and in_ragged():
-        return by_position(lambda x: rms_norm(x, shape, weight, eps), x, len(shape))
-    return affine(_RMSNorm(shape, eps), "rms_norm", in_float32(x), weight, None, len(shape))
+    return _over_last(_RMSNorm(tuple(normalized_shape), eps), "rms_norm", x, weight, None)
 
 
 def group_norm(
@@ -89,11 +81,16 @@ def instance_norm(x: Tensor, weight: Weight = None, bias: Weight = None, eps: fl
     return group_norm(x, x.shape[1], weight, bias, eps).to(x.dtype)  # autocast leaves this one in x's dtype
 
 
-def _check_shape(op: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    if x.shape[max(x.ndim - len(shape), 0) :] != shape:
+def _over_last(kernel: "_LayerNorm | _RMSNorm", op: str, x: Tensor, weight: Weight, bias: Weight) -> Tensor:
+    """The result of a kernel that normalises over the last dims."""
+    ndim = len(kernel.shape)
+    if x.shape[max(x.ndim - ndim, 0) :] != kernel.shape:
         raise ValueError(
-            f"ps.functional.{op} got an input of shape {tuple(x.shape)}; expected (N, ..., {shape})."
+            f"ps.functional.{op} got an input of shape {tuple(x.shape)}; expected (N, ..., {kernel.shape})."
         )
+    if x.ndim != ndim + 1 and in_ragged():
+        return by_position(lambda x: _over_last(kernel, op, x, weight, bias), x, ndim)
+    return affine(kernel, op, in_float32(x), weight, bias, ndim)
 
 
 @dataclass(frozen=True)
