@@ -48,11 +48,6 @@ def embedding_bag(
             f"ps.functional.embedding_bag got padding_idx={padding_idx} for a table of {entries} entries."
         )
     starts = ids if offsets is None else offsets[:-1] if include_last_offset else offsets
-    check_rows(
-        "embedding_bag",
-        starts,
-        weight if w is None and isinstance(weight, Tensor) else w.rows if w is not None else None,
-    )
     flat, factors = ids.reshape(-1), None if per_sample_weights is None else per_sample_weights.reshape(-1)
     bag = None if offsets is None and padding_idx is None else bag_of_each(ids, starts)
     if bag is not None and padding_idx is not None:
@@ -61,9 +56,11 @@ def embedding_bag(
     bags = _Bags(flat, len(starts), mode, bag)
     if w is None:
         assert isinstance(weight, Tensor)
+        check_rows("embedding_bag", starts, weight)
         if len(flat) and (int(flat.min()) < 0 or int(flat.max()) >= entries):
             raise IndexError(f"ps.functional.embedding_bag got an id outside of 0..{entries - 1}.")
         return bags.reduced(weight, factors, None)
+    check_rows("embedding_bag", starts, w.rows)
     return _EmbeddingBag.apply(w.weight, w.rows, factors, bags, w)
 
 
@@ -331,8 +328,7 @@ class _EmbeddingBag(Op):
         if torch.is_grad_enabled():
 
             def composite(weight: Tensor, rows: Tensor | None, factors: Tensor | None) -> Tensor:
-                table = w.rebind(weight, rows).tensor(1 if rows is None else w.shape[0])
-                return bags.reduced(table, factors, chosen)
+                return bags.reduced(w.rebind(weight, rows).tensor(w.shape[0]), factors, chosen)
 
             return *composite_backward(composite, (weight, w.rows, factors), (gy,)), None, None
         need_weight, need_rows, need_factors, *_ = needed_grads(ctx, w)

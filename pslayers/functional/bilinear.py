@@ -78,8 +78,7 @@ class _Bilinear(Op):
         if torch.is_grad_enabled():
 
             def composite(x1: Tensor, x2: Tensor, *handles: Tensor) -> Tensor:
-                size = next((e.shape[0] for e in (w, b) if e is not None and e.rows is not None), len(x1))
-                weights = w.rebind(*handles[:2]).tensor(size).flatten(2)  # still of stride 0
+                weights = w.rebind(*handles[:2]).tensor(w.shape[0]).flatten(2)  # still of stride 0
                 return linear(_products(x1, x2), weights, b.rebind(*handles[2:]) if b is not None else None)
 
             return *composite_backward(composite, saved, (gy,)), None, None

@@ -111,8 +111,7 @@ class _Einsum(Op):
         if torch.is_grad_enabled():
 
             def composite(x: Tensor, *handles: Tensor) -> Tensor:
-                size = len(x) if rows is None or w.use is not None else len(rows)
-                return _composite(x, w.rebind(*handles).tensor(size), terms)
+                return _composite(x, w.rebind(*handles).tensor(w.shape[0]), terms)
 
             return *composite_backward(composite, (x, weight, rows), grads), None, None
         need_x, need_weight, need_rows, *_ = needed_grads(ctx, w)
