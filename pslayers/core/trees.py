@@ -101,14 +101,9 @@ def _traced_tensors(value: Any) -> list[Any]:
     """The same by what torch.compile can trace: tuples, lists and dicts are opened."""
     if isinstance(value, Tensor):
         return [value]
-    items = (
-        list(value.values())
-        if isinstance(value, dict)
-        else list(value)
-        if isinstance(value, (tuple, list))
-        else []
-    )
-    return [t for item in items for t in _traced_tensors(item)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for item in value for t in _traced_tensors(item)] if isinstance(value, (tuple, list)) else []
 
 
 def structure(value: Any, batch: int = 0, seen: set[int] | None = None) -> Any:
