@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
+from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
 from ..core.factors import Dense
 from ..core.products import of_dtype
-from .common import check_rows, owned
+from .common import check_rows, for_rows, owned
 
 Weight = Tensor | Expansion | None
 
@@ -62,12 +62,9 @@ def affine(kernel: Kernel, op: str, x: Tensor, weight: Weight, bias: Weight, ndi
     w = None if weight is None else as_expansion(weight, ndim)
     b = None if bias is None else as_expansion(bias, ndim)
     if (w is None and weight is not None) or (b is None and bias is not None):
-        size = next(len(t) for t in (weight, bias) if isinstance(t, Tensor) and t.ndim > ndim)
-        each = [None if t is None else per_sample(t, ndim, size) for t in (weight, bias)]
-        check_rows(op, x, each[0] if each[0] is not None else each[1])
-        return kernel.composite(
-            x, *(None if t is None else t.repeat_interleave(len(x) // max(size, 1), 0) for t in each)
-        )
+        check_rows(op, x, next(t for t in (weight, bias) if isinstance(t, Tensor) and t.ndim > ndim))
+        each = (None if t is None else for_rows(t, ndim, len(x)) for t in (weight, bias))
+        return kernel.composite(x, *each)
     of_w = (None, None) if w is None else (w.weight, w.rows)
     of_b = (None, None) if b is None else (b.weight, b.rows)
     check_rows(op, x, of_w[1])
