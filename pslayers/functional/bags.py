@@ -175,7 +175,7 @@ class Bagged(Factor):
 
     Args:
         bags: what was looked up.
-        gy: gradient of the result.
+        gy: gradient of the result; where a bag is empty, that of its maximum is zero.
         factors: of what is summed (M,), or None.
         chosen: of the maximum, which entry it is (N, D).
         shape: (B, V, D).
@@ -216,7 +216,6 @@ class Bagged(Factor):
             tables.index_add_(0, index, bags.by_entry(gy, self.factors))
         elif bags.count:
             first = self._tables(torch.arange(bags.count, device=gy.device), out.shape)
-            gy = gy.masked_fill((bags.sizes == 0).unsqueeze(1), 0)
             tables.scatter_add_(0, first.unsqueeze(1) + self.chosen, gy)
 
     # ------------------------------------------------------------------------------- without the dense rows
@@ -227,7 +226,6 @@ class Bagged(Factor):
         k = max(bags.count // max(size, 1), 1)
         if bags.mode != "max":
             return Gather(bags.ids, bags.by_entry(gy, self.factors), self.shape, samples=bags.bag // k)
-        gy = gy.masked_fill((bags.sizes == 0).unsqueeze(1), 0)
         dims, rows = torch.arange(width, device=gy.device), torch.arange(bags.count, device=gy.device)
         values, shape = (self.chosen * width + dims).reshape(-1), torch.Size((size, entries * width, 1))
         return Gather(values, gy.reshape(-1, 1), shape, samples=(rows // k).repeat_interleave(width))
@@ -249,7 +247,7 @@ class Bagged(Factor):
     def regrouped(self, owners: Owners) -> Factor:
         if self.bags.mode != "max":
             return self.gathered.regrouped(owners)
-        (_, entries, width), kept = self.shape, (owners.ids >= 0) & (self.bags.sizes > 0)
+        (_, entries, width), kept = self.shape, owners.ids >= 0
         out = self.gy.new_zeros(owners.size * entries, width)
         places = owners.ids[kept].unsqueeze(1) * entries + self.chosen[kept]
         shape = torch.Size((owners.size, entries, width))
@@ -332,8 +330,9 @@ class _EmbeddingBag(Op):
 
             return *composite_backward(composite, (weight, w.rows, factors), (gy,)), None, None
         need_weight, need_rows, need_factors, *_ = needed_grads(ctx, w)
-        gy = gy.to(weight.dtype)
-        g_factors = None
+        gy, g_factors = gy.to(weight.dtype), None
+        if bags.mode == "max":  # an empty bag has no maximum
+            gy = gy.masked_fill((bags.sizes == 0).unsqueeze(1), 0)
         g_weight, g_rows = w.take(Bagged(bags, gy, factors, chosen, w.shape), need_weight, need_rows)
         if need_factors:
             g_factors = (gy[bags.bag] * weight[bags.ids]).sum(1).to(factors.dtype)
