@@ -116,8 +116,7 @@ class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.Multi
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         given = self._each(self._rows_first, query, key, value)
-        undo = self._arranged(given[0], batch.size)[1]
-        q, k, v = self._each(lambda t: self._arranged(t, batch.size)[0], *given)
+        (q, undo), (k, _), (v, _) = self._each(lambda t: self._arranged(t, batch.size), *given)
         n = len(q)
         q, k, v = self._project(q, k, v)
         # the order of rows matters to the weights alone; masks and dropout's random numbers are the caller's
@@ -240,9 +239,9 @@ class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.Multi
 
     # ------------------------------------------------------------------ rows
     @staticmethod
-    def _each(fn: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
+    def _each(fn: Callable[[Tensor], Any], *tensors: Tensor) -> list[Any]:
         """`fn` of each; those that are the same stay so."""
-        done: list[Tensor] = []
+        done: list[Any] = []
         # not by id, for which torch.compile would make code for these very tensors alone
         for i, t in enumerate(tensors):
             first = next(j for j in range(i + 1) if tensors[j] is t)
