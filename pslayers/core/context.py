@@ -376,20 +376,12 @@ def batch_size(size: int) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def by_samples(rows: Tensor | None = None) -> Iterator[None]:
+def by_samples(rows: Tensor | None = None) -> AbstractContextManager[None]:
     """Inside the block the rows of ops are the samples', in order, in a ragged batch too; those of `rows`,
     whatever their shape is.
     """
-    if (batch := local.batch) is None:
-        yield
-        return
-    before = batch.ragged, batch.in_order
-    batch.ragged, batch.in_order = None, rows
-    try:
-        yield
-    finally:
-        batch.ragged, batch.in_order = before
+    batch = local.batch
+    return nullcontext() if batch is None else torch_api.changed(batch, ragged=None, in_order=rows)
 
 
 def by_original_layers(applies: bool = True) -> AbstractContextManager[None]:
