@@ -272,12 +272,6 @@ class Recorder:
         except RuntimeError:  # ps.per_sample_grads does
             return False
 
-    def receive(self, leaf: Tensor) -> None:
-        """Hook on the rows leaf: take the gradient over, without a copy, and put it on the parameter."""
-        rows, leaf.grad = leaf.grad, None
-        if rows is not None:
-            self.store(rows)
-
     def store(self, rows: Tensor, entries: Tensor | None = None) -> None:
         """Hand the gradient of the expansion to the sink; all rows but `entries` of the tables are zero."""
         before = self.pass_id
@@ -371,11 +365,12 @@ class _WeakHook:
 
 
 class _Receipt(_WeakHook):
-    """`Recorder.receive` as a hook."""
+    """A hook on the rows leaf: the gradient is taken over, without a copy, and put on the parameter."""
 
     def __call__(self, leaf: Tensor) -> None:
-        if (owner := self.owner()) is not None:
-            owner.receive(leaf)
+        rows, leaf.grad = leaf.grad, None
+        if rows is not None and (owner := self.owner()) is not None:
+            owner.store(rows)
 
 
 class _Arrival(_WeakHook):
