@@ -1,5 +1,6 @@
 """PSLSTM, PSGRU, PSRNN, and what they share."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -7,11 +8,18 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED, owners_of_packed
 from ..core.context import in_ragged, local
-from ..core.expansion import Expansion
 from ..functional import rnn as PF
 from ..modules.base import OwnBatchDim
 
 __all__ = ["PSGRU", "PSLSTM", "PSRNN"]
+
+_OPS: dict[str, Callable[..., tuple[Tensor, ...]]] = {  # by torch's names of the kinds
+    "LSTM": PF.lstm,
+    "GRU": PF.gru,
+    "RNN_TANH": PF.rnn_tanh,
+    "RNN_RELU": PF.rnn_relu,
+}
+_OPTIONS = "bias", "num_layers", "dropout", "training", "bidirectional"
 
 
 class _Samples(NamedTuple):
@@ -42,7 +50,7 @@ def _samples_of(packed: PackedSequence) -> _Samples | None:
 
 
 class PSRecurrent(OwnBatchDim, nn.RNNBase, fused=True):
-    """A recurrent layer; a subclass says which op runs it, and what its state is where that is not just h."""
+    """A recurrent layer; torch's name of its kind says which op runs it."""
 
     event_dims = 2
     _count = 1  # parts of a state
@@ -90,18 +98,19 @@ class PSRecurrent(OwnBatchDim, nn.RNNBase, fused=True):
             return y.squeeze(1), PF.as_state([h.squeeze(1) for h in final])
         return y.movedim(1, self._batch_dim), PF.as_state(final)
 
-    # ------------------------------------------------------------------ what a subclass says
     def _op(self, x: Tensor, hx: Any, **packing: Any) -> tuple[Tensor, ...]:
         """(output, *final state), from x (T, N, I) or packed."""
-        raise NotImplementedError
-
-    def _sizes(self, x: Tensor, batch_sizes: Tensor | None) -> tuple[tuple[int, int, int], ...]:
-        return (self.get_expected_hidden_size(x, batch_sizes),)
+        found = (self.expansion(name) for name in self._flat_weights_names)
+        weights = [w for w in found if w is not None]
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        return _OPS[self.mode](x, hx, weights, **options, **packing)
 
     # ------------------------------------------------------------------ rows
     def _initial(self, given: tuple[Tensor, ...], x: Tensor, batch_sizes: Tensor | None) -> Any:
         """The initial state, checked as torch does: zeros if none is given; one row is shared by all."""
-        sizes = self._sizes(x, batch_sizes)
+        sizes = [self.get_expected_hidden_size(x, batch_sizes)]
+        if isinstance(self, nn.LSTM):
+            sizes.append(self.get_expected_cell_size(x, batch_sizes))
         if given:
             states = [
                 s.expand(-1, n, -1) if s.ndim == 3 and s.shape[1] == 1 else s
@@ -174,16 +183,6 @@ class PSRecurrent(OwnBatchDim, nn.RNNBase, fused=True):
             )
         return None
 
-    def _weights(self) -> list[Tensor | Expansion]:
-        found = (self.expansion(name) for name in self._flat_weights_names)
-        return [w for w in found if w is not None]
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            name: getattr(self, name)
-            for name in ("bias", "num_layers", "dropout", "training", "bidirectional")
-        }
-
 
 class PSLSTM(PSRecurrent, nn.LSTM, replaces=nn.LSTM):
     """nn.LSTM in full, with per-sample weights: ``gates[t, n] = w_ih[n] @ x[t, n] + b_ih[n] + w_hh[n] @ h[t -
@@ -212,12 +211,6 @@ class PSLSTM(PSRecurrent, nn.LSTM, replaces=nn.LSTM):
 
     _count = 2
 
-    def _op(self, x: Tensor, hx: Any, **packing: Any) -> tuple[Tensor, ...]:
-        return PF.lstm(x, hx, self._weights(), **self._options(), **packing)
-
-    def _sizes(self, x: Tensor, batch_sizes: Tensor | None) -> tuple[tuple[int, int, int], ...]:
-        return self.get_expected_hidden_size(x, batch_sizes), self.get_expected_cell_size(x, batch_sizes)
-
 
 class PSGRU(PSRecurrent, nn.GRU, replaces=nn.GRU):
     """nn.GRU in full, with per-sample weights; inputs, rows and errors as in `PSLSTM`.
@@ -239,9 +232,6 @@ class PSGRU(PSRecurrent, nn.GRU, replaces=nn.GRU):
         torch.Size([5, 6, 2])
     """
 
-    def _op(self, x: Tensor, hx: Any, **packing: Any) -> tuple[Tensor, ...]:
-        return PF.gru(x, hx, self._weights(), **self._options(), **packing)
-
 
 class PSRNN(PSRecurrent, nn.RNN, replaces=nn.RNN):
     """nn.RNN in full, tanh or relu, with per-sample weights; inputs, rows and errors as in `PSLSTM`.
@@ -260,7 +250,3 @@ class PSRNN(PSRecurrent, nn.RNN, replaces=nn.RNN):
         >>> layer.weight_ih_l0.grad_sample.shape
         torch.Size([5, 2, 3])
     """
-
-    def _op(self, x: Tensor, hx: Any, **packing: Any) -> tuple[Tensor, ...]:
-        op = PF.rnn_tanh if self.mode == "RNN_TANH" else PF.rnn_relu
-        return op(x, hx, self._weights(), **self._options(), **packing)
