@@ -133,9 +133,7 @@ class Expansion:
         self.weight, self.rows, self.scale, self.recorder = weight, rows, scale, recorder
         self.joined = False  # an ordinary tensor stands for it, which several ops may take
         self.use: Any = None  # by the rows of a ragged batch (`ragged.Use`)
-        self.names: frozenset[str] | None = (
-            None  # of the parameters that it was made of, where it is no one's
-        )
+        self.names: frozenset[str] | None = None  # of the parameters it was made of, where it is no one's
 
     def rebind(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
         """The same expansion over the tensors that a backward with a graph has unpacked: a further use of the

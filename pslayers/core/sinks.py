@@ -106,12 +106,8 @@ class DenseRows(Sink):
         On CPUs it is allocated now, but for rows that are kept beside others: in the backward pass it would
         lie where the next forward pass wants its activations again.
         """
-        memory = self.memory
-        if memory is not None and (memory.shape, memory.dtype, memory.device) == (
-            leaf.shape,
-            leaf.dtype,
-            leaf.device,
-        ):
+        memory, form = self.memory, (leaf.shape, leaf.dtype, leaf.device)
+        if memory is not None and (memory.shape, memory.dtype, memory.device) == form:
             self.leaf = leaf
         elif recorder.settings.accumulation == "replace" and leaf.device.type == "cpu":
             memory = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")

@@ -188,9 +188,8 @@ def padded(
     if mode == "zeros" and all(before == after for before, after in sides):
         return x, Geometry(stride, tuple(before for before, _ in sides), dilation, groups)
     pads = [p for pair in reversed(sides) for p in pair]
-    return F.pad(x, pads, "constant" if mode == "zeros" else mode), Geometry(
-        stride, (0,) * n, dilation, groups
-    )
+    x = F.pad(x, pads, "constant" if mode == "zeros" else mode)
+    return x, Geometry(stride, (0,) * n, dilation, groups)
 
 
 # ---------------------------------------------------------------------- truly different weights

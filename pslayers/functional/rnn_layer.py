@@ -221,14 +221,5 @@ def _pass(
     before = torch.cat([after[1:], h0[d : d + 1]] if d else [h0[d : d + 1], after[:-1]])
     if d and steps.padding is not None:
         before[steps.outermost(last=True)] = h0[d]
-    return Pass(
-        steps,
-        d == 1,
-        x,
-        before,
-        after,
-        tuple(s[d] for s in rest),
-        weights,
-        gh,
-        tuple(g[d].clone() for g in g_rest),
-    )
+    states, g_states = tuple(s[d] for s in rest), tuple(g[d].clone() for g in g_rest)
+    return Pass(steps, d == 1, x, before, after, states, weights, gh, g_states)

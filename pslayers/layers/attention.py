@@ -191,21 +191,9 @@ class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.Multi
         them.
         """
         (n, length, _), (_, source, _) = self._rows_first(query).shape, self._rows_first(key).shape
-        padding = torch_api.canonical_mask(
-            mask=padding,
-            mask_name="key_padding_mask",
-            other_type=torch_api.none_or_dtype(mask),
-            other_name="attn_mask",
-            target_type=query.dtype,
-        )
-        mask = torch_api.canonical_mask(
-            mask=mask,
-            mask_name="attn_mask",
-            other_type=None,
-            other_name="",
-            target_type=query.dtype,
-            check_other=False,
-        )
+        canonical, dtype = torch_api.canonical_mask, query.dtype
+        padding = canonical(padding, "key_padding_mask", torch_api.none_or_dtype(mask), "attn_mask", dtype)
+        mask = canonical(mask, "attn_mask", None, "", dtype, check_other=False)
         masks = []
         if mask is not None:
             if mask.shape not in ((length, source), (n * self.num_heads, length, source)):

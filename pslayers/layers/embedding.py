@@ -90,12 +90,10 @@ class PSEmbedding(PSTable, nn.Embedding, replaces=nn.Embedding, fused=True):
         """Of a part of a model that is called by itself: an error where it is given positions or classes, as
         they are counted, not one of each sample's, though as many there may be.
         """
-        state, counted = self._ps_state(), ids.ndim == 1 and not torch_api.capturing()
-        if (
-            state.prefix
-            and counted
-            and torch.equal(ids, torch.arange(len(ids), device=ids.device).to(ids.dtype))
-        ):
+        state = self._ps_state()
+        if not state.prefix or ids.ndim != 1 or torch_api.capturing():
+            return
+        if torch.equal(ids, torch.arange(len(ids), device=ids.device).to(ids.dtype)):
             raise ValueError(
                 f"`{state.path}` ({type(self).__name__}) was called past the model's forward with the"
                 f" numbers 0 to {len(ids) - 1}, each of which would be a sample's: positions or classes are"
@@ -154,15 +152,10 @@ class PSEmbeddingBag(PSTable, nn.EmbeddingBag, replaces=nn.EmbeddingBag, fused=T
             return (ids, None, factors), {}, len(ids), undo
         bags = len(offsets) - int(self.include_last_offset)
         if bags == 1:
-            offsets = torch.arange(
-                size + self.include_last_offset, device=ids.device, dtype=offsets.dtype
-            ) * len(ids)
-            return (
-                (ids.repeat(size), offsets, None if factors is None else factors.repeat(size)),
-                {},
-                size,
-                None,
-            )
+            count = size + int(self.include_last_offset)
+            offsets = torch.arange(count, device=ids.device, dtype=offsets.dtype) * len(ids)
+            factors = None if factors is None else factors.repeat(size)
+            return (ids.repeat(size), offsets, factors), {}, size, None
         like = self.weight.new_empty(bags, 1)
         if self.layout(like, size) not in (("dim", 0), BATCH_MAJOR):
             self._attributable(MIXED, like, 1, size)

@@ -148,10 +148,8 @@ class PSRecurrent(OwnBatchDim, nn.RNNBase, fused=True):
             owned.append((out.data, 0, owners_of_packed(out)))
         elif out.ndim == 3:
             owned.append((out, self._batch_dim, None))
-        alone = (
-            batch is not None and states[0].ndim == 3 and states[0].shape[1] == batch.size
-        )  # else k rows a sample, in some order
-        return owned if alone else []
+        alone = batch is not None and states[0].ndim == 3 and states[0].shape[1] == batch.size
+        return owned if alone else []  # else k rows a sample, in some order
 
     def _rows_first(self, x: Tensor | PackedSequence) -> Tensor:
         """(N, T, I), in the samples' order; one row for an input without a batch dim."""
