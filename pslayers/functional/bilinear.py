@@ -36,11 +36,9 @@ def bilinear(
             f" {weights.shape[-1]})."
         )
     if w is None or (bias is not None and b is None) or x1.is_complex():
-        size, *_ = (
-            *(len(t) for t, nd in ((weight, 3), (bias, 1)) if isinstance(t, Tensor) and t.ndim > nd),
-            len(x1),
-        )
-        return linear(_products(x1, x2), per_sample(weight, 3, size).flatten(2), bias)
+        sizes = [len(t) for t, nd in ((weight, 3), (bias, 1)) if isinstance(t, Tensor) and t.ndim > nd]
+        weights = per_sample(weight, 3, sizes[0] if sizes else len(x1))
+        return linear(_products(x1, x2), weights.flatten(2), bias)
     if x1.ndim > 2 and in_ragged():
         flat1, flat2 = (x.reshape(-1, x.shape[-1]) for x in (x1, x2))
         return bilinear(flat1, flat2, weight, bias).unflatten(0, x1.shape[:-1])

@@ -361,17 +361,16 @@ class Patches(Factor):
         found, lost = norms_of_products(gy.transpose(1, 2) @ gy, of_x)
         return self.anew(found.view(size, groups).sum(1), lost.view(size, groups).any(1))
 
+    def _norms_of_patches(self) -> Tensor:
+        """By linear maps of these, or dense rows."""
+        maps = self._outer()
+        return super().sq_norms() if maps is None else maps.sq_norms().view(self.shape[0], -1).sum(1)
+
     def sq_norms(self) -> Tensor:
         """By the products of positions with each other, where these are few."""
         values = 0 if torch_api.capturing() else self._by_values()
-        found = [
-            part._norms_of_products()
-            if values
-            else Factor.sq_norms(part)
-            if (maps := part._outer()) is None
-            else maps.sq_norms().view(part.shape[0], -1).sum(1)
-            for part in self._parts(values)
-        ]
+        parts = self._parts(values)
+        found = [part._norms_of_products() if values else part._norms_of_patches() for part in parts]
         return torch.cat(found) if found else self.gy.new_zeros(0)
 
     def _parts(self, values: int) -> Iterator["Patches"]:

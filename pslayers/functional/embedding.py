@@ -58,16 +58,12 @@ def _flat(ids: Tensor, size: int, entries: int) -> Tensor:
 
 def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     size, entries, width = weight.shape
-    if (
-        not torch.compiler.is_compiling()
-        and ids.numel()
-        and (int(ids.min()) < 0 or int(ids.max()) >= entries)
-    ):
-        raise IndexError(f"ps.functional.embedding got an id outside of 0..{entries - 1}.")
     flat = _flat(ids, size, entries)
     # values cannot be looked at: what is out of range must not find another sample's entry
     if torch.compiler.is_compiling():
         flat = torch.where((ids < 0) | (ids >= entries), -1, flat.reshape(ids.shape)).reshape(flat.shape)
+    elif ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= entries):
+        raise IndexError(f"ps.functional.embedding got an id outside of 0..{entries - 1}.")
     found = F.embedding(flat, weight.reshape(size * entries, width)).reshape(*ids.shape, width)
     if padding_idx is None:
         return found

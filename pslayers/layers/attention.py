@@ -106,11 +106,9 @@ class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.Multi
         batch = local.batch
         assert batch is not None
         causal = is_causal and attn_mask is not None and key_padding_mask is None and not need_weights
-        masks = (
-            self._masks(query, key, key_padding_mask, None if causal else attn_mask)
-            if self._fit(query, key, value)
-            else None
-        )
+        masks = None
+        if self._fit(query, key, value):
+            masks = self._masks(query, key, key_padding_mask, None if causal else attn_mask)
         if masks is None or (is_causal and attn_mask is None):
             return super().forward(  # torch's own error
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -144,18 +142,13 @@ class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.Multi
         return out.movedim(0, self._batch_dim), weights
 
     def _project(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(N, L, E), (N, S, K), (N, S, V) -> (N, L, E), (N, S', E) twice: a step more where there is a bias
-        of keys and values.
-        """
-        names = (
-            ("in_proj_weight",)
-            if self._qkv_same_embed_dim
-            else ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        )
-        weights = [self._ps_weight(name) for name in names]
-        q, k, v = PF.in_projection(
-            q, k, v, weights[0] if len(weights) == 1 else weights, self.expansion("in_proj_bias")
-        )
+        """(N, L, E), (N, S, K), (N, S, V) -> (N, L, E), (N, S', E) twice: with a bias of both, S' = S + 1."""
+        weight: Any
+        if self._qkv_same_embed_dim:
+            weight = self._ps_weight("in_proj_weight")
+        else:
+            weight = [self._ps_weight(name) for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+        q, k, v = PF.in_projection(q, k, v, weight, self.expansion("in_proj_bias"))
         if self.bias_k is not None:
             k, v = (
                 torch.cat([t, for_rows(self._ps_weight(name), 3, len(t)).squeeze(1)], 1)
