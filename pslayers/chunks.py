@@ -75,7 +75,7 @@ class Chunks:
         if size is None:
             sizes = model._ps_sizes(args, kwargs)
             with model._ps_state().settings.turns.writing():  # it may run the model, to find out
-                size = model._ps_size(model._ps_run, args, kwargs, sizes, look=True)
+                size = model._ps_size(args, kwargs, sizes, look=True)
         if size is None:
             raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
         self.model, self.made = model, made

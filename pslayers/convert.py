@@ -198,7 +198,7 @@ def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             elif (size := model._ps_batch_size(args, kwargs)) is not None and size > 1:
                 with changed(form=model._ps_form(args, kwargs)):
                     kind = model._ps_kind(model._ps_sizes(args, kwargs), size)
-                    ModelCall(model, model._ps_run, args, kwargs, size, kind).learn()
+                    ModelCall(model, args, kwargs, size, kind).learn()
         except ValueError as error:
             raise ConversionError(
                 f"{type(model).__name__} cannot be converted, and has not been changed: {error}"

@@ -170,6 +170,7 @@ class Converted(_Mixin):
 
     _ps: State | None = None
     _ps_layer: ClassVar[bool] = False  # a layer, not a container of layers
+    _ps_run: Callable[..., Any]  # a call inside a batch
 
     def _ps_state(self) -> State:
         if self._ps is None:
@@ -372,7 +373,7 @@ class Converted(_Mixin):
         elif local.explicit is not None:
             size = local.explicit
         else:
-            size = self._ps_size(run, args, kwargs, sizes, look=trackable and recorded)
+            size = self._ps_size(args, kwargs, sizes, look=trackable and recorded)
         if size is None:
             if recorded and any(isinstance(v, torch.fx.Proxy) for v in (*args, *kwargs.values())):
                 raise self._ps_has_no_rows_in("torch.fx", "trace")
@@ -397,7 +398,7 @@ class Converted(_Mixin):
         if recorded and size != self._ps_state().preallocated_size:
             self._ps_make_room(size)
         if kind is not None:
-            call = ModelCall(self, run, args, kwargs, size, kind)
+            call = ModelCall(self, args, kwargs, size, kind)
             if inventory is None or not unproved:
                 return call.again()
             output = call.first()
@@ -466,12 +467,7 @@ class Converted(_Mixin):
             local.batch = None
 
     def _ps_size(
-        self,
-        run: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        sizes: list[tuple[int, int]],
-        look: bool,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]], look: bool
     ) -> int | None:
         """How many samples an outermost call holds; None where it has no tensor."""
         if self._ps_layer:
@@ -481,7 +477,7 @@ class Converted(_Mixin):
             if lengths & {n for _, n in sizes}:  # weights that were given tell
                 return lengths.pop()
             if look and not (local.again or sharding.apart(self)):
-                self._ps_look_for_batch(run, args, kwargs, sizes)
+                self._ps_look_for_batch(args, kwargs, sizes)
         return self._ps_told(sizes, args, kwargs) if sizes else None
 
     def _ps_kind(self, sizes: list[tuple[int, int]], size: int) -> Kind:
@@ -530,7 +526,7 @@ class Converted(_Mixin):
         return [(state, state.learned()) for state in states if state is not None]
 
     def _ps_look_for_batch(
-        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]
     ) -> None:
         """Remember which of inputs of several sizes holds the batch, as the outputs tell: of calls of this
         form.
@@ -540,7 +536,7 @@ class Converted(_Mixin):
         if len({sizes[place][1] for place in known}) == 1:
             return
         with without_gathered_rows():
-            outputs = tensors_in(run_tracked(run, self, args, kwargs)[1])
+            outputs = tensors_in(run_tracked(self._ps_run, self, args, kwargs)[1])
         shapes: list[tuple[int, ...]] = [
             t.shape[:2] for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.ndim
         ]

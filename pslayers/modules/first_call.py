@@ -76,18 +76,17 @@ _log = logging.getLogger(__name__.partition(".")[0])
 
 
 class ModelCall:
-    """A call of a converted model, `run(*args, **kwargs)`, for `size` samples, more than one."""
+    """A call of a converted model for `size` samples, more than one."""
 
     def __init__(
         self,
         model: "Converted",
-        run: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         size: int,
         kind: Kind,
     ) -> None:
-        self.model, self.run, self.args, self.kwargs = model, run, args, kwargs
+        self.model, self.run, self.args, self.kwargs = model, model._ps_run, args, kwargs
         self.size, self.kind = size, kind
         self.state = model._ps_state()
         self.settings = self.state.settings
@@ -372,7 +371,7 @@ class ModelCall:
         """
         known = self._known()
         args, kwargs = cloned((self.args, self.kwargs))
-        call = ModelCall(self.model, self.run, args, kwargs, self.size, self.kind)
+        call = ModelCall(self.model, args, kwargs, self.size, self.kind)
         with self._beside(call), torch_api.without_saved_tensors_hooks(), torch_api.uncompiled(self.model):
             call.learn() if self._taught() else call.first()
         self._note_nodes(nodes)
@@ -482,7 +481,7 @@ class ModelCall:
             return None
         if self.model._ps_kind(self.model._ps_sizes(*found), FEW) != self.kind:
             return None
-        few = ModelCall(self.model, self.run, *found, FEW, self.kind)
+        few = ModelCall(self.model, *found, FEW, self.kind)
         few.forget, few.random = self.forget, self.random
         return few
 
@@ -495,7 +494,7 @@ class ModelCall:
                 args, kwargs = in_reverse((self.args, self.kwargs), self.size, varied, self.settings)
                 with trial(self.model):
                     run_plainly(self.run, self.model, *cloned((args, kwargs)))
-                call = ModelCall(self.model, self.run, args, kwargs, self.size, self.kind)
+                call = ModelCall(self.model, args, kwargs, self.size, self.kind)
                 call.forget, call.random = self.forget, self.random
                 return call
         return None
@@ -593,7 +592,7 @@ class ModelCall:
                 if state.layouts.get(layout_key, layout) != layout:  # by which others were proved
                     self._forget_proofs()
                 state.layouts[layout_key] = layout
-            choose_how_modules_run(model, self.run, self.args, self.kwargs, tracker, batch)
+            choose_how_modules_run(model, self.args, self.kwargs, tracker, batch)
         for shape in tracker.as_many:
             warnings.warn(
                 f"`{self.state.path}` ({type(model).__name__}) takes {self.size} samples and, of shape"

@@ -2,7 +2,6 @@
 replacement by a plan of its own, or both as a part of the module that calls them.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
 def choose_how_modules_run(
     model: "Converted",
-    run: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tracker: Tracker,
@@ -37,7 +35,7 @@ def choose_how_modules_run(
     names = model._ps_given()
     first = {name: nn.Parameter(p.detach()[0]) for name, p in model.named_parameters() if name in names}
     with in_place_of(places_of(model, first, tied=True)):
-        used, recorded = parameters_used(run, model, args, kwargs)
+        used, recorded = parameters_used(model._ps_run, model, args, kwargs)
         for user, params in used.items():  # past their layers
             _escalate(modules, tracker, user, params)
     if not names:
