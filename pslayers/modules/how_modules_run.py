@@ -36,12 +36,14 @@ def choose_how_modules_run(
     first = {name: nn.Parameter(p.detach()[0]) for name, p in model.named_parameters() if name in names}
     with in_place_of(places_of(model, first, tied=True)):
         used, recorded = parameters_used(model._ps_run, model, args, kwargs)
-        for user, params in used.items():  # past their layers
-            _escalate(modules, tracker, user, params)
+        for user, params in used.items():  # past their layers: by whoever holds them all
+            holder = _holder(modules, tracker, user, params)
+            if holder is not None and not modules[holder]._ps_layer:
+                _run_whole(modules[holder])
     if not names:
         _take_gradients(tracker, recorded)
     for transformer in tracker.transformers:
-        _whole(modules, transformer, modules[transformer])
+        _run_whole(modules[transformer])
     why: ValueError | None = None
     for (key, call, _, _), x in tracker.seen.items():
         layer = cast("PSLayer", modules[key])
@@ -137,28 +139,10 @@ def _take_gradients(tracker: Tracker, recorded: Tracker) -> None:
                 kept.requires_grad_()
 
 
-def _whole(
-    modules: dict[int, "Converted"],
-    caller: int | None,
-    module: "Converted",
-    why: str = "its rows are picked by data",
-) -> None:
-    if caller is None:
-        raise ValueError(
-            f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run with parameters for each"
-            f" sample: {why}. If samples do not interact in it, write a layer for it (ps.PSLayer)."
-        )
-    state = modules[caller]._ps_state()
+def _run_whole(module: "Converted") -> None:
+    """Let a module be run with all that is below it."""
+    state = module._ps_state()
     state.per_sample_forward = state.includes_children = True
-
-
-def _escalate(modules: dict[int, "Converted"], tracker: Tracker, key: int, params: set[int]) -> None:
-    """Let the module that uses parameters of others be run whole, or the first of its callers that holds them
-    all.
-    """
-    holder = _holder(modules, tracker, key, params)
-    if holder is not None and not modules[holder]._ps_layer:
-        _whole(modules, holder, modules[holder])
 
 
 def _holder(
@@ -173,8 +157,18 @@ def _holder(
 
 
 def _whole_caller(
-    modules: dict[int, "Converted"], tracker: Tracker, call: tuple[int, int], module: "Converted", *why: str
+    modules: dict[int, "Converted"],
+    tracker: Tracker,
+    call: tuple[int, int],
+    module: "Converted",
+    why: str = "its rows are picked by data",
 ) -> None:
-    """Let what has called a module be run whole, with it."""
+    """Let what has called a module be run whole, with it; ValueError if nothing has."""
     params = {id(p) for p in module.parameters()}
-    _whole(modules, _holder(modules, tracker, tracker.callers.get(call), params), module, *why)
+    caller = _holder(modules, tracker, tracker.callers.get(call), params)
+    if caller is None:
+        raise ValueError(
+            f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run with parameters for each"
+            f" sample: {why}. If samples do not interact in it, write a layer for it (ps.PSLayer)."
+        )
+    _run_whole(modules[caller])
