@@ -25,7 +25,7 @@ from .modules.base import REGISTRY, PSLayer
 from .modules.container import PSContainer, container_class
 from .modules.converted import Converted, State
 from .modules.first_call import ModelCall
-from .modules.inventory import Inventory
+from .modules.inventory import Inventory, states
 from .modules.ragged_call import call_ragged
 from .reports import Row, original_class
 
@@ -256,8 +256,7 @@ def restore_model(model: M) -> M:
 
 
 def _check_outside(model: nn.Module, what: str) -> None:
-    found = (getattr(m, "_ps", None) for m in model.modules())
-    if any(state is not None and state.settings.sink is not None for state in found):
+    if any(state.settings.sink is not None for _, state in states(model)):
         raise RuntimeError(
             f"{what} was called inside of ps.factored, ps.clipping, ps.reweighting or ps.streaming of this"
             " model, which would see no more of its gradients: call it outside."

@@ -3,6 +3,7 @@
 The batch size is decided (`_ps_in_turn`, `_ps_size`); all that follows for a whole model, `ModelCall` does.
 """
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,11 +31,13 @@ from ..core.trees import own_parameters, tensors_in, tensors_of
 from .batch_of_one import run_alone, run_plain
 from .call_ways import Ways
 from .first_call import Kind, ModelCall
-from .inventory import Inventory
+from .inventory import Inventory, states
 from .original_classes import check_classes
 from .ragged_call import call_ragged
 
 PACKED, LISTED = -1, -2  # in the place of an input's dims: packed sequences, a list of samples
+# what tracking teaches a module's state
+LEARNED = ("layouts", "by_shape", "plans", "packed", "per_sample_forward", "includes_children")
 ASIDE = 8  # sets of trained parameters of which it is remembered what was proved, beside the last one
 
 Mode = tuple[bool, str]  # training, and how switches are set
@@ -139,21 +142,13 @@ class State:
         self.layouts, self.plans = {**layouts, **self.layouts}, {**plans, **self.plans}  # type: ignore[dict-item]
         self.packed |= {(training, *of) for mode, *of in self.packed if mode != training}  # type: ignore[misc]
 
-    def learned(self) -> tuple[Any, ...]:
+    def learned(self) -> dict[str, Any]:
         """What tracking has taught so far."""
-        return (
-            dict(self.layouts),
-            dict(self.by_shape),
-            dict(self.plans),
-            set(self.packed),
-            self.per_sample_forward,
-            self.includes_children,
-        )
+        return {name: copy.copy(getattr(self, name)) for name in LEARNED}
 
-    def forget(self, learned: tuple[Any, ...]) -> None:
+    def forget(self, learned: dict[str, Any]) -> None:
         """What it has taught since it had taught this."""
-        self.layouts, self.by_shape, self.plans, self.packed, *how = learned
-        self.per_sample_forward, self.includes_children = how
+        vars(self).update(learned)
 
 
 adopt: Callable[[Any], None] | None = None  # converts what is new in a model; `convert` sets it
@@ -522,8 +517,7 @@ class Converted(_Mixin):
 
     def _ps_learned(self) -> list[tuple[State, Any]]:
         """What each module below knows so far, which its state can `forget` all else for."""
-        states = (getattr(m, "_ps", None) for m in self.modules())
-        return [(state, state.learned()) for state in states if state is not None]
+        return [(state, state.learned()) for _, state in states(self)]  # type: ignore[arg-type]
 
     def _ps_look_for_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]

@@ -47,6 +47,7 @@ from ..parameters.standing import held_by
 from .batch_of_one import run_plain
 from .call_ways import Ways
 from .how_modules_run import choose_how_modules_run
+from .inventory import states
 from .original_classes import check_classes
 from .other_samples import first_samples, in_reverse
 
@@ -113,9 +114,9 @@ class ModelCall:
         self.forget = self.model._ps_count_from_here()
         if told is not None and (output := self._undone(before)._attempt(before)) is not UNDECIDED:
             return output
-        known = self._known()
+        known = self.model._ps_learned()
         output = self._undone(before).learn()
-        if self.strayed is not None and self._known() == known:
+        if self.strayed is not None and self.model._ps_learned() == known:
             self._note_nodes(self.strayed)
         return output
 
@@ -346,7 +347,7 @@ class ModelCall:
         """
         return any(
             known.layouts or known.by_shape or any(plan.way != "direct" for plan in known.plans.values())
-            for _, known in self._states()
+            for _, known in states(self.model)
         )
 
     @contextmanager
@@ -369,17 +370,13 @@ class ModelCall:
         """Whether what a run beside this one has shown is not what the layers went by here; an error where it
         shows that samples interact.
         """
-        known = self._known()
+        known = self.model._ps_learned()
         args, kwargs = cloned((self.args, self.kwargs))
         call = ModelCall(self.model, args, kwargs, self.size, self.kind)
         with self._beside(call), torch_api.without_saved_tensors_hooks(), torch_api.uncompiled(self.model):
             call.learn() if self._taught() else call.first()
         self._note_nodes(nodes)
-        return self._known() != known
-
-    def _known(self) -> list[Any]:
-        """What was learned of the modules below."""
-        return [what for _, what in self.model._ps_learned()]
+        return self.model._ps_learned() != known
 
     def _note_nodes(self, nodes: int) -> None:
         """Note that a call with a graph of so many nodes is right: what another run of it has shown is what
@@ -516,11 +513,6 @@ class ModelCall:
             self._forget_proofs()
         return fails
 
-    def _states(self) -> list[tuple[bool, Any]]:
-        """The mode of each module below, and what it knows."""
-        found = ((m.training, getattr(m, "_ps", None)) for m in self.model.modules())
-        return [(training, state) for training, state in found if state is not None]
-
     def _known_in_the_other_mode(self) -> bool:
         """Whether a call that is like this one but for training or eval mode was proved, for which something
         had to be found out.
@@ -528,7 +520,7 @@ class ModelCall:
         other = not self.kind[0], *self.kind[1:]
         if local.explicit is not None or not any(proved[:-1] == other for proved in self.state.proved):
             return False
-        return any(state.layouts or state.plans for _, state in self._states())
+        return any(state.layouts or state.plans for _, state in states(self.model))
 
     @contextmanager
     def _kept_if_proved(self) -> Iterator[None]:
@@ -551,8 +543,8 @@ class ModelCall:
         """
         with self._kept_if_proved():
             if call is None:
-                for training, state in self._states():
-                    state.take_over(training)
+                for module, state in states(self.model):
+                    state.take_over(module.training)
             else:
                 with trial(self.model) if call is not self else nullcontext():
                     call._learn()
@@ -697,8 +689,7 @@ class ModelCall:
         if self.state.proved and self.state.unproved != frozen:
             self.model._ps_put_aside()
         self.state.proved.add((*self.kind, given))
-        states = ((id(m), getattr(m, "_ps", None)) for m in self.model.modules())
-        uneven = [module for module, state in states if state is not None and state.uneven()]
+        uneven = [id(module) for module, state in states(self.model) if state.uneven()]
         self.state.ways.setdefault(self.kind, Ways()).add(batch, uneven)
         self.state.unproved = frozen
         self.state.draws.setdefault(self.kind, set()).update(self.random.drawn())

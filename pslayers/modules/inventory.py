@@ -152,6 +152,11 @@ class Inventory:
         return {slot.path for slot in self.given_slots()}
 
 
+def states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """The converted modules of a model, itself included, that have a state, and these states."""
+    return [(m, state) for m in model.modules() if (state := getattr(m, "_ps", None)) is not None]
+
+
 def _below(module: nn.Module | None, path: list[str]) -> nn.Module | None:
     for name in path:
         module = None if module is None else module._modules.get(name)
