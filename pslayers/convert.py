@@ -101,15 +101,9 @@ def convert_model(
         for row in rows
     ]
     fresh = [p for p in model.parameters() if "grad_sample" not in p.__dict__]
-    frozen: list[nn.Parameter] = []
+    trained = [p for p in model.parameters() if p.requires_grad]
     try:
-        for row in rows:
-            if row.target is not None:
-                _swap(row, settings)
-            if on_unsupported == "freeze" and not row.recorded:
-                frozen += row.trainable
-                for param in row.trainable:
-                    param.requires_grad_(False)
+        _carry_out(rows, settings)
         for param in model.parameters():
             clear(param)
         _clear_with_optimizers()
@@ -125,12 +119,22 @@ def convert_model(
                 module.__dict__.pop(name, None)
                 if value is not None:
                     module.__dict__[name] = value
-        for param in frozen:
+        for param in trained:  # perhaps frozen since
             param.requires_grad_(True)
         for param in fresh:
             forget(param)
         raise
     return model
+
+
+def _carry_out(rows: list[Row], settings: Settings, prefix: str = "") -> None:
+    """Do what was planned with modules, whose paths in the model begin with `prefix`."""
+    for row in rows:
+        if settings.on_unsupported == "freeze" and not row.recorded:
+            for param in row.trainable:
+                param.requires_grad_(False)
+        if row.target is not None:
+            _swap(replace(row, path=f"{prefix}{row.path}".rstrip(".")), settings)
 
 
 def _swap(row: Row, settings: Settings) -> None:
@@ -169,13 +173,7 @@ def _adopt(model: Any) -> None:
     """
     state = model._ps_state()
     settings: Settings = state.settings
-    rows = _plan(model, settings.on_unsupported)
-    for row in rows:
-        if settings.on_unsupported == "freeze" and not row.recorded:
-            for param in row.trainable:
-                param.requires_grad_(False)
-        if row.target is not None:
-            _swap(replace(row, path=f"{state.prefix}{row.path}".rstrip(".")), settings)
+    _carry_out(_plan(model, settings.on_unsupported), settings, state.prefix)
     for param in model.parameters():
         if "grad_sample" not in param.__dict__:
             clear(param)
