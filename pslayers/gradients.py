@@ -338,7 +338,7 @@ def converted(model: nn.Module) -> Iterator[Converted]:
         made = Learned(model) if apart else None
         try:
             ours = wholly_converted(model)
-            if made is not None and (before := _LEARNED.get(model)) is not None and before.of_same(made):
+            if made is not None and (before := _LEARNED.get(model)) is not None and before.made == made.made:
                 before.give(model)
             yield ours
         finally:
@@ -354,18 +354,12 @@ class Learned:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        states = [(path, m, m.__dict__.get("_ps")) for path, m in model.named_modules()]
+        # equal for the same modules, converted to the same classes
         self.made = [
-            (path, type(m), None if state is None else state.per_sample_forward) for path, m, state in states
+            (path, weakref.ref(m), type(m), getattr(m.__dict__.get("_ps"), "per_sample_forward", None))
+            for path, m in model.named_modules()
         ]
-        self.modules = [weakref.ref(m) for _, m, _ in states]
         self.states: list[State | None] = []
-
-    def of_same(self, other: "Learned") -> bool:
-        """Whether both are of the same modules, converted to the same classes."""
-        return self.made == other.made and all(
-            a() is b() for a, b in zip(self.modules, other.modules, strict=True)
-        )
 
     def take(self, model: nn.Module) -> None:
         """Keep what the modules know now, but for what holds them."""
