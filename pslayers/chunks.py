@@ -32,7 +32,7 @@ class Chunks:
         targets: what else is split.
         chunk_size: samples a chunk, or None.
         memory_budget: bytes that one may take, by what `made` makes of the model's output, or None.
-        made: ``made(output, *targets)``, whose graph counts.
+        made: ``made(output, *targets)``, whose graph counts; by default the output itself.
 
     Raises:
         ValueError: the model's parameters are sharded; `chunk_size` or `memory_budget` is not positive, both
@@ -46,7 +46,7 @@ class Chunks:
         targets: tuple[Any, ...] = (),
         chunk_size: int | None = None,
         memory_budget: int | None = None,
-        made: Callable[..., Tensor] = lambda output: output,
+        made: Callable[..., Tensor] | None = None,
     ) -> None:
         for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
             if value is not None and not (isinstance(value, Real) and value >= 1 and value % 1 == 0):
@@ -78,7 +78,7 @@ class Chunks:
                 size = model._ps_size(args, kwargs, sizes, look=True)
         if size is None:
             raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
-        self.model, self.made = model, made
+        self.model, self.made = model, made or (lambda output: output)
         self.values, self.size = (args, kwargs, targets), size
         self.dim = 0 if model._ps_state().settings.batch_first else 1
         self.dims: dict[int, int | None] = {}  # {id of a tensor: the dim in which it is split}
@@ -91,7 +91,7 @@ class Chunks:
             self._find_dims()
             if memory_budget is not None:
                 with self.told(2):
-                    step = max(int(memory_budget) // _bytes_of_a_sample(model, made, self.part(0, 2)), 1)
+                    step = max(int(memory_budget) // _bytes_of_a_sample(model, self.made, self.part(0, 2)), 1)
         self.spans = [(start, min(start + step, size)) for start in range(0, max(size, 1), step)]
 
     def part(self, start: int, stop: int) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:

@@ -69,7 +69,7 @@ def per_sample_jacobians(
         (torch.Size([6, 2, 2, 3]), torch.Size([6, 2, 2]))
     """
     with converted(model) as ours:
-        chunks = Chunks(ours, inputs, (), chunk_size, memory_budget, output_fn or _as_it_is)
+        chunks = Chunks(ours, inputs, (), chunk_size, memory_budget, output_fn)
         params = trainable_parameters(ours)
         if not params:
             return {}
@@ -126,9 +126,8 @@ def jacobian_gram(
     """
     one_of("kernel", kernel, KERNELS)
     with converted(model) as ours:
-        made = output_fn or _as_it_is
-        one = Chunks(ours, inputs, chunk_size=chunk_size, made=made)
-        two = one if other is None else Chunks(ours, other, chunk_size=chunk_size, made=made)
+        one = Chunks(ours, inputs, chunk_size=chunk_size, made=output_fn)
+        two = one if other is None else Chunks(ours, other, chunk_size=chunk_size, made=output_fn)
         full, trace = kernel == "full", kernel == "trace"
         blocks: list[list[Tensor]] = []
         with ours._ps_state().settings.turns.writing(), leaving_nothing(ours):
@@ -143,10 +142,6 @@ def jacobian_gram(
                     blocks[n].append(_of_all(left, right) if full else _of_each(left, right, trace))
             whole = torch.cat([torch.cat(row, 2 if full else -1) for row in blocks], 0 if full else -2)
         return whole if full else whole.sum(0) if trace else whole.permute(1, 2, 0)
-
-
-def _as_it_is(output: Any) -> Any:
-    return output
 
 
 class Outputs:
