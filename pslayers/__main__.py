@@ -6,9 +6,10 @@ import argparse
 import importlib.metadata
 import platform
 import sys
+import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -108,16 +109,6 @@ def check(make: Callable[[], Case], device: str) -> tuple[bool, str]:
     return bool(found), str(found)
 
 
-def wrapped(words: Iterable[str]) -> str:
-    """Words in lines."""
-    lines = [" "]
-    for word in words:
-        if len(lines[-1]) + len(word) >= WIDTH:
-            lines.append(" ")
-        lines[-1] += f" {word}"
-    return "\n".join(lines)
-
-
 def show(title: str, values: dict[str, str]) -> None:
     """A title, and a line for each value."""
     width = max(map(len, values), default=0)
@@ -145,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     show("Optional packages", {name: version(name) for name in OPTIONAL})
     ours = sorted(cls.__name__ for cls, own in REGISTRY.items() if own.__name__ in layers.__all__)
     print(f"\nReplacements for {len(ours)} layers of torch.nn (other modules run with per-sample parameters)")
-    print(wrapped(ours))
+    print(textwrap.fill(" ".join(ours), WIDTH, initial_indent="  ", subsequent_indent="  "))
 
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     print("\nSelf-check, against a loop over samples in float64")
