@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .losses import combination, made_of, overlap, shapes_of, sketch
+from .losses import combination, made_of, shapes_of, sketch
 from .rows import Rows
 from .samples import Samples
 from .trials import Run, Trials, cannot, difference
@@ -193,8 +193,8 @@ class Experiments:
             own = self.alone[batch.chosen[p]].outputs
             for k, dim in enumerate(t.dims if len(t.dims) == len(outputs) == len(own) else ()):
                 if dim is not None:
-                    row, mine, compared = outputs[k].select(dim, p), own[k].select(dim, 0), True
-                    if difference(overlap(mine, row.shape), overlap(row, mine.shape)) > t.tolerance:
+                    compared = True
+                    if t.rows_differ(outputs[k], own[k], dim, p):
                         first = t.first_difference(self.samples, batch.chosen, p, self.copies)
                         return f"samples interact in the model, {first or 'as its output tells'}"
         return "samples interact in the " + (
@@ -204,6 +204,6 @@ class Experiments:
 
 def close(a: Tensor, b: Tensor, largest: float, trials: Trials) -> bool:
     """Whether a gradient is right, within its own size or the rounding of all."""
-    scale = b.abs().max().item() if b.numel() else 0.0
-    allowed = max(trials.tolerance * scale, trials.rounding * largest)
-    return not b.numel() or (a - b).abs().max().item() <= allowed
+    if not b.numel():
+        return True
+    return (a - b).abs().max().item() <= trials.allowed(b.abs().max().item(), largest)

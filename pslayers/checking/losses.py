@@ -248,20 +248,15 @@ def made_of(batch: float, losses: Tensor, factors: Tensor | None, reduction: str
             " interact"
         )
     low, high, total = factors.min().item(), factors.max().item(), factors.sum().item()
-    if high - low <= 1e-3 * abs(high) and abs(high - 1) < 1e-3:
-        return (
-            text
-            + "their sum. Convert the model for a sum, ps.convert_model(model, loss_reduction='sum'), or take"
-            " the mean over samples"
-        )
-    if high - low <= 1e-3 * abs(high) and abs(total - 1) < 1e-3:
-        return (
-            text
-            + "their mean. Convert the model for a mean, ps.convert_model(model, loss_reduction='mean'), or"
-            " take the sum over samples"
-        )
+    alike = high - low <= 1e-3 * abs(high)
+    for made, factor, other in (("sum", high, "mean"), ("mean", total, "sum")):
+        if alike and abs(factor - 1) < 1e-3:
+            return (
+                f"{text}their {made}. Convert the model for a {made}, ps.convert_model(model,"
+                f" loss_reduction='{made}'), or take the {other} over samples"
+            )
     plain = 1 / len(losses) if reduction == "mean" else 1
-    if high - low <= 1e-3 * abs(high):
+    if alike:
         return (
             text
             + f"{high / plain:.4g} times that, a factor that changes with the batch, and rows are off by it."

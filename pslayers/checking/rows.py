@@ -39,7 +39,7 @@ class Rows:
         every = max(self.largest.values(), default=0.0)
         for name, rows in self.rows.items():
             errors, largest = self.errors[name], self.largest[name]
-            allowed = max(self.trials.tolerance * largest, self.trials.rounding * every)
+            allowed = self.trials.allowed(largest, every)
             if name in self.missing:
                 found.append(unexpanded(name))
             elif rows is not None and len(rows) != size:

@@ -329,12 +329,18 @@ class Trials:
                 ("what {} is given", "what {} returns"), values, alone[path, number][1:], strict=True
             ):
                 for t, u, dim in zip(whole, own, samples_dims(whole, len(chosen), own, copies), strict=False):
-                    if dim is None:
-                        continue
-                    row, mine = t.select(dim, place), u.select(dim, 0)
-                    if difference(overlap(mine, row.shape), overlap(row, mine.shape)) > self.tolerance:
+                    if dim is not None and self.rows_differ(t, u, dim, place):
                         return "first seen in " + what.format(f"`{path or 'the model'}` ({name})")
         return ""
+
+    def rows_differ(self, whole: Tensor, own: Tensor, dim: int, place: int) -> bool:
+        """Whether a sample's row in a batch is not what it has alone, as far as both are long."""
+        row, mine = whole.select(dim, place), own.select(dim, 0)
+        return difference(overlap(mine, row.shape), overlap(row, mine.shape)) > self.tolerance
+
+    def allowed(self, size: float, largest: float) -> float:
+        """The error allowed of a gradient whose largest value is `size`, and `largest` that of all."""
+        return max(self.tolerance * size, self.rounding * largest)
 
     def _calls(self, value: Any) -> dict[tuple[str, int], tuple[str, list[Tensor], list[Tensor]]]:
         """{(path, number of the call): (class, what it was given, what it returned)} of every module, as they
