@@ -75,19 +75,17 @@ class FactoredGrad:
         for use in self._uses:
             for t, version in use.versions:
                 if t._version != version:
-                    raise self._gone(t)
+                    raise RuntimeError(
+                        f"The factored gradient of `{self.name}` is gone: a tensor of shape {tuple(t.shape)}"
+                        " that it is made of was changed in place since. Read what you need before, or"
+                        " change a copy."
+                    )
         if self._factor is None or self._joined != len(self._uses):
             parts = [use.factor for use in self._uses]
             wide = (WIDER.get(p.like().dtype) for p in parts)
             parts = [p if dtype is None else p.to(dtype) for p, dtype in zip(parts, wide, strict=True)]
             self._factor, self._joined = joined(parts, [use.scale for use in self._uses]), len(parts)
         return self._factor
-
-    def _gone(self, t: Tensor) -> RuntimeError:
-        return RuntimeError(
-            f"The factored gradient of `{self.name}` is gone: a tensor of shape {tuple(t.shape)} that it is"
-            " made of was changed in place since. Read what you need before, or change a copy."
-        )
 
     @property
     def real(self) -> Factor:

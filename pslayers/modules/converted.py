@@ -115,12 +115,7 @@ class State:
         return (*form, *(tuple(t.shape) for t in tensors_of((args, kwargs)))) if self.sized else form
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh: dict[str, Any] = {
-            "inventory": None,
-            "preallocated_size": -1,
-            "proved_in": "",
-            "aside": {},
-        }
+        fresh: dict[str, Any] = {"inventory": None, "preallocated_size": -1, "proved_in": "", "aside": {}}
         return {**self.__dict__, **fresh}
 
     def uneven(self) -> bool:
