@@ -17,20 +17,13 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module]:
     base = cls.__bases__[0]
     if is_sharded(cls):
         before = original_class(cls.__bases__[1])
-        same = before is cls.__bases__[1]
-        return (
-            cls
-            if same
-            else type(f"FSDP{before.__name__}", (base, before), {"__deepcopy__": vars(cls)["__deepcopy__"]})
-        )
+        if before is cls.__bases__[1]:
+            return cls
+        return type(f"FSDP{before.__name__}", (base, before), {"__deepcopy__": vars(cls)["__deepcopy__"]})
     # parametrised after conversion
     if cls.__name__ == f"Parametrized{base.__name__}" and issubclass(base, Converted):
-        original = original_class(base)
-        return type(
-            f"Parametrized{original.__name__}",
-            (original,),
-            {k: v for k, v in vars(cls).items() if k != "__dict__"},
-        )
+        original, own = original_class(base), {k: v for k, v in vars(cls).items() if k != "__dict__"}
+        return type(f"Parametrized{original.__name__}", (original,), own)
     if issubclass(cls, PSContainer):
         return cls._ps_original
     return cls.replaces or cls if issubclass(cls, PSLayer) else cls
@@ -129,10 +122,7 @@ class Report:
         table.append(("total", "", "", f"{self.parameters:,}", f"{self.bytes_per_sample:,}"))
         widths = [max(len(line[i]) for line in (head, *table)) for i in range(len(head))]
         lines = [
-            "  ".join(
-                cell.ljust(w) if i < 3 else cell.rjust(w)
-                for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-            )
+            "  ".join(f"{cell:{side}{w}}" for cell, side, w in zip(line, "<<<>>", widths, strict=True))
             for line in (head, tuple("-" * w for w in widths), *table)
         ]
         return "\n".join(line.rstrip() for line in lines)
@@ -165,24 +155,11 @@ def report(model: nn.Module) -> Report:
         )
         if isinstance(module, Converted):
             state = module._ps_state()
-            way = (
-                "/".join(sorted({plan.way for plan in state.plans.values()}))
-                if state.per_sample_forward
-                else ""
-            )
+            general, original = state.per_sample_forward, original_class(type(module))
+            way = "/".join(sorted({plan.way for plan in state.plans.values()})) if general else ""
             if state.includes_children and not above:
                 ways[path] = way
-            rows.append(
-                Row(
-                    path,
-                    module,
-                    original_class(type(module)),
-                    type(module),
-                    state.per_sample_forward,
-                    above or way,
-                    slow,
-                )
-            )
+            rows.append(Row(path, module, original, type(module), general, above or way, slow))
         elif callable_module(module) and trainable_parameters(module, own=True):
             rows.append(Row(path, module, type(module), None, way=above, slow=slow))
     return Report(rows)
