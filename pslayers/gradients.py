@@ -23,7 +23,7 @@ from .core.sharding import in_use
 from .core.sinks import Sink, Streaming
 from .core.trees import trainable_parameters
 from .modules.converted import Converted, State
-from .modules.inventory import Inventory
+from .modules.inventory import Inventory, states
 
 ACCUMULATION = ("replace", "append", "add")
 # what DistributedDataParallel and torch.compile put before names of parameters
@@ -359,21 +359,19 @@ class Learned:
             (path, weakref.ref(m), type(m), getattr(m.__dict__.get("_ps"), "per_sample_forward", None))
             for path, m in model.named_modules()
         ]
-        self.states: list[State | None] = []
+        self.states: list[State] = []
 
     def take(self, model: nn.Module) -> None:
         """Keep what the modules know now, but for what holds them."""
-        self.states = [copy.copy(m.__dict__.get("_ps")) for m in model.modules()]
+        self.states = [copy.copy(state) for _, state in states(model)]
         for state in self.states:
-            if state is not None:
-                state.forward = None
+            state.forward = None
 
     def give(self, model: nn.Module) -> None:
         """Let the modules know it."""
-        for module, state in zip(model.modules(), self.states, strict=True):
-            if state is not None:
-                state.forward = module.__dict__["_ps"].forward
-                module.__dict__["_ps"] = state
+        for (module, now), state in zip(states(model), self.states, strict=True):
+            state.forward = now.forward
+            module.__dict__["_ps"] = state
 
 
 _LEARNED: "weakref.WeakKeyDictionary[nn.Module, Learned]" = weakref.WeakKeyDictionary()
