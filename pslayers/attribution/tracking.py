@@ -100,7 +100,7 @@ class Tracker:
         self.pickers: set[int] = set()  # modules whose forward picks rows by a mask
         self.level = torch_api.level()  # of transforms of torch.func around the run
         self.transformers: set[int] = set()  # modules whose forward calls others inside a further one
-        self.modules: set[int] = set()  # those of the model
+        self.modules: dict[int, Any] = {}  # those of the model, by their ids
         self.inner: list[int] = []  # the modules that are being called, the innermost last
         # (module, number of its call): the container that called it
         self.callers: dict[tuple[int, int], int | None] = {}
@@ -573,7 +573,7 @@ def run_tracked(
         if (picks := local.gathered_rows) is not None:
             picks.enter(model, args, kwargs)
     local.tracker = tracker = tracker or Tracker()
-    tracker.modules = {id(module) for module in model.modules()}
+    tracker.modules = {id(module): module for module in model.modules()}
     try:
         with trial(model), torch_api.reentrant_checkpoints("straight"), torch_api.with_torch_function():
             return tracker, run(*args, **kwargs)

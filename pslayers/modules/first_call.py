@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -570,7 +570,6 @@ class ModelCall:
         choose how each module is run.
         """
         model, batch = self.model, Batch(self.size, self.settings)
-        modules = {id(m): cast("Converted", m) for m in model.modules()}
         model._ps_inventory().check_given(self.size)
         model._ps_leave_room()
         with gathering(self.size, self.model, self.args, self.kwargs):
@@ -579,7 +578,7 @@ class ModelCall:
             for key in [k for k in self.state.layouts if k[:2] == self.kind[:2] and k[3][0] == "out"]:
                 del self.state.layouts[key]
             for (key, call, place, ndim), layout in found.items():
-                module = modules[key]
+                module = tracker.modules[key]
                 state, layout_key = module._ps_state(), (module.training, local.form, call, place, ndim)
                 if state.layouts.get(layout_key, layout) != layout:  # by which others were proved
                     self._forget_proofs()

@@ -14,7 +14,6 @@ from ..core.trees import tensors_in
 from ..general.plan import Plan
 
 if TYPE_CHECKING:
-    from .base import PSLayer
     from .converted import Converted
 
 
@@ -31,13 +30,12 @@ def choose_how_modules_run(
     Raises:
         ValueError: one has no caller, or the model itself cannot be run.
     """
-    modules = {id(m): cast("Converted", m) for m in model.modules()}
-    names = model._ps_given()
+    modules, names = tracker.modules, model._ps_given()
     first = {name: nn.Parameter(p.detach()[0]) for name, p in model.named_parameters() if name in names}
     with in_place_of(places_of(model, first, tied=True)):
         used, recorded = parameters_used(model._ps_run, model, args, kwargs)
         for user, params in used.items():  # past their layers: by whoever holds them all
-            holder = _holder(modules, tracker, user, params)
+            holder = _holder(tracker, user, params)
             if holder is not None and not modules[holder]._ps_layer:
                 _run_whole(modules[holder])
     if not names:
@@ -46,12 +44,12 @@ def choose_how_modules_run(
         _run_whole(modules[transformer])
     why: ValueError | None = None
     for (key, call, _, _), x in tracker.seen.items():
-        layer = cast("PSLayer", modules[key])
+        layer = modules[key]
         mixed = layer._ps_layer and layer._ps_layout(call, FIRST, x.ndim) == MIXED
         if mixed and any(p.requires_grad for p in layer.parameters()):
-            _whole_caller(modules, tracker, (key, call), layer)
+            _whole_caller(tracker, (key, call), layer)
             why = why or layer._ps_not_attributable(x, batch.size)
-    _keep_shared_whole(modules, tracker, model._ps_state().shared)
+    _keep_shared_whole(tracker, model._ps_state().shared)
     plans: dict[Any, Plan] = {}  # of modules that compute the same, as the blocks of a stack do
     for made in tracker.made:  # a caller comes after what it has called
         module, call = cast("Converted", made[0]), made[1]
@@ -62,18 +60,18 @@ def choose_how_modules_run(
         except general.NoWayError as error:
             if why is not None and module is model:
                 raise why from error
-            _whole_caller(modules, tracker, (id(module), call), module, str(error))
+            _whole_caller(tracker, (id(module), call), module, str(error))
 
 
-def _keep_shared_whole(modules: dict[int, "Converted"], tracker: Tracker, shared: set[Layout]) -> None:
+def _keep_shared_whole(tracker: Tracker, shared: set[Layout]) -> None:
     """Have what takes up an input that all samples share in one of these ways run by its caller."""
     for key, call, place, ndim in tracker.seen if shared else ():
-        module, caller, slot = modules[key], tracker.callers.get((key, call)), place[0]
+        module, caller, slot = tracker.modules[key], tracker.callers.get((key, call)), place[0]
         state = module._ps_state()
         taken_up = slot == "in" if module._ps_layer else slot == "out" and state.per_sample_forward
         layout = state.layouts.get(module._ps_layout_key(call, place, ndim))
         if taken_up and caller and layout in (shared if slot == "in" else {TABLE}):
-            _whole_caller(modules, tracker, (key, call), module)
+            _whole_caller(tracker, (key, call), module)
 
 
 def _plan(made: Any, tracker: Tracker, batch: Batch, plans: dict[Any, Plan]) -> None:
@@ -145,19 +143,16 @@ def _run_whole(module: "Converted") -> None:
     state.per_sample_forward = state.includes_children = True
 
 
-def _holder(
-    modules: dict[int, "Converted"], tracker: Tracker, key: int | None, params: set[int]
-) -> int | None:
+def _holder(tracker: Tracker, key: int | None, params: set[int]) -> int | None:
     """This module or the first of its callers that holds all of these parameters: a part may be called by a
     module that was given it.
     """
-    while key is not None and not params <= {id(p) for p in modules[key].parameters()}:
+    while key is not None and not params <= {id(p) for p in tracker.modules[key].parameters()}:
         key = next((c for (k, _), c in tracker.callers.items() if k == key and c is not None), None)
     return key
 
 
 def _whole_caller(
-    modules: dict[int, "Converted"],
     tracker: Tracker,
     call: tuple[int, int],
     module: "Converted",
@@ -165,10 +160,10 @@ def _whole_caller(
 ) -> None:
     """Let what has called a module be run whole, with it; ValueError if nothing has."""
     params = {id(p) for p in module.parameters()}
-    caller = _holder(modules, tracker, tracker.callers.get(call), params)
+    caller = _holder(tracker, tracker.callers.get(call), params)
     if caller is None:
         raise ValueError(
             f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run with parameters for each"
             f" sample: {why}. If samples do not interact in it, write a layer for it (ps.PSLayer)."
         )
-    _run_whole(modules[caller])
+    _run_whole(tracker.modules[caller])
