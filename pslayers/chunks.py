@@ -186,12 +186,12 @@ class Chunks:
         def run(samples: list[int]) -> list[Tensor]:
             args, kwargs, targets = self._split(samples, dims)
             with (
-                trial(self.model),  # type: ignore[arg-type]
+                trial(self.model),
                 torch.no_grad(),
-                recorded_or_not(settings_of(self.model), False),  # type: ignore[arg-type]
+                recorded_or_not(settings_of(self.model), False),
                 self.told(len(samples)),
             ):
-                return tensors_of(self.made(self.model(*args, **kwargs), *targets))  # type: ignore[operator]
+                return tensors_of(self.made(self.model(*args, **kwargs), *targets))
 
         mean = self.model._ps_state().settings.loss_reduction == "mean"
         compute = without_dropout(run)
@@ -226,11 +226,11 @@ def _bytes_of_a_sample(model: Converted, loss_fn: Callable[..., Tensor], two: An
 
     args, kwargs, targets = two
     with (
-        trial(model),  # type: ignore[arg-type]
+        trial(model),
         torch.autograd.graph.saved_tensors_hooks(see, lambda t: t),
         torch.enable_grad(),
     ):
-        graph = loss_fn(model(*args, **kwargs), *targets)  # type: ignore[operator]
+        graph = loss_fn(model(*args, **kwargs), *targets)
     rows = sum(p.numel() * p.element_size() for p in trainable_parameters(model).values())
     del graph
     return max(sum(saved.values()) // 2 + rows, 1)

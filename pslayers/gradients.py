@@ -300,7 +300,7 @@ def per_sample_grads(
 def _in_chunks(chunks: Chunks, create_graph: bool, progress: bool) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     model, size = chunks.model, chunks.size
-    every = settings_of(model)  # type: ignore[arg-type]
+    every = settings_of(model)
     spans = [(0, size)] if create_graph else chunks.spans
     for start, stop in bar(spans, progress):
         # without the sums; but of a batch of one the sum is the row, and what can be differentiated leads to
@@ -392,7 +392,7 @@ def _one_pass(
         return {}
     settings: Settings = model._ps_state().settings
     with torch.enable_grad(), recording(model, True):
-        loss = _loss(loss_fn, model(*args, **kwargs), targets, size, settings)  # type: ignore[operator]
+        loss = _loss(loss_fn, model(*args, **kwargs), targets, size, settings)
     if not size:
         return {name: p.new_zeros(0, *p.shape) for name, p in params.items()}
     leaves: dict[str, Tensor] = {}
@@ -462,7 +462,7 @@ def _by_backward(
     with gradients_unchanged(model):
         for p in params.values():
             p.grad_sample = None  # type: ignore[attr-defined]
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         found = {name: getattr(p, "grad_sample", None) for name, p in params.items()}
     return _or_zeros(found, params, size)
 

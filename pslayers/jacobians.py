@@ -165,8 +165,8 @@ class Outputs:
         args, kwargs, size = self.args, self.kwargs, self.size
         if any(t.requires_grad for t in tensors_of((args, kwargs))):  # they get no gradient here
             args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
-        with torch.enable_grad(), recording(self.model, True), self.told(size):  # type: ignore[arg-type]
-            given = self.model(*args, **kwargs)  # type: ignore[operator]
+        with torch.enable_grad(), recording(self.model, True), self.told(size):
+            given = self.model(*args, **kwargs)
             outputs = self.output_fn(given)
             self._check(outputs)
             flat = outputs.reshape(size, outputs.shape[1:].numel())
@@ -180,7 +180,7 @@ class Outputs:
         def backward(c: int) -> None:
             with torch.enable_grad():
                 loss = flat[:, c].sum() / (size if mean else 1)
-            loss.backward(retain_graph=c + 1 < count)  # type: ignore[no-untyped-call]
+            loss.backward(retain_graph=c + 1 < count)
 
         for c in range(count):
             yield functools.partial(backward, c)
@@ -223,14 +223,14 @@ class Outputs:
                     " 1)."
                 )
 
-        with going_to(self.model, Streaming(take, sums=False), alone=False):  # type: ignore[arg-type]
+        with going_to(self.model, Streaming(take, sums=False), alone=False):
             flat[0].sum().backward(retain_graph=True)
 
     def factors(self) -> Iterator[FactoredGrads]:
         """The factors of each output's derivatives."""
         passes = self.passes()
         while True:
-            with recording(self.model, True), factored(self.model, grad=False) as grads:  # type: ignore[arg-type]
+            with recording(self.model, True), factored(self.model, grad=False) as grads:
                 if (backward := next(passes, None)) is None:
                     return
                 backward()
@@ -252,7 +252,7 @@ def _placed(params: Mapping[str, Tensor], chunks: Chunks, progress: bool) -> dic
         into.copy_(rows) if first else into.add_(rows)
         reached.add(name)
 
-    with leaving_nothing(model), going_to(model, Streaming(take, sums=False), alone=False):  # type: ignore[arg-type]
+    with leaving_nothing(model), going_to(model, Streaming(take, sums=False), alone=False):
         for span in bar(chunks.spans, progress):
             outputs = Outputs(chunks, span)
             for c, backward in enumerate(outputs.passes()):
@@ -337,7 +337,7 @@ def _stacked(ones: Sequence[Factor], twos: Sequence[Factor]) -> Tensor:
 @contextmanager
 def leaving_nothing(model: Converted) -> Iterator[None]:
     """Backward passes inside the block leave `.grad` and `.grad_sample` of the model as they were."""
-    every = settings_of(model)  # type: ignore[arg-type]
+    every = settings_of(model)
     with (
         gradients_unchanged(model),
         changed(every, "accumulation", "replace"),

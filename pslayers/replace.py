@@ -59,7 +59,7 @@ def replace_batch_norm(model: M, groups: int = 32) -> M:
             module._buffers.pop(name, None)
         for name in ("num_features", "momentum", "track_running_stats", "process_group"):
             module.__dict__.pop(name, None)
-        module.__class__ = nn.GroupNorm  # type: ignore[assignment]
-        module.num_channels = channels  # type: ignore[assignment]
-        module.num_groups = next(g for g in range(most, 0, -1) if channels % g == 0)  # type: ignore[assignment]
+        module.__class__ = nn.GroupNorm
+        module.num_channels = channels
+        module.num_groups = next(g for g in range(most, 0, -1) if channels % g == 0)
     return model

@@ -65,7 +65,7 @@ _find("_current_level", _forward_ad)
 
 def in_dual_level() -> bool:
     """Whether tensors may have tangents, of torch.autograd.forward_ad, in whatever thread."""
-    return _forward_ad._current_level >= 0  # type: ignore[no-any-return]
+    return _forward_ad._current_level >= 0
 
 
 def is_dual(t: Tensor) -> bool:
@@ -75,7 +75,7 @@ def is_dual(t: Tensor) -> bool:
 
 def level() -> int:
     """How many transforms of torch.func run, one in another."""
-    return 0 if (innermost := peek()) is None else innermost.level()  # type: ignore[no-any-return]
+    return 0 if (innermost := peek()) is None else innermost.level()
 
 
 @contextmanager
@@ -159,7 +159,7 @@ _find("_C._FunctionBase._sequence_nr")
 
 def made_since(node: Any, number: int) -> bool:
     """Whether a node was made when this thread had made so many already."""
-    return node._sequence_nr() >= number  # type: ignore[no-any-return]
+    return node._sequence_nr() >= number
 
 
 top_saved_tensors_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
@@ -200,7 +200,7 @@ _begun_elsewhere: dict[int, Thread] = {}
 def thread() -> Thread:
     """That which runs; of a node of a backward pass, that in which the pass was begun."""
     if _has_kept("pslayers"):
-        return _kept("pslayers")  # type: ignore[no-any-return]
+        return _kept("pslayers")
     here: Thread | None = getattr(_own, "thread", None)
     if here is None and (task := current_pass()) == -1:
         here = Thread()
@@ -381,7 +381,7 @@ def _uses(storage: torch.UntypedStorage) -> int:
     """How many hold a storage: the tensors in it, and its Python object, which is to have a name while they
     are counted.
     """
-    return _use_count(storage._cdata)  # type: ignore[no-any-return]
+    return _use_count(storage._cdata)
 
 
 def _calibrated() -> tuple[int, int]:
@@ -584,7 +584,7 @@ _skip = _find("_C._dynamo.eval_frame._FrameAction").SKIP
 
 def leave_alone(function: F) -> F:
     """Where torch.compile has left a call as it is, it does not compile what that calls, either."""
-    _set_strategy(function.__code__, _strategy(_skip, _skip))  # type: ignore[attr-defined]
+    _set_strategy(function.__code__, _strategy(_skip, _skip))
     return function
 
 

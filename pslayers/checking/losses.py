@@ -109,7 +109,7 @@ def _check_signature(loss_fn: Callable[..., Any], count: int) -> None:
         raise TypeError(f"loss_fn cannot be called with {given}: {error}.") from None
 
 
-class LowestPrecision(torch_api.dispatch_mode):  # type: ignore[misc, name-defined]
+class LowestPrecision(torch_api.dispatch_mode):
     """Notes the lowest floating precision that values are cast to: a model of float64 may compute in float32
     inside.
     """

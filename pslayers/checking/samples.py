@@ -149,7 +149,7 @@ class Samples:
         def taken(leaf: Any) -> Any:
             return leaf if (take := next(takes)) is None else take(chosen)
 
-        return each_leaf(taken, self.value)  # type: ignore[no-any-return]
+        return each_leaf(taken, self.value)
 
     def __len__(self) -> int:
         return self.size * (1 + len(self.changes))

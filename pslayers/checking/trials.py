@@ -149,11 +149,11 @@ class Trials:
 
     def _batch_size(self) -> int:
         if local.ragged is not None:
-            return local.ragged.size  # type: ignore[no-any-return]
+            return local.ragged.size
         size = local.explicit if local.explicit is not None else self.twin._ps_batch_size(*self.value[0])
         if size is None:
             raise ValueError("check_model was given no tensor, so the batch size is unknown.")
-        return size  # type: ignore[no-any-return]
+        return size
 
     # ---------------------------------------------------------------------------------- samples by themselves
     def look_at_parts(self, notes: list[str]) -> None:

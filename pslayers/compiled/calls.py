@@ -95,7 +95,7 @@ def _form(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 @torch_api.mark_constant
 def _modes(number: str) -> str:
     module: Any = modules[number]
-    return module._ps_inventory().modes(module.training)  # type: ignore[no-any-return]
+    return module._ps_inventory().modes(module.training)
 
 
 def _is_proved(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -334,8 +334,8 @@ def layout(layer: ConvertedLayer, x: Tensor, size: int) -> Layout:
             alike.append(found)
     if alike:
         if len(alike) == 1 and fits_layout(alike[0], x, size):
-            return layer._attributable(alike[0], x, free, size)  # type: ignore[no-any-return]
-        return layer._attributable(MIXED, x, free, size)  # type: ignore[no-any-return]
+            return layer._attributable(alike[0], x, free, size)
+        return layer._attributable(MIXED, x, free, size)
     first = 0 if state.settings.batch_first or free < 2 else 1
     # ids of samples, or of positions?
     among_events = x.ndim == free and free == 1 and not x.is_floating_point()
@@ -350,4 +350,4 @@ def layout(layer: ConvertedLayer, x: Tensor, size: int) -> Layout:
             return SHARED
         if n % size == 0 and state.settings.batch_first:
             return BATCH_MAJOR
-    return layer._attributable(MIXED, x, free, size)  # type: ignore[no-any-return]
+    return layer._attributable(MIXED, x, free, size)

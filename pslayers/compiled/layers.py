@@ -74,7 +74,7 @@ class _Tap(torch.autograd.Function):
         ctx.save_for_backward(x, weight, token)
         ctx.size, ctx.kind, ctx.wants, ctx.how, ctx.use = size, kind, wants, how, use
         ctx.sums = anchor is None
-        return torch_api.unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # no view: it may be changed in place
+        return torch_api.unsafe_view(y, y.shape)  # no view: it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

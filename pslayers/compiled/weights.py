@@ -131,7 +131,7 @@ def of_one(layer: nn.Module) -> tuple[Any, ...]:
     state = state_of(layer)
     if torch_api.active_ddp() is not None:
         plain((), state.settings)  # refuses what it must
-    return _OfOne.apply(*pair, state.token, names, ANCHOR)  # type: ignore[no-any-return]
+    return _OfOne.apply(*pair, state.token, names, ANCHOR)
 
 
 class _OfOne(torch.autograd.Function):

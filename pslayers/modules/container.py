@@ -143,7 +143,7 @@ def _laid_out_as_module(original: type) -> bool:
 def _ours_first(meta: Any) -> Any:
     """A metaclass by which methods are looked up in PSContainer first, though it is the last base."""
 
-    class OursFirst(meta):  # type: ignore[misc]
+    class OursFirst(meta):
         def mro(self) -> list[type]:
             own, *found = super().mro()
             ours = PSContainer.__mro__[:-1]

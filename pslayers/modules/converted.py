@@ -512,7 +512,7 @@ class Converted(_Mixin):
 
     def _ps_learned(self) -> list[tuple[State, Any]]:
         """What each module below knows so far, which its state can `forget` all else for."""
-        return [(state, state.learned()) for _, state in states(self)]  # type: ignore[arg-type]
+        return [(state, state.learned()) for _, state in states(self)]
 
     def _ps_look_for_batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]
