@@ -338,13 +338,15 @@ def _stacked(ones: Sequence[Factor], twos: Sequence[Factor]) -> Tensor:
 def leaving_nothing(model: Converted) -> Iterator[None]:
     """Backward passes inside the block leave `.grad` and `.grad_sample` of the model as they were."""
     every = settings_of(model)
-    with (
-        gradients_unchanged(model),
-        changed(every, "accumulation", "replace"),
-        changed(every, "recorded", {}),  # what is there is not theirs to clear
-        changed(every, "appended", 0),
-    ):
-        yield
+    recorded = [(settings, settings.recorded, settings.appended) for settings in every]
+    for settings in every:
+        settings.recorded = {}  # what is there is not theirs to clear
+    try:
+        with gradients_unchanged(model), changed(every, "accumulation", "replace"):
+            yield
+    finally:
+        for settings, own, appended in recorded:
+            settings.recorded, settings.appended = own, appended
 
 
 def _check_rows(model: Converted, reached: Collection[str]) -> None:
