@@ -81,12 +81,6 @@ def _kept(t: Tensor) -> Tensor:
     return kept.requires_grad_() if t.requires_grad and not transforming() else kept
 
 
-@_unwatched
-def _copies(copied: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A value with copies of its tensors."""
-    return map_tensors(copied, value)
-
-
 class Tracker:
     """Collects what the calls of layers and containers take and return, while the model runs by its original
     layers.
@@ -107,7 +101,7 @@ class Tracker:
         # the shapes of inputs that look like the batch's, and each row of which changes several outputs
         self.as_many: list[tuple[int, ...]] = []
         # the calls of containers, whole: what they take, return, and write into what they take
-        self.made: list[tuple[nn.Module, int, tuple[Any, ...], dict[str, Any], Any, list[Tensor]]] = []
+        self.made: list[tuple[nn.Module, int, Any, Any, Any]] = []
 
     def note_shared(self, tensors: Sequence[Any], place: int, inputs: Iterable[int], size: int) -> None:
         """Note of an input that all samples share if it may as well be the batch's, by its shape."""
@@ -131,8 +125,14 @@ class Tracker:
 
     def see(self, module: nn.Module, x: Tensor) -> None:
         """Note the input of the layer that is being called."""
-        with torch_api.without_torch_function():
-            self.seen[id(module), self.calls[id(module)], FIRST, x.ndim] = _copy(x)
+        self.note(module, self.calls[id(module)], "in", x)
+
+    @_unwatched
+    def note(self, module: nn.Module, call: int, slot: str, value: Any) -> Any:
+        """Note what a call takes, returns or writes to, and give copies: it may be changed later on."""
+        kept = map_tensors(_kept if slot == "in" else _copy, value)
+        self.seen.update(_keyed(module, call, slot, kept))
+        return kept
 
     @contextmanager
     def inside(self, module: nn.Module) -> Iterator[int]:
@@ -152,17 +152,13 @@ class Tracker:
         """Run a call of the container `module`, and note all of its inputs and outputs."""
         if self.passes_by(module):
             return forward(module, *args, **kwargs)
-        # what it takes may be changed in place later on
-        kept_args, kept_kwargs = _copies(_kept, (args, kwargs))
         given = {id(t) for t in tensors_in((args, kwargs))}
         with self.inside(module) as call:
+            taken = self.note(module, call, "in", (args, kwargs))
             output = forward(module, *args, **kwargs)
-        kept = _copies(_copy, output)
-        written = _copies(_copy, written_to((args, kwargs), given))
-        with torch_api.without_torch_function():
-            for slot, value in (("in", (kept_args, kept_kwargs)), ("out", kept), ("written", written)):
-                self.seen.update(_keyed(module, call, slot, value))
-        self.made.append((module, call, kept_args, kept_kwargs, kept, written))
+        returned = self.note(module, call, "out", output)
+        written = self.note(module, call, "written", written_to((args, kwargs), given))
+        self.made.append((module, call, taken, returned, written))
         return output
 
 
@@ -177,33 +173,16 @@ class _Comparison(Tracker):
         # picked by data)
         self.first, self.eps, self.differs = first, eps, dict[Key, Tensor | None]()
 
-    def see(self, module: nn.Module, x: Tensor) -> None:
-        with torch_api.without_torch_function():
-            self._compare([((id(module), self.calls[id(module)], FIRST, x.ndim), x)])
-
-    def call(
-        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self.passes_by(module):
-            return forward(module, *args, **kwargs)
-        given = {id(t) for t in tensors_in((args, kwargs))}
-        with self.inside(module) as call:
-            self._compare(_keyed(module, call, "in", (args, kwargs)))
-            output = forward(module, *args, **kwargs)
-        self._compare(_keyed(module, call, "out", output))
-        self._compare(_keyed(module, call, "written", written_to((args, kwargs), given)))
-        return output
-
     @_unwatched
-    def _compare(self, keyed: Iterable[tuple[Key, Tensor]]) -> None:
-        for key, t in keyed:
+    def note(self, module: nn.Module, call: int, slot: str, value: Any) -> None:
+        for key, t in _keyed(module, call, slot, value):
             if (x := self.first.get(key)) is not None:
                 owners, where = (picked_by(x), picked_by(t)), None
                 if all(o is not None and o.sample_ids is not None for o in owners):
                     ids = owners[0].sample_ids, owners[1].sample_ids
-                    where = _changes_by_sample(x, ids[0], t.detach(), ids[1], self.eps)
+                    where = _changes_by_sample(x.detach(), ids[0], t.detach(), ids[1], self.eps)
                 elif x.shape == t.shape:
-                    where = _changes(x, t.detach(), self.eps)
+                    where = _changes(x.detach(), t.detach(), self.eps)
                 self.differs[key] = where if where is None or where.any() else _NOWHERE
 
 

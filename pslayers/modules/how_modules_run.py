@@ -80,18 +80,18 @@ def _plan(made: Any, tracker: Tracker, batch: Batch, plans: dict[Any, Plan]) -> 
     Raises:
         NoWayError: it cannot be run by itself.
     """
-    module, call, taken, named, returned, written = made
+    module, call, taken, returned, written = made
     state = module._ps_state()
-    slots = {"in": (taken, named), "out": returned, "written": written}
+    slots = {"in": taken, "out": returned, "written": written}
     layouts = general.Layouts(*(general.places(module, call, slot, value) for slot, value in slots.items()))
     given = bool(module._ps_given(own=not state.includes_children))
-    how = (call, module.training, given, batch.form, state.form_of(taken, named))
+    how = (call, module.training, given, batch.form, state.form_of(*taken))
     forward = module._ps_forward()
     picks = id(module) in tracker.pickers or PICKED in layouts.outputs
     state.settings.has_gathered_rows = state.settings.has_gathered_rows or picks
     options = layouts, batch.size, state.includes_children, picks
-    alike = *options, given, forward, _likeness((module, taken, named), {})
-    plan = plans.get(alike) or general.choose(module, forward, (taken, named), *options)
+    alike = *options, given, forward, _likeness((module, taken), {})
+    plan = plans.get(alike) or general.choose(module, forward, taken, *options)
     state.plans[how] = plan.after(state.plans.get(how))
     for place, (t, layout) in enumerate(zip(tensors_in(returned), plan.layouts.outputs, strict=True)):
         if isinstance(t, Tensor) and layout != layouts.outputs[place]:  # as its gradients have told
@@ -129,9 +129,9 @@ def _take_gradients(tracker: Tracker, recorded: Tracker) -> None:
     """Let inputs of calls need gradients where they do in a recorded run: torch's kernels may go by that (and
     may crash).
     """
-    like = {(id(module), call): (taken, named) for module, call, taken, named, *_ in recorded.made}
-    for module, call, taken, named, *_ in tracker.made:
-        pairs = zip(tensors_in((taken, named)), tensors_in(like.get((id(module), call), ())), strict=False)
+    like = {(id(module), call): taken for module, call, taken, *_ in recorded.made}
+    for module, call, taken, *_ in tracker.made:
+        pairs = zip(tensors_in(taken), tensors_in(like.get((id(module), call), ())), strict=False)
         for kept, t in pairs:
             if isinstance(kept, Tensor) and isinstance(t, Tensor) and t.requires_grad:
                 kept.requires_grad_()
