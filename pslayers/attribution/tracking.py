@@ -356,7 +356,7 @@ class _Tracking:
         }
         for layout in sorted({lay for fits in unmoved.values() for lay in fits}, key=_PREFERENCE.index):
             moved = {
-                key: _in_turn(self.plain[key], layout, size)
+                key: in_turn(self.plain[key], layout, size)
                 for key, fits in unmoved.items()
                 if layout in fits and layouts.get(key, TABLE) == TABLE
             }
@@ -661,7 +661,7 @@ def _turned(
     return turned
 
 
-def _in_turn(x: Tensor, layout: Layout, size: int) -> Tensor:
+def in_turn(x: Tensor, layout: Layout, size: int) -> Tensor:
     """`x` with each sample's rows in the place of the one before it."""
     if layout == TIME_MAJOR:
         return x.unflatten(0, (-1, size)).roll(-1, 1).flatten(0, 1)

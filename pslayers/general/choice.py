@@ -25,6 +25,8 @@ from ..attribution.tracking import (
     Coarsest,
     Layout,
     candidates,
+    in_turn,
+    moved,
     noise,
     samples_of_rows,
 )
@@ -74,13 +76,12 @@ def choose(
         first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
         with in_place_of(places_of(module, first, tied=True)):
             return choose(module, forward, call, layouts, size, includes_children, picks, differ=True)
-    names = frozenset(trainable_parameters(module, own=not includes_children))
     try:
-        proof = _Proof(module, forward, call, layouts, names, size, includes_children, differ)
+        proof = _Proof(module, forward, call, layouts, size, includes_children, differ)
     except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller
         raise NoWayError(f"it cannot be called by itself again ({type(error).__name__}: {error})") from error
     try:
-        return _fastest(proof, layouts, names, picks)
+        return _fastest(proof, layouts, picks)
     except NoWayError as error:
         problem = error
     for more in _other_layouts(call, proof.plain, layouts, size):
@@ -91,15 +92,14 @@ def choose(
     raise problem
 
 
-def _fastest(proof: "_Proof", layouts: Layouts, names: frozenset[str], picks: bool) -> Plan:
+def _fastest(proof: "_Proof", layouts: Layouts, picks: bool) -> Plan:
     """The fastest way that is proved right for these layouts."""
     includes_children, module = proof.includes_children, proof.module
     others = frozenset[str]() if includes_children else proof.of_layers()
     for idle in (frozenset[str](), *proof.idle()):
         for follows in (True,) if includes_children or picks else (False, True):
-            plan = Plan(
-                "direct", layouts, names - idle - others, includes_children, follows, idle=idle, others=others
-            )
+            names = proof.names - idle - others
+            plan = Plan("direct", layouts, names, includes_children, follows, idle=idle, others=others)
             if proved := proof.of(plan):
                 return proved
     if {MIXED, PICKED} & {*layouts.inputs, *layouts.written} or PICKED in layouts.outputs:
@@ -107,15 +107,12 @@ def _fastest(proof: "_Proof", layouts: Layouts, names: frozenset[str], picks: bo
     if MIXED in layouts.outputs and {SHARED, TABLE} >= {*layouts.inputs}:
         # each run would be of the whole batch, and their mean the same, whoever's the rows were
         raise NoWayError("nothing that it is given holds a row for each sample: give it tensors that do")
-    names = frozenset(trainable_parameters(module, own=False))
     if not includes_children:
-        proof = _Proof(module, proof.forward, proof.call, layouts, names, proof.size, True, proof.differ)
+        proof = _Proof(module, proof.forward, proof.call, layouts, proof.size, True, proof.differ)
     ndims = tuple(t.ndim for t in proof.plain)
+    plan = Plan("vmap", layouts, proof.names, True, counts=proof.counts, ndims=ndims, draws=proof.draws)
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
-        plan = Plan(
-            way, layouts, names, True, fresh=fresh, counts=proof.counts, ndims=ndims, draws=proof.draws
-        )
-        if proved := proof.of(plan):
+        if proved := proof.of(replace(plan, way=way, fresh=fresh)):
             if way == "loop":
                 warnings.warn(
                     f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.",
@@ -160,7 +157,6 @@ class _Proof:
         forward: Forward,
         call: Call,
         layouts: Layouts,
-        names: frozenset[str],
         size: int,
         includes_children: bool,
         differ: bool,
@@ -173,14 +169,13 @@ class _Proof:
         self.values = {
             n: p.detach() + 0.1 * (p.detach().abs().mean() + 0.1) * (noise(p) - 0.4) for n, p in found.items()
         }
-        self.values |= {
-            n: p.detach() for n, p in own_parameters(module) if n in names and n not in self.values
-        }
-        self.names = sorted(names)
+        own = found if includes_children else trainable_parameters(module, own=True)
+        self.values |= {n: p.detach() for n, p in own.items() if n not in self.values}
+        self.names = frozenset(own)
         # one for each sample
         self.factors = 0.5 + noise(torch.empty(size, dtype=torch.float64, device="cpu"))
         coarsest = Coarsest(call, self.values.values())
-        plain = {n: self.values[n].clone().requires_grad_() for n in self.names}
+        plain = {n: self.values[n].clone().requires_grad_() for n in sorted(self.names)}
         with self._run_by_itself(plain):
             before = Snapshot(module)
             args, kwargs = cloned(call)
@@ -216,6 +211,12 @@ class _Proof:
         proved = {n: own.get(n, self.values[n]) for n in self.names}
         stack.enter_context(in_place_of(places_of(self.module, proved, tied=self.includes_children)))
         return stack
+
+    def _run(self, plan: Plan, call: Call, each: dict[str, Tensor], standing: Standing) -> list[Tensor]:
+        """The outputs of a run by the plan, with these parameters of each sample's own."""
+        given = {id(t) for t in tensors_in(call)}
+        output = run_by(self.module, self.forward, plan, call, each, self.size, standing)
+        return self._outputs(output, call, given)
 
     def _outputs(self, output: Any, call: Call, given: set[int]) -> list[Tensor]:
         tensors = (t if isinstance(t, Tensor) else t.data for t in tensors_in(output))
@@ -298,10 +299,7 @@ class _Proof:
     def _wrong(self, plan: Plan, standing: Standing) -> str | None:
         each = self._each(plan)
         with self._run_by_itself({n: self.values[n] for n in plan.idle}):
-            call = cloned(self.call)
-            given = {id(t) for t in tensors_in(call)}
-            output = run_by(self.module, self.forward, plan, call, each, self.size, standing)
-            tensors = self._outputs(output, call, given)
+            tensors = self._run(plan, cloned(self.call), each, standing)
             if problem := self._outputs_differ(tensors):
                 return problem
             rows = self._gradients(tensors, each)
@@ -333,10 +331,8 @@ class _Proof:
             changed, each = torch.zeros(self.size, dtype=torch.bool, device="cpu"), self._each(plan)
             changed[samples] = True
             with self._run_by_itself({n: self.values[n] for n in plan.idle}):
-                call = self._changed(changed)
-                given = {id(t) for t in tensors_in(call)}
-                output = run_by(self.module, self.forward, plan, call, each, self.size, plan.standing())
-                found = self._gradients(self._outputs(output, call, given), each, mixed=True)
+                tensors = self._run(plan, self._changed(changed), each, plan.standing())
+                found = self._gradients(tensors, each, mixed=True)
             if not self._close(*({n: r[n][~changed] for n in names if n in found} for r in (found, rows))):
                 return "samples interact in its only output"
         return None
@@ -352,13 +348,11 @@ class _Proof:
             if layout in (SHARED, TABLE, MIXED):
                 return t.clone()
             if t.is_floating_point() or t.is_complex():
-                new = t * (0.5 + noise(t)) + 0.1 * noise(t)
+                new = moved(t)
             elif layout == PICKED or not numbers:
                 return t.clone()
             else:
-                rows = samples_of_rows(layout, t, self.size).argsort(stable=True)
-                theirs = rows.view(self.size, -1).roll(-1, 0).flatten()
-                new = t.index_copy(layout[1], rows, t.index_select(layout[1], theirs))
+                new = in_turn(t, layout, self.size)
             return torch.where(_factors(samples.to(t.device), t, layout), new, t)
 
         changed: Call = map_tensors(change, self.call)
