@@ -163,7 +163,7 @@ def run_ragged(
     if not weights:
         return forward(module, *args, **kwargs)
     try:
-        with standing_in(module, Standing((), whole, weights, prefix=module._ps_state().prefix)):
+        with standing_in(module, Standing(whole, weights, prefix=module._ps_state().prefix)):
             output = forward(module, *args, **kwargs)
             inner = not whole and module is not local.batch.root  # type: ignore[union-attr]
             if inner and any(isinstance(t, PerSample) for t in tensors_of(output)):

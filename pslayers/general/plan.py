@@ -60,7 +60,7 @@ class Plan:
 
     def standing(self) -> Standing:
         """What a run by this plan goes by, and is told of."""
-        return Standing((), self.includes_children, {}, self.follows, self.choices, self.met)
+        return Standing(self.includes_children, follows=self.follows, choices=self.choices, known=self.met)
 
     def after(self, other: "Plan | None") -> "Plan":
         """The same, with what was proved of an earlier path of the forward, if that is run in this way."""

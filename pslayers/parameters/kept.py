@@ -72,8 +72,7 @@ class Kept(Tensor):
         try:
             of_all = _check_what_it_meets(func, given, tensors_of((args, kwargs)))
             size = given[0].one.samples  # type: ignore[union-attr]
-            standing = Standing([torch.empty(size, device="cpu")], False, {})
-            standing.in_loss = True
+            standing = Standing(inputs=[torch.empty(size, device="cpu")], in_loss=True)
             with changed(stand_ins=standing):
                 found = by_rule(func, *map_tensors(_standing, (args, kwargs)))
                 return map_tensors(functools.partial(_found, batch=given[0].batch, of_all=of_all), found)

@@ -17,6 +17,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,42 +44,30 @@ OPS: dict[Any, Rule] = {}
 RAGGED: list[Rule] = []
 
 
+@dataclass(eq=False)
 class Standing:
-    """What is known of the forward that runs with a `PerSample` for each of its parameters.
+    """What is known of the forward that runs with a `PerSample` for each of its parameters."""
 
-    Args:
-        inputs: of that forward, those that hold the batch: its rows in dim 0, k a sample.
-        includes_children: parameters of all modules below are stood for, too.
-        weights: by their names: (B, *S), or what is behind the samples' own of a parameter.
-        follows: whose the rows of other tensors are is followed.
-        choices: for each tensor with as many rows as the batch, in order, whether the run that proved this
-            took it for the batch's; None during that run.
-        known: the ways in which parameters met the batch in that run (`meet`).
-        prefix: of the names by which errors call them.
-    """
-
-    def __init__(
-        self,
-        inputs: Sequence[Tensor],
-        includes_children: bool,
-        weights: Mapping[str, Tensor | Expansion],
-        follows: bool = False,
-        choices: Sequence[bool] | None = None,
-        known: frozenset[Hashable] = frozenset(),
-        prefix: str = "",
-    ) -> None:
-        self.inputs, self.includes_children, self.weights = inputs, includes_children, weights
-        self.follows, self.choices, self.known = follows, choices, known
-        self.prefix, self.path = prefix, ""  # of the module
-        # ids of parameters that reach no sample's output: layers that have no others compute as they are
-        self.idle: frozenset[int] = frozenset()
-        self.made: list[weakref.ref[PerSample]] = []
-        self.chosen: list[bool] = []
-        self.met: set[Hashable] = set()
-        self.level = torch_api.level()  # of transforms of torch.func around the forward
-        self.in_loss = False  # after the forward: what is no batch's is known by its shape
-        self.slow: set[str] = set()  # names of parameters that some op used as truly different ones
-        self.again = False  # its weights have been stood for, in a part of the forward that is run again
+    includes_children: bool = False  # parameters of all modules below are stood for, too
+    # by their names: (B, *S), or what is behind the samples' own of a parameter
+    weights: Mapping[str, Tensor | Expansion] = field(default_factory=dict)
+    follows: bool = False  # whose the rows of other tensors are is followed
+    # for each tensor with as many rows as the batch, in order, whether the run that proved this took it for
+    # the batch's; None during that run; and the ways in which parameters met the batch then (`meet`)
+    choices: Sequence[bool] | None = None
+    known: frozenset[Hashable] = frozenset()
+    prefix: str = ""  # of the names by which errors call parameters
+    path: str = ""  # of the module
+    inputs: Sequence[Tensor] = ()  # those of the forward that hold the batch: in dim 0, k rows a sample
+    # ids of parameters that reach no sample's output: layers that have no others compute as they are
+    idle: frozenset[int] = frozenset()
+    made: list["weakref.ref[PerSample]"] = field(default_factory=list)
+    chosen: list[bool] = field(default_factory=list)
+    met: set[Hashable] = field(default_factory=set)
+    level: int = field(default_factory=torch_api.level)  # of transforms around the forward
+    in_loss: bool = False  # after the forward: what is no batch's is known by its shape
+    slow: set[str] = field(default_factory=set)  # parameters that some op used as truly different ones
+    again: bool = False  # its weights have been stood for, in a part of the forward that is run again
 
     def mark(self) -> Callable[[], "Standing"]:
         """What gives the same for a part of the forward that begins here, and is computed again."""

@@ -120,7 +120,7 @@ def test_value_by_value_of_several_tensors(function: Any) -> None:
     writes = function in op_kinds.functions(op_kinds.INTO_FIRST)
     if not writes:
         check(function, own, lambda i, t: PerSample.of(t))
-    with changed(stand_ins=Standing([x], False, {})):  # whose rows are the batch's
+    with changed(stand_ins=Standing(inputs=[x])):  # whose rows are the batch's
         for place in range(1 if writes else len(own)):
             given = [*own[:place], x, *own[place + 1 :]]
 
