@@ -264,18 +264,20 @@ class GatheredRows(TorchFunctionMode):
             elif place == 0 or self.size in t.shape:
                 self.tag(t, WEAK)
 
-    def copies(self, t: Tensor) -> tuple[bool, Callable[[], bool]]:
-        """Whether what all samples share has as many rows as the batch, and whether these are alike for every
+    def copied(self, t: Tensor) -> bool:
+        """Whether what all samples share has been made like the batch: as many rows, alike for every
         sample.
         """
-        rows = local.stand_ins is not None and local.stand_ins.rows(t)
 
         def alike() -> bool:
             with torch_api.without_torch_function():
                 each = t.unflatten(0, (self.size, -1))
                 return bool((each == each[:1]).all())
 
-        return rows, alike
+        if (standing := local.stand_ins) is None:
+            return False
+        fits: bool = t.ndim > 0 and any(len(t) == len(x) for x in standing.inputs)
+        return standing.choose(fits, alike)  # type: ignore[no-any-return]
 
     def pick(self, owners: RowProvenance | None) -> RowProvenance | None:
         """Note that the module that is running picks rows."""

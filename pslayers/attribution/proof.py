@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
-from ..core.context import Batch, note_progress, picked_by, transforming
+from ..core.context import Batch, note_progress, picked_samples, transforming
 from ..core.expansion import Op
 from ..core.factors import at_once
 from ..core.trees import tensors_in, tensors_of
@@ -91,8 +91,7 @@ def batched_outputs(
     for place, t in enumerate(tensors):
         if not isinstance(t, Tensor) or not t.requires_grad or t.numel() < 2 or t.is_complex():
             continue
-        picked = picked_by(t)
-        ids = None if picked is None else picked.sample_ids
+        ids = picked_samples(t)
         # one row of each sample in another's place is that one's to whoever takes the loss, unless the order
         # is returned beside it
         if ids is not None and (

@@ -25,7 +25,7 @@ from ..core.context import (
     Settings,
     local,
     note_progress,
-    picked_by,
+    picked_samples,
     transforming,
 )
 from ..core.converted_module import ConvertedModule
@@ -177,10 +177,9 @@ class _Comparison(Tracker):
     def note(self, module: nn.Module, call: int, slot: str, value: Any) -> None:
         for key, t in _keyed(module, call, slot, value):
             if (x := self.first.get(key)) is not None:
-                owners, where = (picked_by(x), picked_by(t)), None
-                if all(o is not None and o.sample_ids is not None for o in owners):
-                    ids = owners[0].sample_ids, owners[1].sample_ids
-                    where = _changes_by_sample(x.detach(), ids[0], t.detach(), ids[1], self.eps)
+                before, now, where = picked_samples(x), picked_samples(t), None
+                if before is not None and now is not None:
+                    where = _changes_by_sample(x.detach(), before, t.detach(), now, self.eps)
                 elif x.shape == t.shape:
                     where = _changes(x.detach(), t.detach(), self.eps)
                 self.differs[key] = where if where is None or where.any() else _NOWHERE
@@ -305,8 +304,8 @@ class _Tracking:
                 if where is None or not where.numel():
                     continue
                 x = self.plain[key]
-                if (owners := picked_by(x)) is not None and owners.sample_ids is not None:
-                    mine = torch.isin(owners.sample_ids, torch.tensor(samples, device=x.device))
+                if (ids := picked_samples(x)) is not None:
+                    mine = torch.isin(ids, torch.tensor(samples, device=x.device))
                     others |= {key} if where[~mine].any() else set()
                     continue
                 fits = found.get(key, candidates(x, self.batch.size))
@@ -335,7 +334,7 @@ class _Tracking:
         refused = set() if local.gathered_rows is None else local.gathered_rows.refused
         for key, x in self.plain.items():
             where = None if changed is None else changed.get(key)
-            if (owners := picked_by(x)) is not None and owners.sample_ids is not None:
+            if picked_samples(x) is not None:
                 self.layouts[key] = MIXED if key in self.mixed else PICKED
             elif changed is not None and where is None:
                 self.layouts[key] = MIXED  # how many rows there are depends on the data

@@ -407,11 +407,10 @@ def in_ragged() -> bool:
     return local.batch is not None and local.batch.ragged is not None
 
 
-def picked_by(t: Any) -> Any:
-    """Whose the rows of a tensor are (`provenance.RowProvenance`), if they were picked; None where that is
-    not followed.
-    """
-    return None if local.gathered_rows is None else local.gathered_rows.picked(t)
+def picked_samples(t: Any) -> Tensor | None:
+    """(N,), the sample of each row of a tensor, if these were picked; None where that is not known."""
+    owners = None if local.gathered_rows is None else local.gathered_rows.picked(t)
+    return None if owners is None else owners.sample_ids
 
 
 def transforming() -> bool:

@@ -286,7 +286,7 @@ class PSLayer(_Layer):
                 raise NoRuleError(
                     f"`{self._ps_state().path}` is given rows of which it is not known whose they are"
                 )
-            if owners is None and not standing.choose(*picks.copies(x)):
+            if owners is None and not picks.copied(x):
                 shared = x.expand(local.batch.size, *x.shape)  # type: ignore[union-attr]
 
         def run(forward: Callable[..., Any]) -> Any:

@@ -87,8 +87,8 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
     if (picks := followed()) is None:
         return run(x, True) if of_the_input(x) else NotImplemented
     owners = picks.owners(x)
-    if owners is None and local.stand_ins is not None and local.stand_ins.choose(*picks.copies(x)):
-        return run(x, True)  # made like the batch, a row for each of its
+    if owners is None and picks.copied(x):
+        return run(x, True)
     if owners is None and not same:  # what all samples share
         return PerSample.of(run(x.expand(own[0].samples, *x.shape)), False, names)
     if owners is None or owners.sample_ids is None:

@@ -132,10 +132,6 @@ class Standing:
         if torch_api.level() > self.level:
             raise NoRuleError("a parameter of each sample's own is used inside a transform of torch.func")
 
-    def rows(self, t: Tensor) -> bool:
-        """Whether a tensor has as many rows as the batch."""
-        return t.ndim > 0 and any(len(t) == len(x) for x in self.inputs)
-
 
 UNFOLLOWED = (
     "was used by a function that does not ask what stands for it: a torch.autograd.Function of one's own, or"
