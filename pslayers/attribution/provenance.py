@@ -1,5 +1,6 @@
 """Whose the rows of a tensor are, and picked rows as a batch."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,33 +11,20 @@ from ..core.context import local
 from ..core.trees import in_order, memory_order
 
 
+@dataclass(eq=False)
 class RowProvenance:
-    """Whose the rows of a tensor are.
+    """Whose the rows of a tensor are."""
 
-    Args:
-        sample_ids: (k,), the sample of each row; None where an op is not known to leave rows where they are.
-        limit: the most rows that one sample can have, whatever the data.
-        picked: False if the rows are the whole batch's, each sample's together and equally many; True
-            otherwise, or if that holds only by chance.
-        one: (1,), the sample whose all of them are, if that is known, even where there are none.
-        rows: (k,), which rows of the batch's they are, where numbers of rows picked them.
-        by_data: which they are may be another in every batch; else they were only moved, or repeated.
-        moves: how often they were picked, one after the other.
-    """
-
-    def __init__(
-        self,
-        sample_ids: Tensor | None,
-        limit: int,
-        picked: bool = True,
-        one: Tensor | None = None,
-        rows: Tensor | None = None,
-        by_data: bool = True,
-        moves: int = 0,
-    ) -> None:
-        self.sample_ids, self.limit, self.picked, self.one = sample_ids, limit, picked, one
-        self.rows, self.by_data, self.moves = rows, by_data, moves
-        self.batches: dict[tuple[int, int, bool], PaddedRows] = {}
+    sample_ids: Tensor | None  # (k,), of each row; None where an op is not known to leave rows where they are
+    limit: int  # the most rows that one sample can have, whatever the data
+    # False if the rows are the whole batch's, each sample's together and equally many; True otherwise, or if
+    # that holds only by chance
+    picked: bool = True
+    one: Tensor | None = None  # (1,), whose all of them are, if that is known, even where there are none
+    rows: Tensor | None = None  # (k,), which of the batch's they are, where numbers of rows picked them
+    by_data: bool = True  # they may be others in every batch; else they were only moved, or repeated
+    moves: int = 0  # how often they were picked, one after the other
+    batches: dict[tuple[int, int, bool], "PaddedRows"] = field(default_factory=dict, init=False)
 
     def batch(self, size: int, extra: int = 0, tracked: bool = False) -> "PaddedRows":
         """The rows as a batch of so many samples, with `extra` rows for each; while samples are tracked, as

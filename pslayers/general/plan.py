@@ -30,33 +30,24 @@ class Layouts(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """How a module's call is run.
-
-    `names`: the parameters of which each sample has its own; `includes_children`: of all modules below. For
-    "direct", `follows`: rows of other tensors are followed, and `choices`, `met`: see `Standing`. For "vmap",
-    `fresh`: tensors that the forward makes anew are made for each sample, to be written into. `idle`:
-    parameters that reach but outputs in which samples interact, or none. `others`: those that are left to a
-    layer below. `fast`: those that are used by fast ops. `counts`: the forward changes what the module keeps,
-    which vmap and the loop do not. `ndims`: how many dims each tensor has that the plain module returns or
-    writes to. `orders`: in which order the dims of what it returns lie in memory. `draws`: it draws random
-    numbers, of which samples are given theirs.
-    """
+    """How a module's call is run."""
 
     way: str
     layouts: Layouts
-    names: frozenset[str]
-    includes_children: bool
+    names: frozenset[str]  # the parameters of which each sample has its own
+    includes_children: bool  # of all modules below
+    # for "direct": whether rows of other tensors are followed, and see `Standing`
     follows: bool = False
     choices: tuple[bool, ...] | None = None
     met: frozenset[Hashable] = frozenset()
-    fresh: bool = False
-    idle: frozenset[str] = frozenset()
-    others: frozenset[str] = frozenset()
-    fast: frozenset[str] = frozenset()
-    counts: bool = False
-    ndims: tuple[int, ...] = ()
-    orders: tuple[tuple[int, ...] | None, ...] = ()
-    draws: bool = False
+    fresh: bool = False  # for "vmap": what the forward makes anew is made for each sample, to be written into
+    idle: frozenset[str] = frozenset()  # parameters that reach but outputs in which samples interact, or none
+    others: frozenset[str] = frozenset()  # those that are left to a layer below
+    fast: frozenset[str] = frozenset()  # those that are used by fast ops
+    counts: bool = False  # the forward changes what the module keeps, which vmap and the loop do not
+    ndims: tuple[int, ...] = ()  # how many dims each tensor has that the plain module returns or writes to
+    orders: tuple[tuple[int, ...] | None, ...] = ()  # in which the dims of what it returns lie in memory
+    draws: bool = False  # it draws random numbers, of which samples are given theirs
 
     def standing(self) -> Standing:
         """What a run by this plan goes by, and is told of."""
