@@ -17,7 +17,7 @@ from ..core import op_kinds
 from ..core.converted_module import ConvertedModule
 from ..core.trees import tensors_in, tensors_of
 from ..parameters.per_sample import PUTS, of_parameter
-from .indices import MASKS
+from .indices import LOOK_UPS, MASKS
 from .notes import Notes
 from .provenance import each_once
 from .row_rules import dims_along, joins_rows
@@ -33,11 +33,7 @@ _PLACED = {
     "__getitem__",
 }
 # what each row becomes by itself: whatever is given; of the first argument; by its shape
-_ROWWISE = {
-    *op_kinds.with_in_place([*op_kinds.OF_ONE, *op_kinds.BY_ROW]),
-    *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED, *op_kinds.CONVERTED),
-    "scaled_dot_product_attention",
-}
+_ROWWISE = {*op_kinds.ROWWISE, *op_kinds.CONVERTED, "scaled_dot_product_attention"}
 _OF_FIRST = {
     *(*op_kinds.OF_FIRST, *op_kinds.TURNED, "embedding", "pad"),
     *("unsqueeze", "expand", "expand_as", "broadcast_to"),
@@ -48,7 +44,6 @@ _OF_STATES = {
     *("__getitem__", "select", "unbind", "sum", "mean", "contiguous"),
 }
 _PACKS, _ORDERS = {"_pack_padded_sequence", "_pad_packed_sequence"}, {"index_select", "__getitem__"}
-_TABLES = {"embedding", "embedding_bag"}
 _MOVING = {
     *("split_with_sizes", "unbind", "unsqueeze", "gather", "take_along_dim", "index_select"),
     "segment_reduce",
@@ -60,7 +55,7 @@ def _moves(name: str, rows: list[Tensor], args: Any, kwargs: dict[str, Any]) -> 
     first_is_rows = bool(args) and args[0] is rows[0]
     if name == "einsum":
         return _sums_rows(rows, args)
-    if name in _TABLES:
+    if name in LOOK_UPS:
         return not first_is_rows
     if name in op_kinds.PRODUCTS:  # with a matrix
         second = args[1] if len(args) > 1 else args[0]

@@ -27,7 +27,7 @@ from ..parameters.per_sample import of_parameter
 from .assumed import AssumedRows
 from .notes import Notes
 from .provenance import UNKNOWN, WEAK, PaddedRows, RowProvenance, each_once
-from .row_rules import ORDERS, RULES, at_once, default_rule, mark_unknown, sorted_along
+from .row_rules import RULES, at_once, default_rule, mark_unknown, sorted_along
 from .tracking import BATCH_MAJOR, PICKED, SHARED, TABLE, Layout, owners_of_packed
 
 _READ = {torch.Size, torch.dtype, torch.device, bool, int, float, str}
@@ -73,7 +73,7 @@ class GatheredRows(TorchFunctionMode):
         if type(result) in _READ:  # what a tensor says
             return result
         self.assumed.see(name, result, args, kwargs)
-        if name in ORDERS and self._any(args):
+        if name in op_kinds.SORTED and self._any(args):
             self.sorts = self.sorts or sorted_along(name, args, kwargs) % self.size == 0
         if (
             local.gathered_rows is not self

@@ -30,16 +30,6 @@ def _given(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) 
     return args[at] if len(args) > at else default
 
 
-ORDERS = {"argsort": 1, "sort": 1, "topk": 2}  # where each takes its dim
-
-
-def sorted_along(name: str, args: Args, kwargs: Kwargs) -> int:
-    """The size of the dim along which a function puts values in order."""
-    x: Tensor = args[0]
-    dim = _given(args, kwargs, ORDERS[name], "dim", -1)
-    return x.shape[dim] if isinstance(dim, int) and x.ndim else 1
-
-
 def _followed(
     picks: "GatheredRows", args: Any, kwargs: Kwargs
 ) -> tuple[list[tuple[RowProvenance, Tensor]], RowProvenance]:
@@ -450,6 +440,12 @@ def dims_along(name: str, args: Args, kwargs: Kwargs) -> Any:
     return _given(args, kwargs, at, "dims" if "dims" in kwargs else "dim", default)
 
 
+def sorted_along(name: str, args: Args, kwargs: Kwargs) -> int:
+    """The size of the dim along which a function puts values in order."""
+    x, dim = args[0], dims_along(name, args, kwargs)
+    return x.shape[dim] if isinstance(dim, int) and x.ndim else 1
+
+
 def _along(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     dims = dims_along(name, args, kwargs)
     if isinstance(dims, Tensor):  # max(x, y)
@@ -623,11 +619,7 @@ def default_rule(picks: "GatheredRows", result: Any, name: str, args: Args, kwar
 
 
 _KINDS: dict[Callable[..., None], Iterable[str]] = {
-    _rowwise: [
-        *op_kinds.with_in_place([*op_kinds.OF_ONE, *op_kinds.BY_ROW]),
-        *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED),
-        *("searchsorted", "bucketize"),
-    ],
+    _rowwise: [*op_kinds.ROWWISE, "searchsorted", "bucketize"],
     _converted: op_kinds.CONVERTED,
     _of_first: op_kinds.OF_FIRST,
     _along: op_kinds.ALONG,
