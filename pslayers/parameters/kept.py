@@ -1,7 +1,7 @@
 """`Kept`: what a call has made of parameters alone, after it."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ class Kept(Tensor):
         """By the rules of `PerSample`, where a gradient is taken."""
         kwargs = kwargs or {}
         if func in _READ:
-            return plainly(func, *(map_tensors(_graph_of, args) if func in _OF_THE_GRAPH else args), **kwargs)
+            args = _for_kept(args, lambda one: one.each) if func in _OF_THE_GRAPH else args
+            return plainly(func, *args, **kwargs)
         graph = torch.is_grad_enabled() and func not in _TO_NUMBERS
         if graph and local.batch is not None:
             raise NoRuleError(
@@ -67,14 +68,14 @@ class Kept(Tensor):
         into_number = isinstance(into, Tensor) and not isinstance(into, Kept) and not into.ndim
         adds = into_number and op_kinds.apart(func.__name__) in _ADDS  # loss += penalty
         if adds or func in _BACKWARD:
-            args, kwargs = map_tensors(_of_all, (args, kwargs))
+            args, kwargs = _for_kept((args, kwargs), lambda one: one.each.mean(0))  # each has its share
             return func(*args, **kwargs)
         try:
             of_all = _check_what_it_meets(func, given, tensors_of((args, kwargs)))
             size = given[0].one.samples  # type: ignore[union-attr]
             standing = Standing(inputs=[torch.empty(size, device="cpu")], in_loss=True)
             with changed(stand_ins=standing):
-                found = by_rule(func, *map_tensors(_standing, (args, kwargs)))
+                found = by_rule(func, *_for_kept((args, kwargs), lambda one: one))
                 return map_tensors(functools.partial(_found, batch=given[0].batch, of_all=of_all), found)
         except NoRuleError as error:
             raise NoRuleError(
@@ -155,22 +156,18 @@ def _found(t: Tensor, batch: Any, of_all: bool) -> Tensor:
     return values  # type: ignore[no-any-return]
 
 
-def _graph_of(t: Tensor) -> Tensor:
-    """What the gradients of a `Kept` go into."""
-    return t.one.each if isinstance(t, Kept) and t.one is not None else t
-
-
 def _ordinary(t: Tensor) -> Tensor:
     """The values of a `Kept`, without its gradients."""
     with torch_api.without_subclasses():
         return t.detach().as_subclass(Tensor) if isinstance(t, Kept) else t
 
 
-def _standing(t: Tensor) -> Tensor:
-    """What stands for each sample's own, of which `Kept` holds the values."""
-    return t.one if isinstance(t, Kept) and t.one is not None else _ordinary(t)
+def _for_kept(value: Any, of: Callable[[PerSample], Tensor]) -> Any:
+    """A value with something `of` what stands for each sample's own in the place of every `Kept`; of one
+    without gradients the values.
+    """
 
+    def put(t: Tensor) -> Tensor:
+        return of(t.one) if isinstance(t, Kept) and t.one is not None else _ordinary(t)
 
-def _of_all(t: Tensor) -> Tensor:
-    """Of a loss for each sample the one of all: each has its share."""
-    return t.one.each.mean(0) if isinstance(t, Kept) and t.one is not None else t
+    return map_tensors(put, value)
