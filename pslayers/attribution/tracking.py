@@ -29,7 +29,16 @@ from ..core.context import (
     transforming,
 )
 from ..core.converted_module import ConvertedModule
-from ..core.trees import cloned, is_parameter, map_tensors, own_parameters, tensors_in, tensors_of, written_to
+from ..core.trees import (
+    Call,
+    cloned,
+    is_parameter,
+    map_tensors,
+    own_parameters,
+    tensors_in,
+    tensors_of,
+    written_to,
+)
 from .graph import given_to_functions
 from .snapshot import trial
 
@@ -115,7 +124,7 @@ class Tracker:
         """Whether a call is not looked at: of a module that the forward has made itself (a copy), or inside a
         transform of torch.func; then the module that makes that is noted.
         """
-        if self.modules and id(module) not in self.modules:
+        if id(module) not in self.modules:
             return True
         if torch_api.level() <= self.level:
             return False
@@ -205,8 +214,8 @@ def track(
     Parameters have some noise meanwhile: what a zero-initialised layer gives would depend on nothing.
     """
     with torch_api.reparametrized(model, _noisy(model)):
-        tracking = _Tracking(without_dropout(run), model, args, kwargs, batch)
-        for place, dims in _batched(args, kwargs, batch).items():
+        tracking = _Tracking(without_dropout(run), model, (args, kwargs), batch)
+        for place, dims in _batched((args, kwargs), batch).items():
             # the first input that reaches a call decides: a mask may be as large as the batch by chance
             for dim in dims:
                 if tracking.explain_by(place, dim, last=dim == dims[-1]):
@@ -220,36 +229,27 @@ def track(
 class _Tracking:
     """The model run as it was called, and what runs with some samples changed have told since."""
 
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        model: ConvertedModule,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        batch: Batch,
-    ) -> None:
-        self.run, self.model, self.args, self.kwargs, self.batch = run, model, args, kwargs, batch
+    def __init__(self, run: Callable[..., Any], model: ConvertedModule, given: Call, batch: Batch) -> None:
+        self.run, self.model, self.given, self.batch = run, model, given, batch
         self.groups = _groups(batch.size)
         self.inputs = dict[int, int]()  # the dims of the inputs that hold the batch
         self.layouts: dict[Key, Layout] = {}
         self.mixed = set[Key]()  # picked rows that are not the samples' that their owners say
         self.blind = False  # some changed inputs could not be run
         self.fixed = set[int]()  # which of them never could
-        with (coarsest := Coarsest((args, kwargs), model.parameters())):
-            self.tracker = run_tracked(run, model, args, kwargs)[0]
+        with (coarsest := Coarsest(given, model.parameters())):
+            self.tracker = run_tracked(run, model, *given)[0]
         self.tracker.eps, self.plain = coarsest.eps, self.tracker.seen
 
     def rerun(self, dims: dict[int, int], samples: Sequence[int]) -> dict[Key, Tensor | None] | None:
         """Where what is seen differs with some samples changed, in these dims of the inputs."""
         for valid in range(3):
-            changed = _changed(self.args, self.kwargs, dims, samples, self.batch, valid)
+            changed = _changed(self.given, dims, samples, self.batch, valid)
             if (differs := self._rerun(changed, self.plain)) is not None:
                 return differs
         return None
 
-    def _rerun(
-        self, changed: tuple[tuple[Any, ...], dict[str, Any]] | None, expected: dict[Key, Tensor]
-    ) -> dict[Key, Tensor | None] | None:
+    def _rerun(self, changed: Call | None, expected: dict[Key, Tensor]) -> dict[Key, Tensor | None] | None:
         """Where what is seen differs from what is `expected`, in a run with changed inputs; None where they
         cannot be.
 
@@ -280,8 +280,7 @@ class _Tracking:
                 self.inputs, self.layouts, self.mixed = {}, {}, set()
             elif any(known not in (None, MIXED) for known, _ in returned):
                 if last:
-                    tensors = tensors_in((self.args, self.kwargs))
-                    self.tracker.note_shared(tensors, place, self.inputs, size)
+                    self.tracker.note_shared(tensors_in(self.given), place, self.inputs, size)
                 return False
         self.inputs[place] = dim
         self.mixed |= others
@@ -359,7 +358,7 @@ class _Tracking:
                 for key, fits in unmoved.items()
                 if layout in fits and layouts.get(key, TABLE) == TABLE
             }
-            turned = _turned(self.args, self.kwargs, self.inputs, self.batch)
+            turned = _turned(self.given, self.inputs, self.batch)
             differs = self._rerun(turned, moved) or {}
             layouts |= {k: layout for k, where in differs.items() if where is not None and not where.numel()}
 
@@ -566,12 +565,12 @@ def run_plainly(
     return run_tracked(run, model, args, kwargs, _Comparison({}))[1]
 
 
-def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dict[int, list[int]]:
+def _batched(given: Call, batch: Batch) -> dict[int, list[int]]:
     """The inputs that may hold a row, or k rows, for each sample: by their places, in which dims; states hold
     them in dim 1.
     """
     places: dict[int, list[int]] = {}
-    count, packed = itertools.count(), _packed(args, kwargs)
+    count, packed = itertools.count(), _packed(given)
 
     def look(t: Tensor) -> Tensor:
         place, dim = next(count), batch_dim(t, batch.settings)
@@ -584,7 +583,7 @@ def _batched(args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch) -> dic
                 places[place] = dims
         return t
 
-    map_tensors(look, (args, kwargs))
+    map_tensors(look, given)
     return places
 
 
@@ -594,17 +593,12 @@ def batch_dim(t: Tensor, settings: Settings) -> int:
 
 
 def _changed(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dims: dict[int, int],
-    samples: Sequence[int],
-    batch: Batch,
-    valid: int,
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    given: Call, dims: dict[int, int], samples: Sequence[int], batch: Batch, valid: int
+) -> Call | None:
     """The inputs with those of some samples changed, to values that are as valid: ids become another
     sample's, or others where all samples have the same; whole numbers, too, where others were not `valid`.
     """
-    count, packed = itertools.count(), _packed(args, kwargs)
+    count, packed = itertools.count(), _packed(given)
 
     def change(t: Tensor) -> Tensor:
         if (dim := dims.get(next(count))) is None:
@@ -625,8 +619,7 @@ def _changed(
             new.narrow(dim, sample * k, k).copy_(value)
         return new
 
-    changed: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(change, (args, kwargs))
-    return changed if dims else None
+    return map_tensors(change, given) if dims else None
 
 
 def moved(t: Tensor) -> Tensor:
@@ -644,11 +637,9 @@ def _other_ids(own: Tensor, others: Iterable[Tensor], valid: int, longest: bool)
     return next((other for other in (*others, *alike[valid:]) if not torch.equal(other, own)), own)
 
 
-def _turned(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dims: dict[int, int], batch: Batch
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _turned(given: Call, dims: dict[int, int], batch: Batch) -> Call | None:
     """The inputs with each sample in the place of the one before it."""
-    if _packed(args, kwargs):
+    if _packed(given):
         return None
     count = itertools.count()
 
@@ -656,8 +647,7 @@ def _turned(
         dim = dims.get(next(count))
         return t if dim is None else t.roll(-(t.shape[dim] // batch.size), dim)
 
-    turned: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(turn, (args, kwargs))
-    return turned
+    return map_tensors(turn, given)
 
 
 def in_turn(x: Tensor, layout: Layout, size: int) -> Tensor:
@@ -667,11 +657,9 @@ def in_turn(x: Tensor, layout: Layout, size: int) -> Tensor:
     return x.roll(-(x.shape[layout[1]] // size), layout[1])
 
 
-def _packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Tensor]:
+def _packed(given: Call) -> dict[int, Tensor]:
     """The samples of the rows of packed sequences, by the ids of their data."""
-    return {
-        id(t.data): owners_of_packed(t) for t in tensors_in((args, kwargs)) if isinstance(t, PackedSequence)
-    }
+    return {id(t.data): owners_of_packed(t) for t in tensors_in(given) if isinstance(t, PackedSequence)}
 
 
 def owners_of_packed(packed: PackedSequence) -> Tensor:

@@ -14,6 +14,7 @@ from torch.distributions import Distribution
 from torch.nn.utils.rnn import PackedSequence
 
 V = TypeVar("V")
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # what a module is called with
 
 _LEAVES = {type(None), bool, int, float, str}  # by far the most of what holds none
 _CLOSED = (nn.Module, type, FunctionType, MethodType, ModuleType, Enum, str, int, float, complex, bytes)

@@ -355,8 +355,7 @@ class _Proof:
                 new = in_turn(t, layout, self.size)
             return torch.where(_factors(samples.to(t.device), t, layout), new, t)
 
-        changed: Call = map_tensors(change, self.call)
-        return changed
+        return map_tensors(change, self.call)
 
     def _outputs_differ(self, tensors: list[Tensor]) -> str | None:
         if len(tensors) != len(self.plain):

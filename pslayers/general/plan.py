@@ -11,10 +11,9 @@ from torch import Tensor
 from ..attribution.tracking import MIXED, Layout, fits_layout
 from ..core.context import NoRuleError
 from ..core.converted_module import ConvertedModule
-from ..core.trees import memory_order, tensors_in
+from ..core.trees import Call, memory_order, tensors_in
 from ..parameters.per_sample import PerSample, Standing
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 Forward = Callable[..., Any]
 
 

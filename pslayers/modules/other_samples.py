@@ -11,12 +11,10 @@ from torch import Tensor
 from ..attribution.gathered import numbers_in
 from ..attribution.tracking import batch_dim, moved
 from ..core.context import Settings
-from ..core.trees import map_tensors
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
+from ..core.trees import Call, map_tensors
 
 
-def first_samples(inputs: Inputs, size: int, few: int, settings: Settings) -> Inputs | None:
+def first_samples(inputs: Call, size: int, few: int, settings: Settings) -> Call | None:
     """Those of the first `few` of `size` samples; None where these are not told from the other inputs by
     shape.
     """
@@ -31,13 +29,12 @@ def first_samples(inputs: Inputs, size: int, few: int, settings: Settings) -> In
     if not _sized(inputs, size):
         return None
     try:
-        found: Inputs = map_tensors(part, inputs)
+        return map_tensors(part, inputs)
     except ValueError:
         return None
-    return found
 
 
-def in_reverse(inputs: Inputs, size: int, varied: bool, settings: Settings) -> Inputs:
+def in_reverse(inputs: Call, size: int, varied: bool, settings: Settings) -> Call:
     """Those of the samples in reverse order, every other one with other values if they are to be `varied`:
     what they go by may be the same in all.
     """
