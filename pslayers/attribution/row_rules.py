@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core import op_kinds
-from ..core.trees import tensors_in, tensors_of
+from ..core.trees import tensors_of
 from ..parameters.per_sample import lies_in, of_parameter
 from .indices import MASKS
 from .provenance import UNKNOWN, WEAK, RowProvenance, each_once
@@ -34,18 +34,14 @@ def _followed(
     picks: "GatheredRows", args: Any, kwargs: Kwargs
 ) -> tuple[list[tuple[RowProvenance, Tensor]], RowProvenance]:
     """The arguments whose rows are followed, and what is then known of a result of which nothing is."""
-    found = [
-        (o, t)
-        for t in tensors_in((args, kwargs))
-        if isinstance(t, Tensor) and (o := picks.owners(t)) is not None
-    ]
+    found = [(o, t) for t in tensors_of((args, kwargs)) if (o := picks.owners(t)) is not None]
     return found, UNKNOWN if any(o.picked and o.by_data for o, _ in found) else WEAK
 
 
 def mark_unknown(picks: "GatheredRows", results: Any, args: Args, kwargs: Kwargs) -> None:
     """What comes of rows by a function that may do anything to them."""
     found, lost = _followed(picks, args, kwargs)
-    for t in tensors_in(results) if found else ():
+    for t in tensors_of(results) if found else ():
         picks.tag(t, lost)
 
 
@@ -382,12 +378,8 @@ def _rowwise(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: 
         return
     if any(o.sample_ids is not None and not picks.only_numbers(s) for o, s in found):
         found = [(o, s) for o, s in found if o.sample_ids is not None or not picks.only_numbers(s)]
-    for t in tensors_in(result) if found else ():
-        known = [
-            o
-            for o, s in found
-            if o.sample_ids is not None and isinstance(t, Tensor) and s.ndim == t.ndim and len(s) == len(t)
-        ]
+    for t in tensors_of(result) if found else ():
+        known = [o for o, s in found if o.sample_ids is not None and s.ndim == t.ndim and len(s) == len(t)]
         unsure = [
             o
             for o, s in found
@@ -430,7 +422,7 @@ def _of_first(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs:
     if name in op_kinds.PRODUCTS and isinstance(args[1], Tensor) and picks.owners(args[1]) is not None:
         (_rowwise if result.ndim > 2 else default_rule)(picks, result, name, args, kwargs)
         return
-    for t in tensors_in(result):
+    for t in tensors_of(result):
         picks.tag(t, of)
 
 
@@ -606,15 +598,15 @@ def _made(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwa
 def default_rule(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Views of what each row holds; anything else that comes of rows may be anybody's."""
     found, lost = _followed(picks, args, kwargs)
-    for t in tensors_in(result) if found else ():
-        if isinstance(t, Tensor) and t.ndim and all(t is not s for _, s in found):
+    for t in tensors_of(result) if found else ():
+        if t.ndim and all(t is not s for _, s in found):
             kept = [
                 o
                 for o, s in found
                 if o.sample_ids is not None and s.ndim and len(t) == len(s) and (len(t) == 1 or lies_in(t, s))
             ]
             picks.tag(t, kept[0] if kept and len(found) == 1 else lost)
-        elif isinstance(t, Tensor):  # in place
+        else:  # in place
             picks.second.of.pop(id(t), None)
 
 

@@ -454,7 +454,7 @@ class Coarsest(TorchFunctionMode):
     def __init__(self, call: Any, params: Iterable[Tensor]) -> None:
         super().__init__()
         self.eps = 0.0  # the relative error of one number
-        given = [t for t in (*tensors_in(call), *params) if isinstance(t, Tensor)]
+        given = [*tensors_of(call), *params]
         self._look(given)
         for device in {t.device.type for t in given} - {"meta"}:  # on which nothing is computed
             if torch.is_autocast_enabled(device):
@@ -508,7 +508,7 @@ class _Uses(TorchFunctionMode):
         if inner is not None:
             own = {id(p) for _, p in own_parameters(self.modules[inner])}
             past = ({id(p) for p in given} & self.params) - own
-            recorded = any(isinstance(t, Tensor) and t.requires_grad for t in tensors_in(result))
+            recorded = any(t.requires_grad for t in tensors_of(result))
             if past:
                 (self.found if recorded else self.otherwise).setdefault(inner, set()).update(past)
         return result
