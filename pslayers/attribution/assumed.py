@@ -20,7 +20,7 @@ from ..parameters.per_sample import PUTS, of_parameter
 from .indices import LOOK_UPS, MASKS
 from .notes import Notes
 from .provenance import each_once
-from .row_rules import dims_along, joins_rows
+from .row_rules import ROWWISE, dims_along, joins_rows
 from .tracking import BATCH_MAJOR
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _PLACED = {
     "__getitem__",
 }
 # what each row becomes by itself: whatever is given; of the first argument; by its shape
-_ROWWISE = {*op_kinds.ROWWISE, *op_kinds.CONVERTED, "scaled_dot_product_attention"}
+_ROWWISE = {*ROWWISE, *op_kinds.CONVERTED, "scaled_dot_product_attention"}
 _OF_FIRST = {
     *(*op_kinds.OF_FIRST, *op_kinds.TURNED, "embedding", "pad"),
     *("unsqueeze", "expand", "expand_as", "broadcast_to"),

@@ -610,8 +610,13 @@ def default_rule(picks: "GatheredRows", result: Any, name: str, args: Args, kwar
             picks.second.of.pop(id(t), None)
 
 
+# what does the same to every row of whatever is given
+ROWWISE = [
+    *op_kinds.with_in_place([*op_kinds.OF_ONE, *op_kinds.BY_ROW]),
+    *(*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, *op_kinds.COPIED),
+]
 _KINDS: dict[Callable[..., None], Iterable[str]] = {
-    _rowwise: [*op_kinds.ROWWISE, "searchsorted", "bucketize"],
+    _rowwise: [*ROWWISE, "searchsorted", "bucketize"],
     _converted: op_kinds.CONVERTED,
     _of_first: op_kinds.OF_FIRST,
     _along: op_kinds.ALONG,

@@ -78,7 +78,6 @@ BY_ROW = [
     *_names("masked_fill prelu complex polar real imag conj view_as_real view_as_complex type cuda"),
     *_names("requires_grad_ detach_ copy_ fill_ zero_"),
 ]
-ROWWISE = [*with_in_place([*OF_ONE, *BY_ROW]), *OF_SEVERAL, *INTO_FIRST, *COPIED]  # with value by value
 # of the first one
 PRODUCTS = _names("linear matmul mm __matmul__ bmm")
 OF_VECTORS = _names("linear matmul mm __matmul__ layer_norm rms_norm")  # which one vector is no row of
