@@ -6,7 +6,7 @@ import copy
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import RLock
 from typing import Any
 
@@ -18,7 +18,7 @@ from .attribution.graph import foreign_functions
 from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
 from .convert import convert_model, one_of, restore_model, settings_of, wholly_converted
-from .core.context import Settings, clear, recorded_or_not
+from .core.context import Settings, clear, local, recorded_or_not
 from .core.sharding import in_use
 from .core.sinks import Sink, Streaming
 from .core.trees import trainable_parameters
@@ -111,7 +111,8 @@ def recording(model: nn.Module, enabled: bool = True, *, grad: bool = True) -> I
             one says.
 
     Raises:
-        ValueError: the model is not converted, or neither of the two is asked for.
+        ValueError: the model is not converted, or neither of the two is asked for. In the forward pass, of
+            a call of more than the block was given.
         RuntimeError: in the backward pass, a gradient reaches a parameter past its layer; the forward pass
             ran inside the block, and the backward pass runs outside. In the forward pass,
             DistributedDataParallel would wait for plain gradients: call it inside of its ``no_sync()``.
@@ -135,7 +136,7 @@ def recording(model: nn.Module, enabled: bool = True, *, grad: bool = True) -> I
     if enabled and not grad:
         _watch(model)
     filled = changed(every, "grad", bool(grad)) if enabled else nullcontext()
-    with recorded_or_not(every, bool(enabled)), filled:
+    with _given_to(model, every), recorded_or_not(every, bool(enabled)), filled:
         yield
 
 
@@ -149,7 +150,8 @@ def accumulating(model: nn.Module, how: str) -> Iterator[None]:
             "add" (several losses on one batch: rows are added).
 
     Raises:
-        ValueError: `how` is none of these, or the model is not converted.
+        ValueError: `how` is none of these, or the model is not converted. In the forward pass, of a call of
+            more than the block was given.
 
     Example:
         >>> import torch, pslayers as ps
@@ -161,8 +163,17 @@ def accumulating(model: nn.Module, how: str) -> Iterator[None]:
         torch.Size([8, 2, 3])
     """
     one_of("how", how, ACCUMULATION)
-    with changed(settings_of(model), "accumulation", how):
+    every = settings_of(model)
+    with _given_to(model, every), changed(every, "accumulation", how):
         yield
+
+
+def _given_to(model: nn.Module, every: Sequence[Settings]) -> AbstractContextManager[None]:
+    """Around what holds of a whole model: where it was given a part, it is for calls of this alone."""
+    others = tuple(part for part in local.parts if all(part[0] is not settings for settings in every))
+    if isinstance(model, Converted) and model._ps_state().prefix:
+        others += tuple((settings, model) for settings in every)
+    return torch_api.changed(local, parts=others)
 
 
 @contextmanager

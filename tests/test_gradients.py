@@ -1047,7 +1047,7 @@ def _another_layer(model: nn.Module) -> None:
     model[0] = layer  # type: ignore[operator]
 
 
-CHANGES: dict[str, Callable[[nn.Module], object]] = {
+MOVES: dict[str, Callable[[nn.Module], object]] = {
     "in another layer": _another_layer,
     "under another name": lambda model: prune.l1_unstructured(model[0], "weight", 0.3),  # type: ignore[index]
     "taken out": lambda model: setattr(model, "2", nn.Linear(5, 3).double()),
@@ -1055,7 +1055,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", MOVES)
 def test_appended_rows_line_up_with_those_of_the_models_own_trained_parameters(change: str) -> None:
     """Wherever these are now, and whatever others still have."""
     model, x, _ = model_and_data()
@@ -1064,7 +1064,7 @@ def test_appended_rows_line_up_with_those_of_the_models_own_trained_parameters(c
     held = ours[2]
     for net in (ours, plain):
         torch.manual_seed(0)
-        CHANGES[change](net)
+        MOVES[change](net)
     for p in ours.parameters():
         if p.requires_grad:  # as an optimizer does of those that it was given
             p.grad = p.grad_sample = None
@@ -1257,3 +1257,34 @@ def test_no_two_gradients_lie_in_one_memory(how: str, size: int) -> None:
         squares(model(x)).mean().backward()
         for p, grad in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(p.grad, times * grad)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda part: ps.recording(part, False),
+        lambda part: ps.recording(part, grad=False),
+        lambda part: ps.accumulating(part, "append"),
+    ],
+)
+def test_blocks_that_hold_of_a_whole_model_and_are_given_a_part(block: Callable[[nn.Module], Any]) -> None:
+    """Around calls of the part they are right; of more than that it is an error."""
+    model, x, _ = model_and_data()
+    ours = ps.convert_model(model)
+    with block(ours[0]):
+        squares(ours[0](x)).mean().backward()
+        with pytest.raises(ValueError, match=r"\(Sequential\) is called inside .* given `0` \(PSLinear\)"):
+            ours(x)
+        with block(ours):
+            ours(x)
+        with torch.no_grad():
+            ours(x)
+        with pytest.raises(ValueError, match="give them the model"):
+            ours(x)
+    other = threading.Thread(target=lambda: squares(ours(x)).mean().backward())
+    with block(ours[0]):
+        other.start()
+        other.join()
+    ours.zero_grad()
+    squares(ours(x)).mean().backward()
+    assert all(len(p.grad_sample) == len(x) for p in ours.parameters())

@@ -329,6 +329,8 @@ class _Local(threading.local):
         # inside a module whose parameters are per sample already, under vmap or in a loop
         self.use_original_forward = False
         self.unrecorded: tuple[Settings, ...] = ()  # of the models of which nothing is recorded
+        # parts of models, of which blocks were given these that hold of the whole models
+        self.parts: tuple[tuple[Settings, Any], ...] = ()
         self.places: tuple[Callable[[], Sequence[Place]], ...] = ()  # what stands in the place of parameters
         self.stand_ins: Any = None  # of the forward that runs with some, see `per_sample`
         self.again = False  # a checkpoint computes a part of a call again

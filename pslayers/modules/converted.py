@@ -307,6 +307,8 @@ class Converted(_Mixin):
     def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an outermost call, its batch size known to every layer below."""
         settings, nested = self._ps_state().settings, local.again or torch_api.current_pass() != -1
+        if local.parts and not nested and torch.is_grad_enabled():
+            self._ps_check_parts(settings)
         recorded = settings.recording and torch.is_grad_enabled()
         # torch.jit.trace, an ONNX export: what is traced records nothing
         if torch_api.is_tracing() is not None:
@@ -329,6 +331,17 @@ class Converted(_Mixin):
                     return self._ps_in_turn(run, args, kwargs, recorded)
         finally:
             local.form = before
+
+    def _ps_check_parts(self, settings: Settings) -> None:
+        """ValueError where more is called than the part that a block around the call was given."""
+        for of, part in local.parts:
+            if of is settings and all(module is not self for module in part.modules()):
+                name, given = self._ps_state().path, part._ps_state().path
+                raise ValueError(
+                    f"`{name}` ({type(self).__name__}) is called inside of a ps.recording or ps.accumulating"
+                    f" that was given `{given}` ({type(part).__name__}). What these say holds of all of a"
+                    " converted model: give them the model, or call the part alone inside."
+                )
 
     def _ps_has_tangents(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether anything in a call is a tensor with a tangent, of torch.autograd.forward_ad."""
