@@ -73,6 +73,8 @@ class PSContainer(Converted):
             return general.run_single(self, original, args, kwargs, given)
         how = batch.form, state.form_of(args, kwargs)
         plan = state.plans.get((call, self.training, bool(given), *how))
+        if plan is None and torch_api.current_pass() != -1:  # eval() was called before the backward pass
+            plan = state.plans.get((call, not self.training, bool(given), *how))
         if plan is None and given and transforming():  # where nothing can be proved
             plan = state.plans.get((call, self.training, False, *how))
         if plan is None or not general.fits(plan, (args, kwargs), batch.size):

@@ -59,6 +59,37 @@ def test_a_module_without_a_replacement_that_holds_a_checkpoint(
             torch.testing.assert_close(p.grad, expected[name].mean(0), msg=name)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_eval_before_the_backward_pass_of_a_checkpoint(reentrant: bool) -> None:
+    """Which then runs in a mode that the model was never called in."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x * self.w)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.scale, self.last = nn.Linear(3, 3), Scale(), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.scale, self.first(x), use_reentrant=reentrant))
+
+    model, ours = both(Net())
+    for _ in range(2):
+        x = batch(5, 3)
+        rows = loop(model, square, (x,)) if not reentrant else by_backward(model, x)
+        ours.zero_grad()
+        losses = squares(ours.train()(x))
+        ours.eval()
+        losses.mean().backward()
+        assert_rows(ours, rows)
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_a_checkpoint_is_computed_again_as_it_was_at_first(first: bool) -> None:
     model, ours = both(Checkpointed())
