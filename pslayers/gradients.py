@@ -165,7 +165,11 @@ def accumulating(model: nn.Module, how: str) -> Iterator[None]:
     one_of("how", how, ACCUMULATION)
     every = settings_of(model)
     with _given_to(model, every), changed(every, "accumulation", how):
-        yield
+        try:
+            yield
+        finally:
+            for settings in every:
+                settings.drop_unfinished()
 
 
 def _given_to(model: nn.Module, every: Sequence[Settings]) -> AbstractContextManager[None]:

@@ -81,6 +81,7 @@ class Settings:
     captured: bool = False  # it goes into a CUDA graph
     rows: int = -1  # samples in the pass that is running
     appended: int = 0  # samples of the passes before it whose rows are kept
+    unfinished: bool = False  # it appends rows, and has not come to its end
     recorded: dict[int, Callable[[], Tensor | None]] = field(default_factory=dict)
     # the scales of recorded calls, which live as long as these calls' graphs, and the calls' batch sizes
     graphs: list[tuple["weakref.ref[Scale]", int, "Form"]] = field(default_factory=list)
@@ -158,20 +159,33 @@ class Settings:
         """Append zeros to all rows that are kept: the samples of a pass that gives rows, but perhaps not of
         every parameter.
         """
-        held = [
-            p
-            for ref in self.recorded.values()
-            if (p := ref()) is not None
-            and p.requires_grad
-            and getattr(p, "grad_sample", None) is not None
-            and p._ps_recorder.holder.is_held()  # type: ignore[attr-defined]
-        ]
+        self.drop_unfinished()
+        held = self._lined_up()
         if not held:
             self.recorded = {}
-        self.appended = max((len(p.grad_sample) for p in held), default=0)  # type: ignore[attr-defined]
+        self.appended = max((len(p.grad_sample) for p in held), default=0)
         for p in held:
-            rows = p.grad_sample  # type: ignore[attr-defined]
-            p.grad_sample = torch.cat([rows, rows.new_zeros(size, *rows.shape[1:])])  # type: ignore[attr-defined]
+            p.grad_sample = torch.cat(
+                [p.grad_sample, p.grad_sample.new_zeros(size, *p.grad_sample.shape[1:])]
+            )
+        self.unfinished = True
+        torch_api.after_outer_pass(self.finish)
+
+    def _lined_up(self) -> list[Any]:
+        """The trained parameters that the model holds, and that have rows."""
+        recorded: list[Any] = [p for ref in self.recorded.values() if (p := ref()) is not None]
+        trained = [p for p in recorded if p.requires_grad and getattr(p, "grad_sample", None) is not None]
+        return [p for p in trained if p._ps_recorder.holder.is_held()]
+
+    def finish(self) -> None:
+        """Note that a pass whose rows are appended has come to its end."""
+        self.unfinished = False
+
+    def drop_unfinished(self) -> None:
+        """Take the rows away that a pass has appended which broke off: of other parameters there are none."""
+        for p in self._lined_up() if self.unfinished else ():
+            p.grad_sample = p.grad_sample[: self.appended] if self.appended else None
+        self.unfinished = False
 
     def arrived(self, recorder: Any) -> None:
         """Note a gradient that no expansion has passed on: an error after the pass, if that has given rows to

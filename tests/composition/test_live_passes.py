@@ -47,6 +47,33 @@ def test_rows_that_are_appended_line_up(order: tuple[bool, ...]) -> None:
                 torch.testing.assert_close(p.grad_sample, torch.cat(expected[name]), msg=name)
 
 
+@pytest.mark.parametrize("broken", ["first", "between", "last"])
+@pytest.mark.parametrize("part", ["first", "extra", "last"])
+def test_a_pass_that_breaks_off_appends_nothing(part: str, broken: str) -> None:
+    """As where memory runs out, and the micro-batch is left out."""
+    model, ours = both(Sometimes())
+
+    def out_of_memory(grad: Tensor) -> Tensor:
+        raise MemoryError
+
+    batches = [batch(n, 3) for n in (3, 2, 4)]
+    left_out = ["first", "between", "last"].index(broken)
+    with ps.accumulating(ours, "append"):
+        for i, x in enumerate(batches):
+            losses = squares(ours(x, True))
+            if i != left_out:
+                losses.mean().backward()
+                continue
+            hook = getattr(ours, part).bias.register_hook(out_of_memory)
+            with pytest.raises(MemoryError):
+                losses.mean().backward()
+            hook.remove()
+    x = torch.cat([x for i, x in enumerate(batches) if i != left_out])
+    expected = true_rows(lambda i: square(model(x[i : i + 1], True), 0), model, len(x))
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad_sample, expected[name], msg=name)
+
+
 def test_interior_and_boundary_batches_of_different_sizes() -> None:
     model, ours = both(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)))
     inner, edge = batch(6, 2), batch(3, 2)
