@@ -152,10 +152,12 @@ class GatheredRows(TorchFunctionMode):
         )
 
     def _any(self, values: Iterable[Any]) -> bool:
-        """Whether one of them, or in one of them, may be known; never wrong where none is."""
+        """Whether one of them, or in one of them, is known: by more than its id, once another's,
+        so that what is run again (a selective checkpoint counts its ops) goes the same way.
+        """
         for v in values:
             if isinstance(v, Tensor):
-                if id(v) in self.tags.of:
+                if self.tags.get(v) is not None:
                     return True
             elif isinstance(v, (tuple, list)) and self._any(v):
                 return True

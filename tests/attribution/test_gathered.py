@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
+from pslayers.attribution.gathered import GatheredRows
 from pslayers.modules.first_call import ModelCall
 
 from ..combinations import every
@@ -1028,3 +1029,16 @@ def test_outputs_in_an_order_that_is_not_returned_are_refused(told: str) -> None
     images, texts, _ = _captions(4)
     with pytest.raises(ValueError, match="return the order"):
         ours(images, texts, torch.tensor([2, 4, 1, 3]))
+
+
+def test_what_was_known_of_a_tensor_that_is_gone_is_not_of_another_at_its_place() -> None:
+    """Else what runs again, by chance, does other things than at first: a selective checkpoint counts ops."""
+    with GatheredRows(3) as picks:
+        gone, other = torch.zeros(3, 2), torch.zeros(3, 2)
+        picks.tag_batch(gone)
+        picks.tags.of[id(other)] = picks.tags.of.pop(id(gone))
+        del gone
+        assert picks.owners(other) is None
+        assert not picks._any([other, [other]])
+        picks.tag_batch(other)
+        assert picks._any([[other]])
