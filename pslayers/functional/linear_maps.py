@@ -36,7 +36,9 @@ _REDUCING = (
     | _nodes("Max Mean Min Norm Sum", 1)
     | _nodes("Norm", 2)
 )
-_MIXING = _nodes("Dot Mm Mv Permute T Transpose Vdot")  # which only one number may be in front of
+_SEPARATE = POINTWISE | _REDUCING
+# with those that only one number may be in front of
+_LINEAR = _SEPARATE | _VIEWS | _nodes("Dot Mm Mv Permute T Transpose Vdot")
 
 
 @dataclass
@@ -189,13 +191,13 @@ def _keeps_apart(node: Any, name: str, shape: torch.Size, t: Tensor, of: Tensor)
     if ours is None or theirs is None:
         return False
     if (n := math.prod(shape)) == 1:
-        return name in POINTWISE | _VIEWS | _REDUCING | _MIXING
+        return name in _LINEAR
     if name in _VIEWS:
         return _along_the_first(ours, t) and _along_the_first(theirs, of)
     if name in _REDUCING and not node._saved_keepdim:
         dims = {signed(d) % of.ndim for d in node._saved_dim or range(of.ndim)}
         return _along_the_first(ours, t) and theirs.index(n) not in dims
-    return name in POINTWISE | _REDUCING and ours == theirs
+    return name in _SEPARATE and ours == theirs
 
 
 def signed(number: int) -> int:
