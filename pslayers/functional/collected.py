@@ -6,8 +6,8 @@ B samples; S the shape of a parameter, S' that of what is computed.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from operator import methodcaller
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..core.expansion import Expansion, Op, needed_grads
 from ..core.factors import Dense, Factor, OfParts, added, joined, squares
 from ..core.products import number, summed
 from .computed import Call, Leaf, Source, behind, reached, with_a_graph
-from .handed_on import Scaled, handed_on, together
+from .handed_on import Scaled, handed_on, together, write_some
 from .linear_maps import LinearMap, NoFormError
 
 
@@ -201,6 +201,21 @@ class _Collect(Op):
         return None, *found
 
 
+@contextmanager
+def _told_of_changes() -> Iterator[None]:
+    """Around what reads a graph of parameters that somebody may have changed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            "A parameter of which a forward computes something, as a normalized weight, has been changed in"
+            " place since, as by an optimizer's step: what is asked of its per-sample gradients is to be"
+            " asked before."
+        ) from error
+
+
 class Way:
     """From what was computed of some parameters to these: what is asked for one of them is made for all.
 
@@ -217,19 +232,11 @@ class Way:
     def pull(self, of_part: Callable[[Factor], Tensor], leaves: Sequence[Tensor], each: bool) -> list[Tensor]:
         """What gradients of the parts, of all samples together or of `each`, are to some leaves."""
         grads = [of_part(part).to(v.dtype) for part, v in zip(self.parts, self.values, strict=True)]
-        try:
+        with _told_of_changes():
             if each:
                 found: Sequence[Tensor | None] = self._each(grads, leaves)
             else:
                 found = torch_api.gradients(self.values, leaves, grads)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            raise RuntimeError(
-                "A parameter of which a forward computes something, as a normalized weight, has been changed"
-                " in place since, as by an optimizer's step: what is asked of its per-sample gradients is to"
-                " be asked before."
-            ) from error
         leading = (len(grads[0]),) if each else ()
         return [  # of sums it is expanded, which nobody could write to
             t.new_zeros(*leading, *t.shape) if g is None else g.clone() if 0 in g.stride() else g
@@ -237,16 +244,25 @@ class Way:
         ]
 
     def _each(self, grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        if self._maps is None:
+        if self.maps is None:
             return torch_api.grads_of_each(self.values, grads, leaves)
-        every = zip(*(of.rows(g, leaves) for of, g in zip(self._maps, grads, strict=True)), strict=True)
+        every = zip(*(of.rows(g, leaves) for of, g in zip(self.maps, grads, strict=True)), strict=True)
         return [added(parts) if (parts := [g for g in of if g is not None]) else None for of in every]
 
     @functools.cached_property
-    def _maps(self) -> list[LinearMap] | None:
-        with torch.no_grad(), suppress(NoFormError):
+    def maps(self) -> list[LinearMap] | None:
+        """From each of the values to the leaves, where the way has such a form."""
+        with torch.no_grad(), _told_of_changes(), suppress(NoFormError):
             return [LinearMap(value) for value in self.values]
         return None
+
+    def map_in_place(self, leaf: Tensor, out: Tensor) -> LinearMap | None:
+        """The map, where it can be carried out in the memory of a leaf's rows, (B, *S)."""
+        if self.maps is None or len(self.maps) > 1 or self.values[0].numel() != leaf.numel():
+            return None
+        part, dtypes = self.maps[0].to.get(id(leaf)), {out.dtype, leaf.dtype, self.parts[0].like().dtype}
+        fits = part is not None and part.by is not None and len(dtypes) == 1 and out.is_contiguous()
+        return self.maps[0] if fits else None
 
     def of(self, leaf: Tensor, name: str, make: Callable[[Sequence[Tensor]], Iterable[Tensor]]) -> Tensor:
         """Of what is made for all leaves at once, that of one."""
@@ -296,9 +312,21 @@ class Pulled(OfParts):
             return
         others = [t for t in way.leaves if t is not self.leaf and torch_api.current_pass() != -1]
         theirs = [t.new_empty(len(out), *t.shape) for t in others]
+        near = way.map_in_place(self.leaf, out)
         for some in self.steps():
-            rows, *more = way.pull(methodcaller("read", some), [self.leaf, *others], True)
-            torch.mul(rows, number(scale, rows), out=out[some])
+            if near is None:
+                rows, *more = way.pull(methodcaller("read", some), [self.leaf, *others], True)
+                torch.mul(rows, number(scale, rows), out=out[some])
+            else:  # it stays in a cache
+                g = out[some].view(-1, *way.values[0].shape)
+                write_some(self.parts[0], some, g, 1.0)
+                found = near.rows(g, [self.leaf, *others], over=True)
+                more = [
+                    t.new_zeros(()) if part is None else part
+                    for t, part in zip(others, found[1:], strict=True)
+                ]
+                if scale != 1:
+                    out[some].mul_(scale)
             for t, part in zip(theirs, more, strict=True):
                 t[some] = part
         way.made["rows"] = dict(zip(map(id, others), theirs, strict=True))

@@ -376,6 +376,14 @@ class Regions(Placed):
         return super().dot(direction.contiguous())
 
 
+def write_some(factor: Factor, some: slice, out: Tensor, scale: float) -> None:
+    """Write the rows of some samples, times a number, to memory for these alone, (n, *S)."""
+    part = factor if len(out) == factor.shape[0] else factor.select(some)
+    if part.entries is not None:
+        out.zero_()
+    part.write(out, scale)
+
+
 class Times(OfParts):
     """Of a parameter that a constant multiplies: ``by * g[n]``.
 
@@ -401,10 +409,7 @@ class Times(OfParts):
     def write(self, out: Tensor, scale: float) -> None:
         """Some samples at a time, which are in a cache when they are multiplied."""
         for some in self.steps():
-            part = self.parts[0] if len(out) == 1 else self.parts[0].select(some)
-            if part.entries is not None:
-                out[some] = 0
-            part.write(out[some], scale)
+            write_some(self.parts[0], some, out[some], scale)
             out[some].mul_(self.by)
 
     def aside(self) -> int:

@@ -87,25 +87,29 @@ class LinearMap:
                     self._check(leaf, value.dtype, part)
                     self.to.setdefault(id(leaf), Part()).add(part)
 
-    def rows(self, g: Tensor, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """Of gradients g (n, *S'), those of leaves, (n, *S) each; None of what it was not computed of."""
-        sums: dict[int, Tensor] = {}
-        found: list[Tensor | None] = []
-        for leaf in leaves:
-            if id(leaf) not in self.to:
-                found.append(None)
-                continue
-            part = self.to[id(leaf)]
-            out = None if part.by is None else g.reshape(-1, *part.by.shape) * part.by
-            for k, t in part.terms.items():
-                if k not in sums:
-                    sums[k] = self._summed(g, *self.sums[k])
-                front = _in_front(self.sums[k][1], t)
-                assert front is not None  # else its node had refused
-                s = sums[k].view(-1, *front)
-                out = s * t if out is None else out.addcmul_(s, t)
-            found.append(None if out is None else out.view(-1, *leaf.shape))
-        return found
+    def rows(self, g: Tensor, leaves: Sequence[Tensor], over: bool = False) -> list[Tensor | None]:
+        """Of gradients g (n, *S'), those of leaves, (n, *S) each; None of what was no leaf. Those of
+        the first are written `over` g, if there are multiples of it.
+        """
+        asked = {k for leaf in leaves if id(leaf) in self.to for k in self.to[id(leaf)].terms}
+        sums = {k: self._summed(g, *self.sums[k]) for k in asked}
+        first, *others = leaves
+        found = [self._of(leaf, g, sums, False) for leaf in others]
+        return [self._of(first, g, sums, over), *found]
+
+    def _of(self, leaf: Tensor, g: Tensor, sums: dict[int, Tensor], over: bool) -> Tensor | None:
+        if (part := self.to.get(id(leaf))) is None:
+            return None
+        out: Tensor | None = None
+        if part.by is not None:
+            g = g.reshape(-1, *part.by.shape)
+            out = g.mul_(part.by) if over else g * part.by
+        for k, t in part.terms.items():
+            front = _in_front(self.sums[k][1], t)
+            assert front is not None  # else its node had refused
+            s = sums[k].view(-1, *front)
+            out = s * t if out is None else out.addcmul_(s, t)
+        return None if out is None else out.view(-1, *leaf.shape)
 
     @staticmethod
     def _summed(g: Tensor, q: Tensor, shape: torch.Size) -> Tensor:
