@@ -318,7 +318,7 @@ class Pulled(OfParts):
                 rows, *more = way.pull(methodcaller("read", some), [self.leaf, *others], True)
                 torch.mul(rows, number(scale, rows), out=out[some])
             else:  # it stays in a cache
-                g = out[some].view(-1, *way.values[0].shape)
+                g = out[some].view(len(out[some]), *way.values[0].shape)
                 write_some(self.parts[0], some, g, 1.0)
                 found = near.rows(g, [self.leaf, *others], over=True)
                 more = [

@@ -88,8 +88,8 @@ class LinearMap:
                     self.to.setdefault(id(leaf), Part()).add(part)
 
     def rows(self, g: Tensor, leaves: Sequence[Tensor], over: bool = False) -> list[Tensor | None]:
-        """Of gradients g (n, *S'), those of leaves, (n, *S) each; None of what was no leaf. Those of
-        the first are written `over` g, if there are multiples of it.
+        """Of gradients g (n, *S'), those of leaves, (n, *S) each; None of what was no leaf. Those of the
+        first are written `over` g, if there are multiples of it.
         """
         asked = {k for leaf in leaves if id(leaf) in self.to for k in self.to[id(leaf)].terms}
         sums = {k: self._summed(g, *self.sums[k]) for k in asked}
@@ -102,18 +102,18 @@ class LinearMap:
             return None
         out: Tensor | None = None
         if part.by is not None:
-            g = g.reshape(-1, *part.by.shape)
+            g = g.reshape(len(g), *part.by.shape)
             out = g.mul_(part.by) if over else g * part.by
         for k, t in part.terms.items():
             front = _in_front(self.sums[k][1], t)
             assert front is not None  # else its node had refused
-            s = sums[k].view(-1, *front)
+            s = sums[k].view(len(g), *front)
             out = s * t if out is None else out.addcmul_(s, t)
-        return None if out is None else out.view(-1, *leaf.shape)
+        return None if out is None else out.view(len(g), *leaf.shape)
 
     @staticmethod
     def _summed(g: Tensor, q: Tensor, shape: torch.Size) -> Tensor:
-        product = g.reshape(-1, *q.shape) * q
+        product = g.reshape(len(g), *q.shape) * q
         dims = [d + 1 for d, n in enumerate(shape) if n == 1]
         return product.sum(dims, keepdim=True) if dims else product
 

@@ -99,6 +99,16 @@ def test_gradients_are_the_graphs(name: str, o: int, i: int) -> None:
     torch.testing.assert_close(found, _true(value, leaves, g))
 
 
+@pytest.mark.parametrize(("o", "i", "n"), [(3, 0, 5), (0, 3, 5), (3, 2, 0)])
+def test_of_no_values_and_of_no_samples(o: int, i: int, n: int) -> None:
+    w = _numbers(o, i).requires_grad_()
+    value = w.abs() / (1 + w.abs().sum(1, keepdim=True)) + w.sum()
+    with torch.no_grad():
+        (rows,) = LinearMap(value).rows(_numbers(n, o, i), [w])
+    assert rows is not None
+    assert rows.shape == (n, o, i)
+
+
 @pytest.mark.parametrize(
     "compute",
     [
