@@ -243,11 +243,11 @@ class Way:
             for t, g in zip(leaves, found, strict=True)
         ]
 
-    def _each(self, grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    def _each(self, grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Tensor | None]:
         if self.maps is None:
             return torch_api.grads_of_each(self.values, grads, leaves)
-        every = zip(*(of.rows(g, leaves) for of, g in zip(self.maps, grads, strict=True)), strict=True)
-        return [added(parts) if (parts := [g for g in of if g is not None]) else None for of in every]
+        found = [of.rows(g, leaves) for of, g in zip(self.maps, grads, strict=True)]
+        return list(map(added, zip(*found, strict=True)))
 
     @functools.cached_property
     def maps(self) -> list[LinearMap] | None:
@@ -320,11 +320,7 @@ class Pulled(OfParts):
             else:  # it stays in a cache
                 g = out[some].view(len(out[some]), *way.values[0].shape)
                 write_some(self.parts[0], some, g, 1.0)
-                found = near.rows(g, [self.leaf, *others], over=True)
-                more = [
-                    t.new_zeros(()) if part is None else part
-                    for t, part in zip(others, found[1:], strict=True)
-                ]
+                _, *more = near.rows(g, [self.leaf, *others], over=True)
                 if scale != 1:
                     out[some].mul_(scale)
             for t, part in zip(theirs, more, strict=True):

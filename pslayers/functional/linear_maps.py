@@ -87,8 +87,8 @@ class LinearMap:
                     self._check(leaf, value.dtype, part)
                     self.to.setdefault(id(leaf), Part()).add(part)
 
-    def rows(self, g: Tensor, leaves: Sequence[Tensor], over: bool = False) -> list[Tensor | None]:
-        """Of gradients g (n, *S'), those of leaves, (n, *S) each; None of what was no leaf. Those of the
+    def rows(self, g: Tensor, leaves: Sequence[Tensor], over: bool = False) -> list[Tensor]:
+        """Of gradients g (n, *S'), those of leaves, (n, *S) each; zeros of what was no leaf. Those of the
         first are written `over` g, if there are multiples of it.
         """
         asked = {k for leaf in leaves if id(leaf) in self.to for k in self.to[id(leaf)].terms}
@@ -97,19 +97,18 @@ class LinearMap:
         found = [self._of(leaf, g, sums, False) for leaf in others]
         return [self._of(first, g, sums, over), *found]
 
-    def _of(self, leaf: Tensor, g: Tensor, sums: dict[int, Tensor], over: bool) -> Tensor | None:
-        if (part := self.to.get(id(leaf))) is None:
-            return None
-        out: Tensor | None = None
-        if part.by is not None:
+    def _of(self, leaf: Tensor, g: Tensor, sums: dict[int, Tensor], over: bool) -> Tensor:
+        part = self.to.get(id(leaf), Part())
+        if part.by is None:
+            out = leaf.new_zeros(len(g), *leaf.shape)
+        else:
             g = g.reshape(len(g), *part.by.shape)
             out = g.mul_(part.by) if over else g * part.by
         for k, t in part.terms.items():
             front = _in_front(self.sums[k][1], t)
             assert front is not None  # else its node had refused
-            s = sums[k].view(len(g), *front)
-            out = s * t if out is None else out.addcmul_(s, t)
-        return None if out is None else out.view(len(g), *leaf.shape)
+            out.addcmul_(sums[k].view(len(g), *front), t)
+        return out.view(len(g), *leaf.shape)
 
     @staticmethod
     def _summed(g: Tensor, q: Tensor, shape: torch.Size) -> Tensor:
