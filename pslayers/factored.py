@@ -539,9 +539,8 @@ class _Block(Factored):
         again = self.passes == 2 or (
             self.passes == "auto" and recorder.repeats > 0 and not (nested or gathered)
         )
-        # the leaf that a second pass would go to: a call for one sample puts that of others away
-        there = recorder.leaf is not None and recorder.leaf.shape == factor.shape
-        if not (again and there and recorder.used_once) or isinstance(factor, Dense):
+        # a second pass would go to the leaf of now, which a later call may have made
+        if not (again and recorder.used_once and recorder.whole_pass()) or isinstance(factor, Dense):
             return factor.smaller(held)
         with computing():
             grad = FactoredGrad(recorder.name, [Use(factor, 1.0, [])])

@@ -179,6 +179,22 @@ def test_a_further_call_before_the_first_one_goes_back(sizes: tuple[int, int], t
         near(p.grad, expected[name])
 
 
+def test_a_further_call_after_another_one_has_gone_back() -> None:
+    """It has put away the leaf of the first call, made one of the same shape, and begun to count anew."""
+    model, ours = pair(mlp())
+    x, y = (torch.randn(n, 5, dtype=torch.float64) for n in (4, 3))
+    with ps.clipping(ours, 0.5, passes=2) as clip:
+        first, second = squares(ours(x)).mean(), squares(ours(y)).mean()
+        clip.backward(second)
+        ours.zero_grad()
+        ours(x + 1)
+        clip.backward(first)
+    norms, sums = clipped(loop(model, square, (x,)), 0.5)
+    near(clip.norms, norms)
+    for name, p in ours.named_parameters():
+        near(p.grad, sums[name] / 4)
+
+
 def test_mistakes() -> None:
     ours, x = ps.convert_model(mlp()), torch.randn(3, 5, dtype=torch.float64)
     with pytest.raises(ValueError, match="passes"), ps.clipping(ours, 1.0, passes=3):
