@@ -480,8 +480,17 @@ class _Block(Factored):
             self.ranks.close()
             self._clear()
 
-    def at_call(self) -> None:
-        """Have no DistributedDataParallel wait for plain gradients that will not come."""
+    def at_call(self, inventory: Inventory) -> None:
+        """Have no DistributedDataParallel wait for plain gradients that will not come, and nothing trained in
+        the place of a parameter, whose gradient would not be weighed.
+        """
+        if self.weigh is not None and (replaced := inventory.replaced()):
+            raise ValueError(
+                f"`{replaced[0].path}` holds a tensor that is no parameter, as torch.func.functional_call"
+                " puts one there: its gradient could not be weighed. Call the model with its own parameters,"
+                " or with weights of each sample's own (ps.expand_params) outside of ps.clipping and"
+                " ps.reweighting."
+            )
         ddp = None if self.sums else torch_api.active_ddp()
         if ddp is not None and ddp.require_backward_grad_sync:
             self.ranks = Replicas(self.model, ddp)

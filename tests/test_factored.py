@@ -693,6 +693,28 @@ def test_a_parameter_without_rows_cannot_be_clipped() -> None:
             pass
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_other_tensors_in_the_place_of_parameters(trained: bool) -> None:
+    """What is trained in their place would get a gradient that nobody has clipped."""
+    model, ours = pair(mlp())
+    x = torch.randn(4, 5, dtype=torch.float64)
+    given = {"0.weight": torch.randn_like(model[0].weight).requires_grad_(trained)}
+    if trained:
+        with pytest.raises(ValueError, match=r"`0\.weight` holds a tensor"), ps.clipping(ours, 0.5):
+            torch.func.functional_call(ours, given, (x,))
+        assert ours[0].weight is dict(ours.named_parameters())["0.weight"]
+        given = {}
+    with ps.clipping(ours, 0.5) as clip:
+        squares(torch.func.functional_call(ours, given, (x,))).mean().backward()
+    model.load_state_dict(given, strict=False)
+    norms, sums = clipped({n: r for n, r in loop(model, square, (x,)).items() if n not in given}, 0.5)
+    near(clip.norms, norms)
+    for name, p in ours.named_parameters():
+        near(
+            torch.zeros(()) if p.grad is None else p.grad, sums[name] / 4 if name in sums else torch.zeros(())
+        )
+
+
 class Task(nn.Module):
     """What holds a converted model, and trains it."""
 

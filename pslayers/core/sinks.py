@@ -8,7 +8,7 @@ on at once. A new destination is a further `Sink` here; a `with` block sets it a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,8 +49,10 @@ class Sink:
             )
         return name
 
-    def at_call(self) -> None:
-        """Called before a call of the model: an error where what it computes could not be taken."""
+    def at_call(self, inventory: Any) -> None:
+        """Called before a call of the model, with what is known of its parameters: an error where what it
+        computes could not be taken.
+        """
 
     def fit(self, recorder: "Recorder", leaf: Tensor) -> None:
         """Note a new rows leaf, whose gradient will come."""

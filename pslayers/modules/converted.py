@@ -442,7 +442,7 @@ class Converted(_Mixin):
     def _ps_tell_of_call(self, settings: Settings, recorded: bool) -> None:
         """Tell those that wait for gradients of a call: the block that takes rows, and DDP's reducer."""
         if settings.sink is not None:
-            settings.sink.at_call()
+            settings.sink.at_call(self._ps_inventory())
         ddp = torch_api.active_ddp()
         settings.in_ddp = ddp is not None and ddp.require_backward_grad_sync
         if settings.in_ddp and recorded and not settings.grad:

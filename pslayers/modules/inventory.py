@@ -136,6 +136,13 @@ class Inventory:
         held = [(slot.path, slot.held[slot.name]) for slot in self.slots]
         return frozenset([path for path, p in held if p is not None and not p.requires_grad])
 
+    def replaced(self) -> list[Slot]:
+        """Where tensors that all samples share, and that take a gradient, were put in the place of
+        parameters.
+        """
+        held = ((slot, slot.held[slot.name]) for slot in self.slots)
+        return [s for s, t in held if t is not None and t.requires_grad and not (is_parameter(t) or s.given)]
+
     def given_slots(self) -> list[Slot]:
         """Where per-sample weights were given in the place of parameters."""
         return [slot for slot in self.slots if slot.given]
