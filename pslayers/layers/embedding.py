@@ -20,6 +20,8 @@ class PSTable(PSLayer):
 
     max_norm: float | None
     norm_type: float
+    scale_grad_by_freq: bool
+    sparse: bool
 
     @classmethod
     def unsupported(cls, module: Any) -> str | None:
@@ -47,6 +49,8 @@ class PSTable(PSLayer):
 
     def table(self, ids: Tensor) -> Tensor | Expansion:
         """The weight, the entries of `ids` renormalised where the layer does that."""
+        if self.scale_grad_by_freq or self.sparse:  # set since it was converted
+            raise ValueError(f"`{self._ps_state().path}` ({type(self).__name__}) {self.unsupported(self)}.")
         weight = self._ps_weight()
         if self.max_norm is not None:
             if isinstance(weight, Tensor):

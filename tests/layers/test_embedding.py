@@ -165,6 +165,11 @@ def test_max_norm_and_wrong_inputs_of_bags() -> None:
     for option in ("sparse", "scale_grad_by_freq"):
         with pytest.raises(ps.ConversionError, match=option):
             ps.convert_model(nn.EmbeddingBag(6, 3, **{option: True}))
+        for layer in (nn.Embedding(6, 3), nn.EmbeddingBag(6, 3)):
+            ours = ps.convert_model(layer)
+            setattr(ours, option, True)
+            with pytest.raises(ValueError, match=f"{type(layer).__name__}.*{option}"):
+                ours(ids(4, 2))
 
 
 def tables() -> list[Any]:
