@@ -431,6 +431,11 @@ def recorded(own: Iterable[PerSample]) -> bool:
     return torch.is_grad_enabled() and any(t.graph.requires_grad for t in own)
 
 
+def trained(others: Iterable[Tensor]) -> bool:
+    """Whether what is made of one of these ordinary tensors, or written to it, has a gradient."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in others)
+
+
 def names_of(own: Iterable[PerSample]) -> frozenset[str]:
     """Of the parameters that all of these were made of."""
     return frozenset[str]().union(*(t.names for t in own))
@@ -498,7 +503,8 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     writes = op_kinds.writes(name)
     if writes and not args:  # as torch.nn.init's are handed on
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
-    graph = recorded(own) if writes else torch.is_grad_enabled()
+    others = [t for t in given if not isinstance(t, PerSample)]
+    graph = recorded(own) or trained(others) if writes else torch.is_grad_enabled()
     # no gradient, so there is nothing of each sample's own
     if same and (name in op_kinds.TO_NUMBERS or not graph):
         result = plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
@@ -512,7 +518,6 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             other.expand_again()
         return args[0]
     # which of the others are the batch's?
-    others = [t for t in given if not isinstance(t, PerSample)]
     if followed() is None and any(t.requires_grad or _of_some_batch(t, own) for t in others):
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
     if kwargs.get("out") is not None:

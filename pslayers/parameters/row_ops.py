@@ -27,6 +27,7 @@ from .per_sample import (
     once,
     plainly,
     recorded,
+    trained,
     values_of,
 )
 
@@ -38,10 +39,11 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     others = [t for t in given if not isinstance(t, PerSample)]
     name = getattr(func, "__name__", str(func))
     first = [t for t in args[:1] if isinstance(t, PerSample)]
-    # to values, which all samples share
-    if (first and op_kinds.writes(name) and not recorded(first)) or func == Tensor.data.__set__:  # type: ignore[attr-defined]
+    # values, which all samples share, to such
+    constants = op_kinds.writes(name) and not (recorded(first) or trained(others))
+    if (first and constants) or func == Tensor.data.__set__:  # type: ignore[attr-defined]
         return rule()
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or func in _MADE:
         return plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
     if not own or all(map(_shared, others)) or _of_constants(func, own, others):
         with by_samples():
@@ -240,5 +242,6 @@ _MASKED = set(op_kinds.functions(["masked_fill", "where"]))
 _ASSIGNMENTS = set(op_kinds.functions(["__setitem__", "copy_"]))
 _WRITING = _ASSIGNMENTS | set(op_kinds.functions(op_kinds.INTO_FIRST))
 _FAST.pop(F.scaled_dot_product_attention, None)
+_MADE = set(op_kinds.functions([*op_kinds.MADE_LIKE, *op_kinds.DRAWN_LIKE]))  # of nobody's values
 _POINTWISE = set(op_kinds.functions([*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST]))
 RAGGED.append(call)

@@ -1181,6 +1181,53 @@ def test_as_many_edges_as_nodes() -> None:
         model(x)
 
 
+EACH = torch.arange(SIZE)
+WRITTEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "index_add_": lambda t, h: t.index_add_(0, EACH, h),
+    "masked_scatter_": lambda t, h: t.masked_scatter_(torch.ones_like(h, dtype=torch.bool), h),
+    "scatter_": lambda t, h: t.scatter_(0, EACH[:, None].expand(-1, 4), h),
+    "copy_": lambda t, h: t[1:].copy_(h[1:]),
+    "add_": lambda t, h: t.add_(h),
+    "an index": lambda t, h: t.__setitem__(EACH[1:3], h[1:3]),
+    "a slice": lambda t, h: t.__setitem__(slice(2, 4), h[2:4]),
+}
+BUFFERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros_like": lambda w: torch.zeros_like(w.expand(SIZE, -1)),
+    "new_zeros": lambda w: w.new_zeros(SIZE, 4),
+    "full_like": lambda w: torch.full_like(w.expand(SIZE, -1), 0.5),
+    "detach": lambda w: w.detach().expand(SIZE, -1).clone(),
+}
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+@pytest.mark.parametrize("made", BUFFERS)
+def test_rows_that_are_written_to_what_was_made_of_a_parameter(made: str, written: str) -> None:
+    """As a graph's virtual node begins with zeros like its own: what is written there has a gradient."""
+
+    class Virtual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.o = nn.Linear(4, 4), nn.Linear(4, 2)
+            self.weight = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            t = BUFFERS[made](self.weight)
+            WRITTEN[written](t, self.a(x).tanh())
+            return self.o(t * self.weight).square().sum(1)
+
+    model, x = Virtual().double(), double(SIZE, 4)
+
+    def call(m: nn.Module) -> Tensor:
+        found: Tensor = m(x)
+        return found
+
+    if made != "detach":
+        assert_ragged(model, call, by_loss(model, call), told=((EACH, 0),))
+        return
+    with ps.sample_ids(EACH, SIZE), pytest.raises(ValueError, match="writes to a parameter, or to what"):
+        ps.convert_model(model)(x)
+
+
 def test_parameters_that_meet_jagged_tensors() -> None:
     model = ps.convert_model(Own(lambda m, x: m.net(x * m.weight[0])))
     x = torch.nested.nested_tensor([torch.randn(2, 6), torch.randn(3, 6)], layout=torch.jagged)
