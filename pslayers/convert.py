@@ -3,6 +3,7 @@ of it.
 """
 
 import functools
+import inspect
 from dataclasses import replace
 from types import MethodType
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from .attribution.ragged import of_jagged
 from .attribution.snapshot import trial
 from .core import sharding
 from .core.context import Settings, changed, clear, local
+from .core.converted_module import is_entry
 from .core.recorder import forget, recorder_of
 from .core.trees import callable_module, cloned, is_parameter, own_parameters, trainable_parameters
 from .layers.batch_norm import why_mixed
@@ -378,6 +380,7 @@ def _refusal(module: nn.Module) -> str | None:
     if (
         "forward" in module.__dict__
         and _own_method(module) is None
+        and not _is_around_ours(module)
         and any(True for _ in module.parameters())
     ):
         return (
@@ -394,16 +397,22 @@ def _refusal(module: nn.Module) -> str | None:
 def _own_method(module: nn.Module) -> MethodType | None:
     """What was set as `forward` on a module, where it is a method of that very module."""
     own = module.__dict__.get("forward")
-    return (
-        own
-        if isinstance(own, MethodType) and own.__self__ is module and not isinstance(module, PSLayer)
-        else None
-    )
+    mine = isinstance(own, MethodType) and own.__self__ is module and not isinstance(module, PSLayer)
+    return own if mine and not _is_around_ours(module) else None
+
+
+def _is_around_ours(module: nn.Module) -> bool:
+    """Whether what was set as `forward` on a module says (by `__wrapped__`) that it is around that which the
+    module had when it was converted before.
+    """
+    own = module.__dict__.get("forward")
+    inner = None if own is None else inspect.unwrap(own, stop=is_entry)
+    return is_entry(inner) and getattr(inner, "__self__", module) is module
 
 
 def _unlike(module: nn.Module) -> str | None:
     """Why a module of a known class is not like that class; None where it is."""
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and not _is_around_ours(module):
         return "has a forward of its own set on the instance"
     if any(isinstance(value, torch.Tensor) for value in module.__dict__.values()):
         return "holds a weight that is computed from other parameters (weight_norm, spectral_norm, pruning)"

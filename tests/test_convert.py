@@ -2,8 +2,10 @@
 
 import abc
 import copy
+import functools
 import pickle
 from collections.abc import Callable
+from types import MethodType
 from typing import Generic, TypeVar
 
 import pytest
@@ -426,3 +428,43 @@ def test_a_class_with_a_base_that_has_slots(make: Callable[[], nn.Module]) -> No
     assert_rows_right(model, x, converted=copy.deepcopy(ours))
     assert type(ps.restore_model(ours)) is make
     torch.testing.assert_close(ours(x), model(x))
+
+
+def by_wraps(module: nn.Module) -> Callable[..., Tensor]:
+    inside = module.forward
+    return functools.wraps(inside)(lambda x: 2 * inside(x))
+
+
+def by_a_method(module: nn.Module) -> Callable[..., Tensor]:
+    """As accelerate's mixed precision does."""
+    inside = module.forward.__func__  # type: ignore[attr-defined]
+    return MethodType(functools.wraps(inside)(lambda self, x: 2 * inside(self, x)), module)
+
+
+def by_hand(module: nn.Module) -> Callable[..., Tensor]:
+    inside = module.forward
+    return lambda x: 2 * inside(x)
+
+
+@pytest.mark.parametrize("around", [by_wraps, by_a_method, by_hand])
+@pytest.mark.parametrize("build", [Custom, lambda: nn.Linear(4, 3), lambda: nn.Sequential(nn.Linear(4, 3))])
+def test_what_was_put_around_a_converted_forward_outlives_it(
+    around: Callable[[nn.Module], Callable[..., Tensor]], build: Callable[[], nn.Module]
+) -> None:
+    model, x = build().double(), torch.randn(5, 4, dtype=torch.float64)
+    expected = loop(model, lambda out, _: square(2 * out, 0), (x,))
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    ours.forward = around(ours)  # type: ignore[method-assign]
+    squares(ours(x)).sum().backward()
+    assert_rows(ours, expected)
+    ps.restore_model(ours)
+    torch.testing.assert_close(ours(x), 2 * model(x))
+    assert not any(hasattr(p, "grad_sample") for p in ours.parameters())
+    if around is by_hand:  # of which nobody can tell what it is around
+        with pytest.raises(ps.ConversionError, match="forward of its own set on the instance"):
+            ps.convert_model(ours)
+    else:
+        ps.convert_model(ours, loss_reduction="sum")
+        squares(ours(x)).sum().backward()
+        assert_rows(ours, expected)
+    torch.testing.assert_close(ours(x), 2 * model(x))

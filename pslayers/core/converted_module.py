@@ -2,7 +2,8 @@
 more of it than this.
 """
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from torch import Tensor, nn
@@ -110,3 +111,17 @@ class ConvertedLayer(ConvertedModule):
 def state_of(module: nn.Module) -> ModuleState:
     """The state of a converted module that has been run, to torch.compile, too."""
     return module._ps  # type: ignore[return-value]
+
+
+_ENTRIES = weakref.WeakSet[Callable[..., Any]]()
+
+
+def entry(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a converted class, which others may put theirs around, is known from now on."""
+    _ENTRIES.add(forward)
+    return forward
+
+
+def is_entry(forward: Any) -> bool:
+    """Whether it is one of these, or a method."""
+    return getattr(forward, "__func__", forward) in _ENTRIES

@@ -33,7 +33,7 @@ from ..core.context import (
     local,
     transforming,
 )
-from ..core.converted_module import ConvertedLayer
+from ..core.converted_module import ConvertedLayer, entry
 from ..core.expansion import Expansion, rescale_grad
 from ..core.recorder import recorder_of
 from ..core.trees import is_parameter, map_tensors, tensors_in, tensors_of
@@ -52,6 +52,8 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(ps_forward)
     def forward(self: "PSLayer", *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, PSLayer):  # restored: what was put around its forward holds this one
+            return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             return compiled.call_layer(self, ps_forward, args, kwargs)
         # a subclass that calls super().forward: one call, one set of rows
@@ -84,7 +86,7 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
                 return self._ps_plain(ps_forward, args, kwargs)
         return self._ps_outermost(lambda *a, **k: self._ps_run(ps_forward, a, k), args, kwargs)
 
-    return forward
+    return entry(forward)
 
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..attribution.proof import disagreement
 from ..attribution.snapshot import trial
+from ..core.converted_module import is_entry
 from ..core.trees import cloned
 
 _ASKED = {"type", "__class__"}
@@ -20,7 +21,9 @@ _ASKED = {"type", "__class__"}
 def _asks_for_classes(cls: type) -> bool:
     """Whether a method of a class asks for the class of anything: perhaps of a module."""
     own = (vars(base) for base in cls.__mro__ if not base.__module__.startswith(("torch.", "pslayers.")))
-    functions = [f for names in own for f in names.values() if isinstance(f, FunctionType)]
+    functions = [
+        f for names in own for f in names.values() if isinstance(f, FunctionType) and not is_entry(f)
+    ]
     return any(f.__name__ != "__init__" and _asks(f.__code__) for f in functions)
 
 
