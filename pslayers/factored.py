@@ -369,7 +369,8 @@ def clipping(
     gradients to `.grad`, divided as the loss divides.
 
     A sample's gradient g becomes ``g * min(1, max_norm / norm(g))``. One whose norm is not finite is left
-    out, and can be seen in `norms`.
+    out. What the block is given has `norms`, those of each sample's gradient before it was clipped, (B,), or
+    where each parameter is clipped by itself {name: (B,)}; and `backward`, for more passes than one.
 
     Args:
         model: a converted model.

@@ -11,7 +11,16 @@ from .. import torch_api
 from ..core import op_kinds
 from ..core.context import NoRuleError, changed, local, transforming
 from ..core.trees import map_tensors, tensors_of
-from .per_sample import PerSample, Standing, by_rule, goes_along, plainly, refuse_gradients
+from .per_sample import (
+    PerSample,
+    Standing,
+    by_rule,
+    goes_along,
+    named,
+    names_of,
+    plainly,
+    refuse_gradients,
+)
 
 _READ = {getattr(Tensor, name).__get__ for name in (*op_kinds.PROPERTIES, "requires_grad")}
 _READ |= set(op_kinds.functions(op_kinds.READ))
@@ -78,10 +87,13 @@ class Kept(Tensor):
                 found = by_rule(func, *_for_kept((args, kwargs), lambda one: one))
                 return map_tensors(functools.partial(_found, batch=given[0].batch, of_all=of_all), found)
         except NoRuleError as error:
+            own = named(names_of(t.one for t in given if t.one is not None))
             raise NoRuleError(
-                f"{error}. It was returned by a model, or kept by it, and is made of parameters alone: in a"
-                " loss it may be added to numbers, and meet value by value what has a row for each sample."
-                " Use it in the forward, or expand it there to the batch, as in log_std.expand_as(mean)."
+                f"What was made of {own}: {error}. It was returned by a model, or kept by it, and is made of"
+                " parameters alone: in a loss it may be added to numbers, and meet value by value what has a"
+                " row for each sample, as in (losses * log_var.exp()).mean() in the place of losses.mean() *"
+                " log_var.exp(). Use it in the forward, or expand it there to the batch, as in"
+                " log_std.expand_as(mean)."
             ) from error
 
     def __deepcopy__(self, memo: Any) -> Tensor:

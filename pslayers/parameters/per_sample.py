@@ -252,7 +252,7 @@ class PerSample(Tensor):
             local.stand_ins.check_level()
         for t in args:
             if isinstance(t, PerSample) and t.graph.grad_fn is None and _joined_by_others(t):
-                raise NoRuleError(f"what was made of {_named(t.names)} {UNFOLLOWED}, as module hooks are")
+                raise NoRuleError(f"what was made of {named(t.names)} {UNFOLLOWED}, as module hooks are")
         if func in _OF_A_KIND:
             func, args, kwargs = _by_kind(*args, **kwargs)
             if not isinstance(args[0], PerSample):
@@ -336,7 +336,7 @@ class _Unfollowed:
         self.names = names
 
     def __call__(self, grad: Tensor) -> None:
-        raise RuntimeError(f"{_named(self.names)} {UNFOLLOWED}")
+        raise RuntimeError(f"{named(self.names)} {UNFOLLOWED}")
 
 
 def refuse_gradients(t: Tensor, names: frozenset[str]) -> None:
@@ -345,7 +345,8 @@ def refuse_gradients(t: Tensor, names: frozenset[str]) -> None:
         t.requires_grad_().register_hook(_Unfollowed(names))
 
 
-def _named(names: Iterable[str]) -> str:
+def named(names: Iterable[str]) -> str:
+    """Parameters, as a message names them."""
     return ", ".join(f"`{name}`" for name in sorted(names)) or "a parameter"
 
 
