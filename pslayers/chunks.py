@@ -65,7 +65,7 @@ class Chunks:
                 "parameters are sharded (fully_shard): call loss.backward(), of several outputs for each, and"
                 " read `grad_sample` after it."
             )
-        args, kwargs = arguments(inputs)
+        given = arguments(inputs)
         ragged = local.ragged
         if ragged is not None and (chunk_size is not None or memory_budget is not None):
             raise ValueError(
@@ -73,13 +73,13 @@ class Chunks:
             )
         size = local.explicit if ragged is None else ragged.size
         if size is None:
-            sizes = model._ps_sizes(args, kwargs)
+            sizes = model._ps_sizes(given)
             with model._ps_state().settings.turns.writing():  # it may run the model, to find out
-                size = model._ps_size(args, kwargs, sizes, look=True)
+                size = model._ps_size(given, sizes, look=True)
         if size is None:
             raise ValueError("`inputs` holds no tensor, so the batch size is unknown.")
         self.model, self.made = model, made or (lambda output: output)
-        self.values, self.size = (args, kwargs, targets), size
+        self.values, self.size = (*given, targets), size
         self.dim = 0 if model._ps_state().settings.batch_first else 1
         self.dims: dict[int, int | None] = {}  # {id of a tensor: the dim in which it is split}
         step = int(chunk_size or max(size, 1))

@@ -20,7 +20,7 @@ from .core import sharding
 from .core.context import Settings, changed, clear, local
 from .core.converted_module import is_entry
 from .core.recorder import forget, recorder_of
-from .core.trees import callable_module, cloned, is_parameter, own_parameters, trainable_parameters
+from .core.trees import Call, callable_module, cloned, is_parameter, own_parameters, trainable_parameters
 from .layers.batch_norm import why_mixed
 from .modules import converted
 from .modules.base import REGISTRY, PSLayer
@@ -113,7 +113,7 @@ def convert_model(
             if row.general and row.target is not None:
                 _watch(row.module, settings)
         if example is not None:
-            _try_example(model, *arguments(example))
+            _try_example(model, arguments(example))
     except BaseException:
         for module, cls, held in before:
             module.__class__ = cls
@@ -184,28 +184,27 @@ def _adopt(model: Any) -> None:
 converted.adopt = _adopt
 
 
-def _try_example(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _try_example(model: Any, inputs: Call) -> None:
     if not isinstance(model, PSContainer):
         return
-    args, kwargs = cloned((args, kwargs))  # a forward may write to its inputs
-    with trial(model), of_jagged((args, kwargs)):
+    inputs = cloned(inputs)  # a forward may write to them
+    with trial(model), of_jagged(inputs):
         try:
             if local.ragged is not None:
-                output, call = call_ragged(model, model._ps_run, args, kwargs)
+                output, call = call_ragged(model, model._ps_run, inputs)
                 if call is not None:
                     call.try_out(output)  # RuntimeError where its samples interact
             # one sample tells nothing
-            elif (size := model._ps_batch_size(args, kwargs)) is not None and size > 1:
-                with changed(form=model._ps_form(args, kwargs)):
-                    kind = model._ps_kind(model._ps_sizes(args, kwargs), size)
-                    ModelCall(model, args, kwargs, size, kind).learn()
+            elif (size := model._ps_batch_size(*inputs)) is not None and size > 1:
+                with changed(form=model._ps_form(*inputs)):
+                    ModelCall(model, inputs, size, model._ps_kind(model._ps_sizes(inputs), size)).learn()
         except ValueError as error:
             raise ConversionError(
                 f"{type(model).__name__} cannot be converted, and has not been changed: {error}"
             ) from error
 
 
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments(inputs: Any) -> Call:
     """What a model is called with, from a tensor, a tuple of positional or a dict of keyword arguments."""
     if isinstance(inputs, dict):
         return (), inputs

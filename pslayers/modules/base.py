@@ -84,7 +84,7 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             except Ambiguous:
                 batch.give_up()
                 return self._ps_plain(ps_forward, args, kwargs)
-        return self._ps_outermost(lambda *a, **k: self._ps_run(ps_forward, a, k), args, kwargs)
+        return self._ps_outermost(lambda *a, **k: self._ps_run(ps_forward, a, k), (args, kwargs))
 
     return entry(forward)
 

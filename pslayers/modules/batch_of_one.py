@@ -10,17 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_api
-from ..core.context import (
-    Place,
-    Settings,
-    by_original_layers,
-    in_place_of,
-    other_places,
-    there,
-)
+from ..core.context import Place, Settings, by_original_layers, in_place_of, other_places, there
 from ..core.expansion import Op, of_one, take_data, will_execute
 from ..core.recorder import Recorder, recorder_of
 from ..core.sinks import has_hooks, store_single
+from ..core.trees import Call
 from ..parameters.standing import replace_held
 from .inventory import Inventory
 
@@ -156,9 +150,7 @@ class Trained:
         )
 
 
-def run_alone(
-    model: Any, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, recorded: bool
-) -> Any:
+def run_alone(model: Any, inventory: Inventory, inputs: Call, size: int, recorded: bool) -> Any:
     """A call for one sample, or for none, by the original layers; weights that were given for each sample are
     that one's.
     """
@@ -171,7 +163,7 @@ def run_alone(
             inventory.trained = trained
     recorded = recorded and bool(trained.params)
     if not (given or recorded):
-        return run_plain(model, args, kwargs)
+        return run_plain(model, inputs)
     own = [(slot.held, slot.name, of_one(slot.held[slot.name])) for slot in given]
 
     def places() -> list[Place]:
@@ -179,7 +171,7 @@ def run_alone(
 
     flat, put = functools.partial(_flat_weights, inventory), places()
     with in_place_of(put, places), in_place_of(flat(), flat):
-        output = run_plain(model, args, kwargs)
+        output = run_plain(model, inputs)
     if recorded and size:
         for (_, _, alias), (_, _, param, _) in zip(put[len(own) :], trained.places, strict=True):
             take_data(param, alias)
@@ -206,7 +198,8 @@ def _flat_weights(inventory: Inventory) -> list[Place]:
     return flat
 
 
-def run_plain(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_plain(model: Any, inputs: Call) -> Any:
     """A call by the original layers, with whatever parameters there are."""
+    args, kwargs = inputs
     with by_original_layers():
         return type(model).forward(model, *args, **kwargs)  # what somebody has put around it runs already

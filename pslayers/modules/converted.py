@@ -27,7 +27,7 @@ from ..core.converted_module import ConvertedModule
 from ..core.expansion import refuse_rows
 from ..core.recorder import Recorder, let_go
 from ..core.switches import setting, settings_of_hooks
-from ..core.trees import own_parameters, tensors_in, tensors_of
+from ..core.trees import Call, own_parameters, tensors_in, tensors_of
 from .batch_of_one import run_alone, run_plain
 from .call_ways import Ways
 from .first_call import Kind, ModelCall
@@ -269,15 +269,15 @@ class Converted(_Mixin):
         """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no
         tensor.
         """
-        sizes = self._ps_sizes(args, kwargs)
-        return self._ps_told(sizes, args, kwargs) if sizes else None
+        sizes = self._ps_sizes((args, kwargs))
+        return self._ps_told(sizes, (args, kwargs)) if sizes else None
 
-    def _ps_sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+    def _ps_sizes(self, inputs: Call) -> list[tuple[int, int]]:
         """(dims, the size of the one that would be the batch's) of every tensor that has dims."""
-        settings, found = self._ps_state().settings, []
+        settings, found, (args, kwargs) = self._ps_state().settings, [], inputs
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor and args[0].ndim:  # by far the most
             return [(args[0].ndim, args[0].shape[batch_dim(args[0], settings)])]
-        for t in tensors_in((args, kwargs)):
+        for t in tensors_in(inputs):
             if isinstance(t, PackedSequence):
                 found.append((PACKED, int(t.batch_sizes[0]) if len(t.batch_sizes) else 0))
             elif t.ndim:
@@ -295,16 +295,16 @@ class Converted(_Mixin):
         form = local.form if local.batch is None else local.batch.form
         return self.training, form, call, place, ndim
 
-    def _ps_told(self, sizes: list[tuple[int, int]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def _ps_told(self, sizes: list[tuple[int, int]], inputs: Call) -> int:
         """The batch size that inputs of these sizes tell: the first one's, unless another's was seen to be
         the outputs', too, in a call of this form.
         """
         if len(sizes) == 1:
             return sizes[0][1]
-        return sizes[min(self._ps_state().places.get(form_of(args, kwargs), {0}))][1]
+        return sizes[min(self._ps_state().places.get(form_of(*inputs), {0}))][1]
 
     @torch_api.leave_alone
-    def _ps_outermost(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _ps_outermost(self, run: Callable[..., Any], inputs: Call) -> Any:
         """Run an outermost call, its batch size known to every layer below."""
         settings, nested = self._ps_state().settings, local.again or torch_api.current_pass() != -1
         if local.parts and not nested and torch.is_grad_enabled():
@@ -312,23 +312,23 @@ class Converted(_Mixin):
         recorded = settings.recording and torch.is_grad_enabled()
         # torch.jit.trace, an ONNX export: what is traced records nothing
         if torch_api.is_tracing() is not None:
-            return run_plain(self, args, kwargs)
-        if torch_api.in_dual_level() and not local.dual and self._ps_has_tangents(args, kwargs):
+            return run_plain(self, inputs)
+        if torch_api.in_dual_level() and not local.dual and self._ps_has_tangents(inputs):
             with changed(dual=True):
-                return self._ps_outermost(run, args, kwargs)
+                return self._ps_outermost(run, inputs)
         # a transform of torch.func records nothing, so there is nothing to prove, either
         unrecorded = (not recorded and not self._ps_layer) or (transforming() and local.ragged is None)
         if unrecorded and not self._ps_given():
             with nullcontext() if nested else settings.turns.reading():
-                return run_plain(self, args, kwargs)
-        before, local.form = local.form, self._ps_form(args, kwargs)
+                return run_plain(self, inputs)
+        before, local.form = local.form, self._ps_form(*inputs)
         local.call = None  # an interrupt may have left one
         try:
             with torch_api.own_parametrized():
                 if nested:  # whoever runs the backward pass has its turn
-                    return self._ps_in_turn(run, args, kwargs, recorded)
+                    return self._ps_in_turn(run, inputs, recorded)
                 with settings.turns.writing():
-                    return self._ps_in_turn(run, args, kwargs, recorded)
+                    return self._ps_in_turn(run, inputs, recorded)
         finally:
             local.form = before
 
@@ -343,26 +343,22 @@ class Converted(_Mixin):
                     " converted model: give them the model, or call the part alone inside."
                 )
 
-    def _ps_has_tangents(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _ps_has_tangents(self, inputs: Call) -> bool:
         """Whether anything in a call is a tensor with a tangent, of torch.autograd.forward_ad."""
-        return any(
-            map(torch_api.is_dual, chain(tensors_of((args, kwargs)), self.parameters(), self.buffers()))
-        )
+        return any(map(torch_api.is_dual, chain(tensors_of(inputs), self.parameters(), self.buffers())))
 
-    def _ps_in_turn(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recorded: bool
-    ) -> Any:
-        settings = self._ps_state().settings
+    def _ps_in_turn(self, run: Callable[..., Any], inputs: Call, recorded: bool) -> Any:
+        settings, (args, kwargs) = self._ps_state().settings, inputs
         self._ps_tell_of_call(settings, recorded)
         # by far the most are: no jagged one
         ordinary = len(args) == 1 and not kwargs and type(args[0]) is Tensor
         if recorded and not local.again and (local.ragged is not None or not ordinary):
-            with of_jagged((args, kwargs)):
+            with of_jagged(inputs):
                 if local.ragged is not None:
-                    return call_ragged(self, run, args, kwargs)[0]
+                    return call_ragged(self, run, inputs)[0]
         recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
         trackable = not self._ps_layer and not recomputed
-        sizes = [] if self._ps_layer else self._ps_sizes(args, kwargs)
+        sizes = [] if self._ps_layer else self._ps_sizes(inputs)
         inventory = self._ps_inventory() if recorded else None
         if inventory is not None:
             if (inventory.strangers or inventory.rebuilt) and trackable:
@@ -376,12 +372,12 @@ class Converted(_Mixin):
         elif local.explicit is not None:
             size = local.explicit
         else:
-            size = self._ps_size(args, kwargs, sizes, look=trackable and recorded)
+            size = self._ps_size(inputs, sizes, look=trackable and recorded)
         if size is None:
             if recorded and any(isinstance(v, torch.fx.Proxy) for v in (*args, *kwargs.values())):
                 raise self._ps_has_no_rows_in("torch.fx", "trace")
             if not self._ps_layer and recorded and not transforming():
-                raise self._ps_no_batch(args, kwargs)
+                raise self._ps_no_batch(inputs)
             return run(*args, **kwargs)
         apart = sharding.apart(self)
         small = size == 1 or (size == 0 and not self._ps_layer)
@@ -389,7 +385,7 @@ class Converted(_Mixin):
         alone = small and not (apart or transforming() or recomputed)
         if alone:
             if not functions.get(local.form):
-                output = self._ps_alone(inventory or self._ps_inventory(), args, kwargs, size, recorded)
+                output = self._ps_alone(inventory or self._ps_inventory(), inputs, size, recorded)
                 if not functions.get(local.form):
                     return output
             if size:  # what is found out of one sample says nothing of several
@@ -401,7 +397,7 @@ class Converted(_Mixin):
         if recorded and size != self._ps_state().preallocated_size:
             self._ps_make_room(size)
         if kind is not None:
-            call = ModelCall(self, args, kwargs, size, kind)
+            call = ModelCall(self, inputs, size, kind)
             if inventory is None or not unproved:
                 return call.again()
             output = call.first()
@@ -410,28 +406,26 @@ class Converted(_Mixin):
             return output
         # what has followed the rows of a call that is proved does not see what runs in its backward pass
         with without_gathered_rows() if recomputed else nullcontext():
-            return self._ps_as_told(run, args, kwargs, size, noted=recorded and not recomputed)
+            return self._ps_as_told(run, inputs, size, noted=recorded and not recomputed)
 
-    def _ps_alone(
-        self, inventory: Inventory, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, recorded: bool
-    ) -> Any:
+    def _ps_alone(self, inventory: Inventory, inputs: Call, size: int, recorded: bool) -> Any:
         """The output of a call for one sample, or for none, by the original layers; with nothing left of it
         where it is found out that functions of somebody's are given the parameters, or modules that the
         forward makes: these want the model's.
         """
         state = self._ps_state()
         if self._ps_layer or not (recorded and size) or local.form in state.functions:
-            return run_alone(self, inventory, args, kwargs, size, recorded)
-        before, random = Snapshot(self, (args, kwargs)), Randomness()
+            return run_alone(self, inventory, inputs, size, recorded)
+        before, random = Snapshot(self, inputs), Randomness()
         try:
-            output = run_alone(self, inventory, args, kwargs, size, recorded)
+            output = run_alone(self, inventory, inputs, size, recorded)
         except (ValueError, RuntimeError) as error:
             if not any(what in str(error) for what in _OF_LEAVES_ALONE):
                 raise
             output, given = None, True
         else:
             if not (before.differs() or before.inputs_differ() or self._ps_given()):
-                check_classes(self, output, (args, kwargs), random.restore)
+                check_classes(self, output, inputs, random.restore)
             given = parameters_given(output)
         state.functions[local.form] = given
         if given:
@@ -452,11 +446,9 @@ class Converted(_Mixin):
                 " model that it wraps."
             )
 
-    def _ps_as_told(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, noted: bool
-    ) -> Any:
+    def _ps_as_told(self, run: Callable[..., Any], inputs: Call, size: int, noted: bool) -> Any:
         """A call of so many samples of which nothing is left to find out."""
-        settings = self._ps_state().settings
+        settings, (args, kwargs) = self._ps_state().settings, inputs
         local.batch = batch = Batch(size, settings)
         batch.root = self
         if noted:
@@ -469,19 +461,17 @@ class Converted(_Mixin):
         finally:
             local.batch = None
 
-    def _ps_size(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]], look: bool
-    ) -> int | None:
+    def _ps_size(self, inputs: Call, sizes: list[tuple[int, int]], look: bool) -> int | None:
         """How many samples an outermost call holds; None where it has no tensor."""
         if self._ps_layer:
-            return self._ps_batch_size(args, kwargs)
+            return self._ps_batch_size(*inputs)
         if len(sizes) > 1 and len({n for _, n in sizes}) > 1:
             lengths = {len(slot.held[slot.name]) for slot in self._ps_inventory().given_slots()}
             if lengths & {n for _, n in sizes}:  # weights that were given tell
                 return lengths.pop()
             if look and not (local.again or sharding.apart(self)):
-                self._ps_look_for_batch(args, kwargs, sizes)
-        return self._ps_told(sizes, args, kwargs) if sizes else None
+                self._ps_look_for_batch(inputs, sizes)
+        return self._ps_told(sizes, inputs) if sizes else None
 
     def _ps_kind(self, sizes: list[tuple[int, int]], size: int) -> Kind:
         """The kind of a call with inputs of these sizes."""
@@ -527,18 +517,16 @@ class Converted(_Mixin):
         """What each module below knows so far, which its state can `forget` all else for."""
         return [(state, state.learned()) for _, state in states(self)]
 
-    def _ps_look_for_batch(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: list[tuple[int, int]]
-    ) -> None:
+    def _ps_look_for_batch(self, inputs: Call, sizes: list[tuple[int, int]]) -> None:
         """Remember which of inputs of several sizes holds the batch, as the outputs tell: of calls of this
         form.
         """
-        state, form = self._ps_state(), form_of(args, kwargs)
+        state, form = self._ps_state(), form_of(*inputs)
         known = state.places.get(form, set())
         if len({sizes[place][1] for place in known}) == 1:
             return
         with without_gathered_rows():
-            outputs = tensors_in(run_tracked(self._ps_run, self, args, kwargs)[1])
+            outputs = tensors_in(run_tracked(self._ps_run, self, *inputs)[1])
         shapes: list[tuple[int, ...]] = [
             t.shape[:2] for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.ndim
         ]
@@ -556,7 +544,8 @@ class Converted(_Mixin):
         alike = {i for i, (_, n) in enumerate(sizes) if n == sizes[place][1]}
         state.places[form] = alike & known or alike
 
-    def _ps_no_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ValueError:
+    def _ps_no_batch(self, inputs: Call) -> ValueError:
+        args, kwargs = inputs
         given = [
             f"{type(v).__name__}{' without dims' if isinstance(v, Tensor) else ''}"
             for v in (*args, *kwargs.values())

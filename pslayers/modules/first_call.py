@@ -41,7 +41,7 @@ from ..attribution.snapshot import (
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, run_plainly, track
 from ..core import sharding
 from ..core.context import Batch, Form, changed, local, transforming
-from ..core.trees import cloned, tensors_in, tensors_of
+from ..core.trees import Call, cloned, tensors_in, tensors_of
 from ..parameters.kept import Kept
 from ..parameters.standing import held_by
 from .batch_of_one import run_plain
@@ -79,16 +79,8 @@ _log = logging.getLogger(__name__.partition(".")[0])
 class ModelCall:
     """A call of a converted model for `size` samples, more than one."""
 
-    def __init__(
-        self,
-        model: "Converted",
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        size: int,
-        kind: Kind,
-    ) -> None:
-        self.model, self.run, self.args, self.kwargs = model, model._ps_run, args, kwargs
-        self.size, self.kind = size, kind
+    def __init__(self, model: "Converted", inputs: Call, size: int, kind: Kind) -> None:
+        self.model, self.run, self.inputs, self.size, self.kind = model, model._ps_run, inputs, size, kind
         self.state = model._ps_state()
         self.settings = self.state.settings
         self.recorded = self.settings.recording and torch.is_grad_enabled()
@@ -107,8 +99,7 @@ class ModelCall:
         keeps, writes, before = self.state.keeps, self.state.writes, None
         told = self._told_by_data_before()
         if keeps or writes or told is not None:
-            inputs = (self.args, self.kwargs) if writes or told is not None else ()
-            before = Snapshot(self.model, inputs)
+            before = Snapshot(self.model, self.inputs if writes or told is not None else ())
         if told != set() and (output := self._attempt(None, told)) is not UNDECIDED:
             return output
         self.forget = self.model._ps_count_from_here()
@@ -130,7 +121,7 @@ class ModelCall:
             return output
 
     def _first(self) -> Any:
-        before = Snapshot(self.model, (self.args, self.kwargs))
+        before = Snapshot(self.model, self.inputs)
         # a checkpoint around this call, say, counts what is saved: prove on a run beside
         if torch_api.saved_tensors_packed():
             with torch_api.without_saved_tensors_hooks():
@@ -158,7 +149,7 @@ class ModelCall:
         """
         if sharding.apart(self.model):
             raise self.model._ps_apart()
-        before = before or Snapshot(self.model, (self.args, self.kwargs))
+        before = before or Snapshot(self.model, self.inputs)
         try:
             return self._learn_from_parts(before)
         except Exception:
@@ -175,13 +166,12 @@ class ModelCall:
 
         def run() -> list[Tensor]:
             self._rewind()
-            args, kwargs = cloned((self.args, self.kwargs))
             with gradients_unchanged(self.model):
-                output = run_plain(self.model, args, kwargs)
+                output = run_plain(self.model, cloned(self.inputs))
             return [t.detach() for t in tensors_of(output)]
 
         first = run()
-        begun = Snapshot(self.model, (self.args, self.kwargs))
+        begun = Snapshot(self.model, self.inputs)
         with begun.watching():
             again = run()
         return None if begun.differs() or disagreement(again, first) else begun
@@ -236,7 +226,7 @@ class ModelCall:
         state = self.state
         if not (state.keeps or state.writes or self.model._ps_given() or sharding.apart(self.model)):
             try:
-                check_classes(self.model, output, (self.args, self.kwargs), self._rewind)
+                check_classes(self.model, output, self.inputs, self._rewind)
             except ValueError:
                 self._forget_proofs()
                 raise
@@ -269,20 +259,18 @@ class ModelCall:
         could not tell whose the rows of its input are, or where they are not, or where data have `told` of
         that what they have in no run that was verified.
         """
-        model, proving, picks = self.model, before is not None, None
+        model, proving, picks, (args, kwargs) = self.model, before is not None, None, self.inputs
         local.batch = batch = self._batch(proving, trackable=True)
         try:
             noting = proving or told is not None
             ways = None if noting else self._ways()
             with ExitStack() as around:
                 if noting or self.settings.has_gathered_rows:
-                    picks = around.enter_context(
-                        gathering(self.size, self.model, self.args, self.kwargs, noting)
-                    )
+                    picks = around.enter_context(gathering(self.size, self.model, *self.inputs, noting))
                 if before is not None:
                     around.enter_context(self._quietly())
                     around.enter_context(before.watching())
-                output = self._returned(batch, self.run(*self.args, **self.kwargs))
+                output = self._returned(batch, self.run(*args, **kwargs))
                 self._note_order(picks)  # before a proof reads values
                 if before is not None:
                     self._note_what_changed(before)
@@ -371,8 +359,7 @@ class ModelCall:
         shows that samples interact.
         """
         known = self.model._ps_learned()
-        args, kwargs = cloned((self.args, self.kwargs))
-        call = ModelCall(self.model, args, kwargs, self.size, self.kind)
+        call = ModelCall(self.model, cloned(self.inputs), self.size, self.kind)
         with self._beside(call), torch_api.without_saved_tensors_hooks(), torch_api.uncompiled(self.model):
             call.learn() if self._taught() else call.first()
         self._note_nodes(nodes)
@@ -474,11 +461,11 @@ class ModelCall:
         size = self.size
         if size < WORTH_IT or local.explicit is not None or self.model._ps_given():
             return None
-        if (found := first_samples((self.args, self.kwargs), size, FEW, self.settings)) is None:
+        if (found := first_samples(self.inputs, size, FEW, self.settings)) is None:
             return None
-        if self.model._ps_kind(self.model._ps_sizes(*found), FEW) != self.kind:
+        if self.model._ps_kind(self.model._ps_sizes(found), FEW) != self.kind:
             return None
-        few = ModelCall(self.model, *found, FEW, self.kind)
+        few = ModelCall(self.model, found, FEW, self.kind)
         few.forget, few.random = self.forget, self.random
         return few
 
@@ -488,10 +475,10 @@ class ModelCall:
         """
         for varied in (True, False):
             with suppress(Exception):  # of the user's model: as of lengths that do not decrease
-                args, kwargs = in_reverse((self.args, self.kwargs), self.size, varied, self.settings)
+                turned = in_reverse(self.inputs, self.size, varied, self.settings)
                 with trial(self.model):
-                    run_plainly(self.run, self.model, *cloned((args, kwargs)))
-                call = ModelCall(self.model, args, kwargs, self.size, self.kind)
+                    run_plainly(self.run, self.model, *cloned(turned))
+                call = ModelCall(self.model, turned, self.size, self.kind)
                 call.forget, call.random = self.forget, self.random
                 return call
         return None
@@ -502,7 +489,7 @@ class ModelCall:
         """
         if not self.ordered or (call := self._in_reverse()) is None:
             return False
-        before = Snapshot(self.model, (call.args, call.kwargs))
+        before = Snapshot(self.model, call.inputs)
         with self._beside(call):
             try:
                 fails = call._attempt(before) is UNDECIDED
@@ -550,14 +537,14 @@ class ModelCall:
                     call._learn()
             if turned is not None and call is not turned:
                 self._rewind()
-                with trial(self.model), gathering(turned.size, self.model, turned.args, turned.kwargs):
+                with trial(self.model), gathering(turned.size, self.model, *turned.inputs):
                     turned._proved()
             self._rewind()
             if self.forget is not None:
                 self.forget()
             if self.recorded:
                 self.model._ps_make_room(self.size)
-            with gathering(self.size, self.model, self.args, self.kwargs):
+            with gathering(self.size, self.model, *self.inputs):
                 output = self._proved()
             if call is not self and not self.model._ps_proved(self.kind):
                 raise ValueError("A NaN leaves open whose the rows are.")
@@ -572,8 +559,8 @@ class ModelCall:
         model, batch = self.model, Batch(self.size, self.settings)
         model._ps_inventory().check_given(self.size)
         model._ps_leave_room()
-        with gathering(self.size, self.model, self.args, self.kwargs):
-            found, tracker = track(self.run, model, self.args, self.kwargs, batch)
+        with gathering(self.size, self.model, *self.inputs):
+            found, tracker = track(self.run, model, *self.inputs, batch)
             # of batches of other sizes there may be other outputs
             for key in [k for k in self.state.layouts if k[:2] == self.kind[:2] and k[3][0] == "out"]:
                 del self.state.layouts[key]
@@ -583,7 +570,7 @@ class ModelCall:
                 if state.layouts.get(layout_key, layout) != layout:  # by which others were proved
                     self._forget_proofs()
                 state.layouts[layout_key] = layout
-            choose_how_modules_run(model, self.args, self.kwargs, tracker, batch)
+            choose_how_modules_run(model, self.inputs, tracker, batch)
         for shape in tracker.as_many:
             warnings.warn(
                 f"`{self.state.path}` ({type(model).__name__}) takes {self.size} samples and, of shape"
@@ -608,9 +595,9 @@ class ModelCall:
         given, plain = model._ps_given(), None
         if not given:  # per-sample weights have no plain counterpart
             with without_gathered_rows():
-                plain = run_plainly(self.run, model, self.args, self.kwargs)
+                plain = run_plainly(self.run, model, *self.inputs)
                 plain = [t.detach() for t in tensors_of(plain)]
-        output, batch = self._watched(self.args, self.kwargs)
+        output, batch = self._watched(self.inputs)
         problem = None if given else disagreement(output, plain)
         tensors, layouts, told = tensors_in(output), self._layouts(output), self._told_layouts(output)
         own = batched_outputs(output, batch, told)
@@ -628,14 +615,13 @@ class ModelCall:
                 agree = rows_agree(batch.outputs, own, functools.partial(self._anew, told) if once else None)
         except Unprovable:  # of a run on trial, in which reentrant checkpoints are of the other kind
             with trial(model), torch_api.reentrant_checkpoints("otherwise"):
-                args, kwargs = cloned((self.args, self.kwargs))
-                again, other = self._watched(args, kwargs)
+                again, other = self._watched(cloned(self.inputs))
                 agree = rows_agree(other.outputs, batched_outputs(again, other, told))
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
             where = f"`{state.path}` ({type(model).__name__}) returned {problem}"
-            if not tensors_in((self.args, self.kwargs)):
+            if not tensors_in(self.inputs):
                 raise ValueError(
                     f"{where}: it is given no tensor, and it is not followed whose it is what it makes of"
                     " lists, numbers and arrays. Make tensors of them before the call, with a row for each"
@@ -658,7 +644,7 @@ class ModelCall:
     def _anew(self, told: Sequence[Layout | None]) -> tuple[GradientProbe, Outputs]:
         """What another run is watched by, and its outputs."""
         self._rewind()
-        output, batch = self._watched(*cloned((self.args, self.kwargs)))
+        output, batch = self._watched(cloned(self.inputs))
         return batch.outputs, batched_outputs(output, batch, told)
 
     def _told_layouts(self, output: Any) -> list[Layout | None]:
@@ -701,9 +687,10 @@ class ModelCall:
             told = set() if anew or known is None or len(known) == MANY else known
             self.state.by_data[self.kind] = {*told, self.told} if noted else set()
 
-    def _watched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Batch]:
+    def _watched(self, inputs: Call) -> tuple[Any, Batch]:
         """The output of a run that is to be proved, and its batch, which has watched what layers returned."""
         local.batch = batch = self._batch(proving=True, trackable=False)
+        args, kwargs = inputs
         try:
             with self._quietly():
                 return self._returned(batch, self.run(*args, **kwargs)), batch

@@ -10,20 +10,14 @@ from torch import Tensor, nn
 from .. import general
 from ..attribution.tracking import FIRST, MIXED, PICKED, TABLE, Layout, Tracker, parameters_used
 from ..core.context import Batch, in_place_of, places_of
-from ..core.trees import tensors_in
+from ..core.trees import Call, tensors_in
 from ..general.plan import Plan
 
 if TYPE_CHECKING:
     from .converted import Converted
 
 
-def choose_how_modules_run(
-    model: "Converted",
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tracker: Tracker,
-    batch: Batch,
-) -> None:
+def choose_how_modules_run(model: "Converted", inputs: Call, tracker: Tracker, batch: Batch) -> None:
     """Choose how each module below is run: modules that cannot be by themselves go with the module that
     calls them.
 
@@ -33,7 +27,7 @@ def choose_how_modules_run(
     modules, names = tracker.modules, model._ps_given()
     first = {name: nn.Parameter(p.detach()[0]) for name, p in model.named_parameters() if name in names}
     with in_place_of(places_of(model, first, tied=True)):
-        used, recorded = parameters_used(model._ps_run, model, args, kwargs)
+        used, recorded = parameters_used(model._ps_run, model, *inputs)
         for user, params in used.items():  # past their layers: by whoever holds them all
             holder = _holder(tracker, user, params)
             if holder is not None and not modules[holder]._ps_layer:

@@ -10,22 +10,21 @@ from ..attribution.ragged import RaggedCall
 from ..attribution.snapshot import Randomness, Snapshot, trial
 from ..core import sharding
 from ..core.context import Batch, local, transforming
+from ..core.trees import Call
 from .batch_of_one import run_alone
 from .inventory import Inventory
 
 
-def call_ragged(
-    model: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, RaggedCall | None]:
+def call_ragged(model: Any, run: Callable[..., Any], inputs: Call) -> tuple[Any, RaggedCall | None]:
     """The output of a recorded call, and what looks at its backward passes (None: there are no samples)."""
     size = local.ragged.size
     inventory = _inventory(model)
     if not size and not sharding.apart(model):
-        return run_alone(model, inventory, args, kwargs, 0, True), None
+        return run_alone(model, inventory, inputs, 0, True), None
     model._ps_make_room(size)
     if model._ps_layer or model._ps_mode in model._ps_state().ragged_proved:
-        return _output(model, run, args, kwargs)
-    return _first_call(model, inventory, run, args, kwargs)
+        return _output(model, run, inputs)
+    return _first_call(model, inventory, run, inputs)
 
 
 def _inventory(model: Any) -> Inventory:
@@ -57,7 +56,7 @@ def _inventory(model: Any) -> Inventory:
 
 
 def _first_call(
-    model: Any, inventory: Inventory, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Any, inventory: Inventory, run: Callable[..., Any], inputs: Call
 ) -> tuple[Any, RaggedCall]:
     """A call of a kind that was not proved.
 
@@ -65,7 +64,7 @@ def _first_call(
     the whole model is run with parameters of each row's own from then on.
     """
     state = model._ps_state()
-    random, before = Randomness(), Snapshot(model, (args, kwargs))
+    random, before = Randomness(), Snapshot(model, inputs)
     params = list(model.parameters())
     asked: set[str] = set()  # what was found out of
     forget = model._ps_count_from_here()
@@ -76,7 +75,7 @@ def _first_call(
         past, mixed = True, set[str]()
         try:
             with before.watching():
-                output, call = _output(model, run, args, kwargs, proving=True)
+                output, call = _output(model, run, inputs, proving=True)
             past, mixed = past_expansions(output, params), call.mixed_without_rows(output) - asked
         except general.ParametersReturnedError:
             pass
@@ -89,7 +88,7 @@ def _first_call(
             break
         if mixed:
             asked |= mixed
-            state.ragged_shared |= _shared(mixed, call, model, run, args, kwargs)
+            state.ragged_shared |= _shared(mixed, call, model, run, inputs)
         elif not past:
             break
         state.ragged_whole = state.ragged_whole or past or bool(state.ragged_shared)
@@ -100,32 +99,21 @@ def _first_call(
     return output, call
 
 
-def _shared(
-    names: set[str],
-    call: RaggedCall,
-    model: Any,
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> set[str]:
+def _shared(names: set[str], call: RaggedCall, model: Any, run: Callable[..., Any], inputs: Call) -> set[str]:
     """Those parameters that meet what all samples share, as positions that are looked up in a table: it stays
     the same in a batch of other rows.
     """
-    args, kwargs = call.of_other_rows((args, kwargs))
+    others = call.of_other_rows(inputs)
     with trial(model):
         try:
-            _, again = _output(model, run, args, kwargs, proving=True)
+            _, again = _output(model, run, others, proving=True)
         except Exception:  # what is no batch of the model's tells nothing
             return set()
     return {name for name in names if call.met_the_same(again, name)}
 
 
 def _output(
-    model: Any,
-    run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    proving: bool = False,
+    model: Any, run: Callable[..., Any], inputs: Call, proving: bool = False
 ) -> tuple[Any, RaggedCall]:
     """That of one run, and what looks at it; `proving`: samples must not interact before the first weight
     either.
@@ -134,8 +122,7 @@ def _output(
     seen = state.ragged_seen.setdefault(model._ps_mode, {})
     call = RaggedCall(local.ragged, model, seen, state.ragged_shared)
     call.proving = proving
-    if proving and not call.trusted:
-        args, kwargs = call.enter((args, kwargs))
+    args, kwargs = call.enter(inputs) if proving and not call.trusted else inputs
     local.batch = batch = Batch(call.batch.size, state.settings)
     batch.root, batch.ragged = model, call if call.batch.size else None  # no rows are no sample's
     state.settings.note_forward(batch)
