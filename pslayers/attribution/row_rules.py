@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..core import op_kinds
 from ..core.trees import tensors_of
+from ..parameters.letters import of_einsum
 from ..parameters.per_sample import lies_in, of_parameter
 from .indices import MASKS
 from .provenance import UNKNOWN, WEAK, RowProvenance, each_once
@@ -544,23 +545,13 @@ def _moved(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kw
         default_rule(picks, result, name, args, kwargs)
 
 
-REST = "αβγδεζηθικλμ"  # letters for the dims of an ellipsis, of which an equation has none
-
-
-def _spelled(term: str, dims: int) -> str:
-    """A term of an equation, of a tensor of so many dims, with letters in the place of an ellipsis."""
-    return term.replace("...", REST[len(REST) - dims + len(term.replace("...", "")) :])
-
-
 def _einsum(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Rows of the first letter of what is followed, which the result begins with, too."""
     equation, operands = args[0], args[1:] if isinstance(args[1], Tensor) else args[1]
-    given, arrow, made = str(equation).replace(" ", "").partition("->")
-    if not arrow:
-        once = (letter for letter in set(given) if letter.isalpha() and given.count(letter) == 1)
-        made = "..." * ("..." in given) + "".join(sorted(once))
-    made = _spelled(made, result.ndim)
-    named = [(_spelled(term, t.ndim), t) for term, t in zip(given.split(","), operands, strict=True)]
+    letters = of_einsum(str(equation), *(t.ndim for t in operands))
+    assert letters is not None  # torch has taken them
+    *terms, made = letters
+    named = list(zip(terms, operands, strict=True))
     rows = {term[:1] for term, t in named if picks.owners(t) is not None}
     alone = all(
         letter not in (term if picks.owners(t) is None else term[1:]) for letter in rows for term, t in named

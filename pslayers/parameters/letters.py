@@ -10,19 +10,21 @@ Letters = tuple[str, str, str]
 @functools.lru_cache(4096)
 def of_einsum(equation: str, *ndims: int) -> tuple[str, ...] | None:
     """Those of ``torch.einsum(equation, *tensors)``, with so many dims each; None where torch is to tell what
-    is wrong, or to choose the result's.
+    is wrong.
     """
     operands, arrow, result = equation.replace(" ", "").partition("->")
-    parts = operands.split(",")
-    if not arrow or len(parts) != len(ndims):
+    terms = operands.split(",")
+    if not arrow:  # as torch has it
+        once = (c for c in set(operands) if c.isalpha() and operands.count(c) == 1)
+        result = "..." * ("..." in operands) + "".join(sorted(once))
+    counts = [ndim - len(term.replace("...", "")) for term, ndim in zip(terms, ndims, strict=False)]
+    wrong = any(n < 0 or (n > 0 and "..." not in term) for term, n in zip(terms, counts, strict=False))
+    if wrong or len(terms) != len(ndims):
         return None
-    spare, dots = [c for c in string.ascii_letters if c not in equation], ""
-    for part, ndim in zip(parts, ndims, strict=True):
-        count = ndim - len(part.replace("...", ""))
-        if count < 0 or (count > 0 and ("..." not in part or dots)):
-            return None
-        dots = dots or "".join(spare[:count])
-    return *(part.replace("...", dots) for part in parts), result.replace("...", dots)
+    # dims of an ellipsis broadcast: the last ones are alike
+    dots = "".join(c for c in string.ascii_letters if c not in equation)[: max(counts)]
+    spelled = (term.replace("...", dots[len(dots) - n :]) for term, n in zip(terms, counts, strict=True))
+    return *spelled, result.replace("...", dots)
 
 
 @functools.lru_cache(4096)
