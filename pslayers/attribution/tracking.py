@@ -771,3 +771,18 @@ def fits_layout(layout: Layout, x: Tensor, size: int) -> bool:
     if layout == SHARED:
         return x.shape[0] == 1
     return layout in (TABLE, MIXED) or x.shape[0] % size == 0
+
+
+def by_shape(x: Tensor, size: int, free: int, batch_first: bool) -> tuple[Layout, bool]:
+    """How an input whose first `free` dims may be the batch's holds more than one sample, by its shape; and
+    whether that is beyond doubt.
+    """
+    first = 0 if batch_first or free < 2 else 1
+    if x.shape[first] == size:
+        # ids of samples, or of positions?
+        among_events = x.ndim == free == 1 and not x.is_floating_point()
+        others = [d for d in range(free) if d != first and x.shape[d] == size]
+        return ("dim", first), not (among_events or others)
+    if x.shape[0] == 1:
+        return SHARED, False
+    return BATCH_MAJOR if x.shape[0] % size == 0 and batch_first else MIXED, False

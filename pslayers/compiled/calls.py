@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .. import torch_api
 from ..attribution.snapshot import trial
-from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, fits_layout
+from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, by_shape, fits_layout
 from ..core.context import UNSCALED, Batch, Call, Form, Settings, local
 from ..core.converted_module import ConvertedLayer, ConvertedModule, state_of
 from .layers import FAST
@@ -278,19 +278,13 @@ def _run_layer(
     args, kwargs, rows, undo = layer.arrange(args, kwargs, local.batch.size)  # type: ignore[union-attr]
     with Call(layer, rows, UNSCALED):
         fast = FAST.get(layer.replaces)
-        if fast is None or _given(layer) or _broadcasts(layer):
+        if fast is None or layer._ps_given(own=True) or _broadcasts(layer):
             output = ps_forward(layer, *args, **kwargs)
         else:
             output = fast(layer, *args, **kwargs)
     if undo is None:
         return output
     return undo(output) if isinstance(output, Tensor) else type(output)(undo(t) for t in output)
-
-
-def _given(layer: ConvertedLayer) -> bool:
-    """Whether per-sample weights were given in place of parameters."""
-    own = state_of(layer).ndims
-    return any(p is not None and p.ndim != own.get(name, p.ndim) for name, p in layer._parameters.items())
 
 
 def _inside() -> bool:
@@ -333,21 +327,8 @@ def layout(layer: ConvertedLayer, x: Tensor, size: int) -> Layout:
         if same and place == FIRST and ndim == x.ndim and found not in alike:
             alike.append(found)
     if alike:
-        if len(alike) == 1 and fits_layout(alike[0], x, size):
-            return layer._attributable(alike[0], x, free, size)
-        return layer._attributable(MIXED, x, free, size)
-    first = 0 if state.settings.batch_first or free < 2 else 1
-    # ids of samples, or of positions?
-    among_events = x.ndim == free and free == 1 and not x.is_floating_point()
-    alone = not among_events
-    for d in range(free):
-        if d != first and x.shape[d] == size:
-            alone = False
-    if x.shape[first] == size and (alone or not batch.trackable):  # type: ignore[union-attr]
-        return "dim", first
-    if not batch.trackable:  # type: ignore[union-attr]
-        if n == 1:
-            return SHARED
-        if n % size == 0 and state.settings.batch_first:
-            return BATCH_MAJOR
-    return layer._attributable(MIXED, x, free, size)
+        found, certain = alike[0], len(alike) == 1 and fits_layout(alike[0], x, size)
+    else:
+        found, certain = by_shape(x, size, free, state.settings.batch_first)
+        certain = certain or not batch.trackable  # type: ignore[union-attr]
+    return layer._attributable(found if certain else MIXED, x, free, size)

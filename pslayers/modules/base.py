@@ -18,6 +18,7 @@ from ..attribution.tracking import (
     Ambiguous,
     Layout,
     Tracker,
+    by_shape,
     fits_layout,
 )
 from ..core.context import (
@@ -441,21 +442,12 @@ class PSLayer(_Layer):
         known = self._ps_layout(batch.calls.get(id(self), 0), FIRST, x.ndim)
         if known is not None and fits_layout(known, x, size):
             return self._attributable(known, x, free, size)
-        first = 0 if state.settings.batch_first or free < 2 else 1
-        # ids of samples, or of positions?
-        among_events = x.ndim == free and free == 1 and not x.is_floating_point()
-        others = sum(x.shape[d] == size for d in range(free) if d != first)
-        if x.shape[first] == size and not others and not among_events:
-            return "dim", first
+        found, certain = by_shape(x, size, free, state.settings.batch_first)
+        if certain:
+            return found
         if batch.trackable:
             raise Ambiguous
-        if x.shape[first] == size:
-            found: Layout = "dim", first
-        elif n == 1:
-            found = SHARED
-        elif n % size == 0 and state.settings.batch_first and not state.layouts:  # called by itself
-            found = BATCH_MAJOR
-        else:
+        if found == MIXED or (found == BATCH_MAJOR and state.layouts):  # which a layer by itself may be given
             return self._attributable(MIXED, x, free, size)
         self._ps_note_layout(x, found)
         return found
