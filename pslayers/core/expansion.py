@@ -261,6 +261,9 @@ class Expansion:
         return False
 
 
+Weight = Tensor | Expansion  # as an op takes one: the samples' own, or one for all
+
+
 class _Join(Op):
     """(weight, rows) as one expanded tensor whose gradient is split again: the sum to `weight`, the rows to
     `rows`.
@@ -327,7 +330,7 @@ def refuse_rows(param: Tensor, name: str, settings: Settings) -> None:
         param.register_hook(refuse)
 
 
-def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
+def as_expansion(weight: Weight, ndim: int) -> Expansion | None:
     """The one weight behind `weight`, or None where the samples truly have different weights.
 
     `ndim` is the weight's own number of dims: a tensor of that many is shared as it is; one more, and it is
@@ -350,7 +353,7 @@ def as_expansion(weight: "Tensor | Expansion", ndim: int) -> Expansion | None:
     return None
 
 
-def per_sample(weight: "Tensor | Expansion", ndim: int, size: int) -> Tensor:
+def per_sample(weight: Weight, ndim: int, size: int) -> Tensor:
     """`weight` as a tensor of per-sample weights (B, *S), whatever it came as; in a ragged batch one of each
     row's.
     """

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.expansion import Expansion
+from ..core.expansion import Weight
 from .affine import Kernel, affine
 
 
-def prelu(x: Tensor, weight: Tensor | Expansion) -> Tensor:
+def prelu(x: Tensor, weight: Weight) -> Tensor:
     """``y[n, c] = x[n, c] if x[n, c] > 0 else weight[n, c] * x[n, c]``.
 
     Shapes: x (N, C, ...) or (N,) with N = k * B rows, k a sample; weight (B, C), or (B, 1) for all channels;
@@ -19,7 +19,7 @@ def prelu(x: Tensor, weight: Tensor | Expansion) -> Tensor:
     Raises:
         ValueError: the shapes do not fit.
     """
-    weights = (weight if isinstance(weight, Tensor) else weight.weight).shape[-1]
+    weights = weight.shape[-1]
     if x.ndim == 0 or weights not in (1, x.shape[1] if x.ndim > 1 else 1):
         raise ValueError(
             f"ps.functional.prelu got an input of shape {tuple(x.shape)} with {weights} weights a sample:"

@@ -11,14 +11,12 @@ from torch.nn.attention import SDPBackend
 
 from .. import torch_api
 from ..core.context import in_ragged, transforming
-from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
+from ..core.expansion import Expansion, Op, Weight, as_expansion, composite_backward, needed_grads
 from ..core.factors import Blocks
 from ..core.products import affine, of_dtype
 from .common import check_rows, for_rows, owned
 from .linear import linear
 from .linear_factor import Outer
-
-Weight = Tensor | Expansion
 
 
 def in_projection(

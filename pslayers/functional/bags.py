@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
+from ..core.expansion import Expansion, Op, Weight, as_expansion, composite_backward, needed_grads
 from ..core.factors import Dense, Factor, Owners, renumbered, squares
 from .common import check_rows, of_rows, owned, weighed
 from .embedding import Gather, repeats
@@ -21,7 +21,7 @@ MODES = "sum", "mean", "max"  # by torch's numbers
 
 def embedding_bag(
     ids: Tensor,
-    weight: Tensor | Expansion,
+    weight: Weight,
     offsets: Tensor | None = None,
     mode: str = "mean",
     per_sample_weights: Tensor | None = None,
@@ -41,7 +41,7 @@ def embedding_bag(
         IndexError: an id is out of range (on CPU).
     """
     w = as_expansion(weight, 2)
-    entries = (weight if isinstance(weight, Tensor) else weight.weight).shape[-2]
+    entries = weight.shape[-2]
     _check(ids, offsets, mode, per_sample_weights)
     if padding_idx is not None and not -entries <= padding_idx < entries:
         raise ValueError(

@@ -9,15 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.context import in_ragged
-from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
+from ..core.expansion import Expansion, Op, Weight, as_expansion, composite_backward, needed_grads, per_sample
 from .common import bias_factor, check_rows, owned
 from .linear import linear
 from .linear_factor import Outer
 
 
-def bilinear(
-    x1: Tensor, x2: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None
-) -> Tensor:
+def bilinear(x1: Tensor, x2: Tensor, weight: Weight, bias: Weight | None = None) -> Tensor:
     """``y[n, o] = x1[n] @ weight[n, o] @ x2[n] + bias[n, o]``.
 
     Shapes: x1 (N, ..., I) and x2 (N, ..., J) with N = k * B rows, k a sample; weight (B, O, I, J); bias (B,
@@ -28,12 +26,11 @@ def bilinear(
         ValueError: the shapes do not fit.
     """
     w, b = as_expansion(weight, 3), None if bias is None else as_expansion(bias, 1)
-    weights = weight if isinstance(weight, Tensor) else weight.weight
-    if x1.shape[:-1] != x2.shape[:-1] or (x1.shape[-1], x2.shape[-1]) != weights.shape[-2:]:
+    own = weight.shape[-3:]
+    if x1.shape[:-1] != x2.shape[:-1] or (x1.shape[-1], x2.shape[-1]) != own[-2:]:
         raise ValueError(
             f"ps.functional.bilinear got inputs of shapes {tuple(x1.shape)} and {tuple(x2.shape)} with"
-            f" weights of shape {tuple(weights.shape)}: expected (N, ..., {weights.shape[-2]}) and (N, ...,"
-            f" {weights.shape[-1]})."
+            f" weights of shape {tuple(own)}: expected (N, ..., {own[-2]}) and (N, ..., {own[-1]})."
         )
     if w is None or (bias is not None and b is None) or x1.is_complex():
         sizes = [len(t) for t, nd in ((weight, 3), (bias, 1)) if isinstance(t, Tensor) and t.ndim > nd]

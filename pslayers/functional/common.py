@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import torch_api
 from ..core.context import in_ragged
-from ..core.expansion import Expansion, per_sample
+from ..core.expansion import Expansion, Weight, per_sample
 from ..core.factors import Dense
 from ..core.products import of_dtype
 
@@ -56,7 +56,7 @@ def of_rows(each: Tensor, t: Tensor) -> Tensor:
     return each.view(-1, *[1] * (t.ndim - 1))
 
 
-def for_rows(weight: Tensor | Expansion, ndim: int, n: int) -> Tensor:
+def for_rows(weight: Weight, ndim: int, n: int) -> Tensor:
     """One (N, *S) for each row, of a weight with `ndim` dims, whatever it came as."""
     t = per_sample(weight, ndim, n)
     return t if t.shape[0] == n else t.repeat_interleave(n // max(t.shape[0], 1), 0)

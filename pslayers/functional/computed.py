@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
-from ..core.expansion import Expansion
+from ..core.expansion import Expansion, Weight
 from ..core.products import summed
 from ..core.trees import tensors_of
 from .each import autocast, generator_of
@@ -30,7 +30,7 @@ class Leaf:
 
     __slots__ = ("collector", "expansion", "size", "tensor", "value")
 
-    def __init__(self, behind: Tensor | Expansion, size: int) -> None:
+    def __init__(self, behind: Weight, size: int) -> None:
         self.size = size
         self.collector: Any = None  # of what ops hand over for it
         self.expansion = behind if isinstance(behind, Expansion) else None

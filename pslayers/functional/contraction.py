@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ..core.context import in_ragged
-from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads, per_sample
+from ..core.expansion import Expansion, Op, Weight, as_expansion, composite_backward, needed_grads, per_sample
 from ..core.factors import Factor, Owners, beside, by_size
 from ..core.products import affine, has_onednn, number, of_dtype, outer_each
 from .common import check_rows, owned
 from .linear_factor import Outer
 
 
-def einsum(x: Tensor, weight: Tensor | Expansion, equation: str) -> Tensor:
+def einsum(x: Tensor, weight: Weight, equation: str) -> Tensor:
     """``y[n] = torch.einsum(equation, x, weight)[n]``, with the weight of its sample: ``"bti,hio->btho"``.
 
     Shapes: x (N, ...) with N = k * B rows, k a sample, in the dim of its first letter, which is the result's

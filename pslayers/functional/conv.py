@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import torch_api
-from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
+from ..core.expansion import Expansion, Op, Weight, as_expansion, needed_grads, per_sample
 from ..core.factors import Blocks, Factor, Owners, at_once, beside, by_size
 from ..core.products import of_dtype
 from .common import bias_factor, check_rows, for_rows, owned, weighed
@@ -34,8 +34,8 @@ Size = int | tuple[int, ...]
 
 def conv1d(
     x: Tensor,
-    weight: Tensor | Expansion,
-    bias: Tensor | Expansion | None = None,
+    weight: Weight,
+    bias: Weight | None = None,
     stride: Size = 1,
     padding: Size | str = 0,
     dilation: Size = 1,
@@ -48,8 +48,8 @@ def conv1d(
 
 def conv2d(
     x: Tensor,
-    weight: Tensor | Expansion,
-    bias: Tensor | Expansion | None = None,
+    weight: Weight,
+    bias: Weight | None = None,
     stride: Size = 1,
     padding: Size | str = 0,
     dilation: Size = 1,
@@ -72,8 +72,8 @@ def conv2d(
 
 def conv3d(
     x: Tensor,
-    weight: Tensor | Expansion,
-    bias: Tensor | Expansion | None = None,
+    weight: Weight,
+    bias: Weight | None = None,
     stride: Size = 1,
     padding: Size | str = 0,
     dilation: Size = 1,
@@ -88,8 +88,8 @@ def _conv(
     op: str,
     n: int,
     x: Tensor,
-    weight: Tensor | Expansion,
-    bias: Tensor | Expansion | None,
+    weight: Weight,
+    bias: Weight | None,
     stride: Size,
     padding: Size | str,
     dilation: Size,
@@ -97,16 +97,16 @@ def _conv(
     padding_mode: str,
 ) -> Tensor:
     stride, dilation = each(stride, n), each(dilation, n)
-    weights = check_shapes(op, n, x, weight, groups)
-    x, geometry = padded(op, x, weights.shape[-n:], stride, padding, dilation, groups, padding_mode)
+    kernel = check_shapes(op, n, x, weight, groups)
+    x, geometry = padded(op, x, kernel, stride, padding, dilation, groups, padding_mode)
     return apply(op, x, weight, bias, geometry)
 
 
 def apply(
     op: str,
     x: Tensor,
-    weight: Tensor | Expansion,
-    bias: Tensor | Expansion | None,
+    weight: Weight,
+    bias: Weight | None,
     geometry: Geometry,
     transposed: bool = False,
     output_padding: tuple[int, ...] = (),
@@ -126,29 +126,29 @@ def apply(
     return y if bias is None or b is not None else add_bias(y, bias)
 
 
-def add_bias(y: Tensor, bias: Tensor | Expansion) -> Tensor:
+def add_bias(y: Tensor, bias: Weight) -> Tensor:
     """`y` (N, O, *L) plus each sample's bias."""
     per_row = for_rows(bias, 1, len(y))  # (N, O)
     return y + per_row.reshape(*per_row.shape, *(1,) * (y.ndim - 2)).to(y.dtype)
 
 
 def check_shapes(
-    op: str, n: int, x: Tensor, weight: Tensor | Expansion, groups: int, transposed: bool = False
-) -> Tensor:
-    """The weights (O, C/G, *K), transposed (C, O/G, *K), with or without a dim of samples; they must fit the
-    input.
+    op: str, n: int, x: Tensor, weight: Weight, groups: int, transposed: bool = False
+) -> torch.Size:
+    """The kernel's size, (*K), of weights (O, C/G, *K), transposed (C, O/G, *K), with or without a dim of
+    samples; they must fit the input.
     """
-    weights = weight if isinstance(weight, Tensor) else weight.weight
-    channels, divided = weights.shape[-n - 1] * groups, weights.shape[-n - 2]
+    divided, channels, *_ = own = weight.shape[-n - 2 :]
+    channels *= groups
     if transposed:
         channels = divided
     if x.ndim != n + 2 or x.shape[1] != channels or divided % groups:
         raise ValueError(
             f"ps.functional.{op} got an input of shape {tuple(x.shape)} with weights of shape"
-            f" {tuple(weights.shape)} and groups={groups}: expected an input (N, {channels},"
+            f" {tuple(own)} and groups={groups}: expected an input (N, {channels},"
             f" {', '.join('DHW'[-n:])}) and {'in' if transposed else 'out'} channels that `groups` divides."
         )
-    return weights
+    return own[2:]
 
 
 def each(size: Size, n: int) -> tuple[int, ...]:

@@ -7,15 +7,15 @@ the result.
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.expansion import Expansion
+from ..core.expansion import Weight
 from .conv import Size, add_bias, apply, check_shapes, each
 from .conv_weight_grads import Geometry
 
 
 def conv_transpose1d(
     x: Tensor,
-    weight: Tensor | Expansion,
-    bias: Tensor | Expansion | None = None,
+    weight: Weight,
+    bias: Weight | None = None,
     stride: Size = 1,
     padding: Size = 0,
     output_padding: Size = 0,
@@ -30,8 +30,8 @@ def conv_transpose1d(
 
 def conv_transpose2d(
     x: Tensor,
-    weight: Tensor | Expansion,
-    bias: Tensor | Expansion | None = None,
+    weight: Weight,
+    bias: Weight | None = None,
     stride: Size = 1,
     padding: Size = 0,
     output_padding: Size = 0,
@@ -56,8 +56,8 @@ def conv_transpose2d(
 
 def conv_transpose3d(
     x: Tensor,
-    weight: Tensor | Expansion,
-    bias: Tensor | Expansion | None = None,
+    weight: Weight,
+    bias: Weight | None = None,
     stride: Size = 1,
     padding: Size = 0,
     output_padding: Size = 0,
@@ -74,8 +74,8 @@ def _transposed(
     op: str,
     n: int,
     x: Tensor,
-    weight: Tensor | Expansion,
-    bias: Tensor | Expansion | None,
+    weight: Weight,
+    bias: Weight | None,
     stride: Size,
     padding: Size,
     output_padding: Size,

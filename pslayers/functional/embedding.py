@@ -12,14 +12,14 @@ from torch.nn import functional as F
 
 from .. import torch_api
 from ..core.context import in_ragged
-from ..core.expansion import Expansion, Op, as_expansion, needed_grads
+from ..core.expansion import Expansion, Op, Weight, as_expansion, needed_grads
 from ..core.factors import CHUNK_BYTES, Dense, Factor, Owners, at_once, beside, renumbered, squares
 from ..core.products import of_dtype
 from .common import by_position, check_rows, of_rows, owned, weighed
 from .linear_factor import Outer
 
 
-def embedding(ids: Tensor, weight: Tensor | Expansion, padding_idx: int | None = None) -> Tensor:
+def embedding(ids: Tensor, weight: Weight, padding_idx: int | None = None) -> Tensor:
     """``y[n, ...] = weight[n, ids[n, ...]]``.
 
     Shapes: ids (N, ...) of integers, N = k * B rows, k a sample; weight (B, V, D), or (V, D) for all samples;
@@ -31,7 +31,7 @@ def embedding(ids: Tensor, weight: Tensor | Expansion, padding_idx: int | None =
         IndexError: an id is out of range (on CPU).
     """
     w = as_expansion(weight, 2)
-    entries = (w.weight if w is not None else weight).shape[-2]  # type: ignore[union-attr]
+    entries = weight.shape[-2]
     if padding_idx is not None:
         if not -entries <= padding_idx < entries:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.expansion import Expansion, Op, as_expansion, composite_backward, needed_grads
+from ..core.expansion import Expansion, Op, Weight, as_expansion, composite_backward, needed_grads
 from ..core.factors import Factor, Owners, renumbered
 from ..core.products import of_dtype, outer_each
 from .common import owned
@@ -16,9 +16,7 @@ from .common import owned
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def grouped_mm(
-    x: Tensor, weight: Tensor | Expansion, offsets: Tensor, samples: Tensor, product: Product
-) -> Tensor:
+def grouped_mm(x: Tensor, weight: Weight, offsets: Tensor, samples: Tensor, product: Product) -> Tensor:
     """``y[r] = x[r] @ weight[samples[r], group(r)]``, where group e holds the rows ``offsets[e - 1] <= r <
     offsets[e]``.
 

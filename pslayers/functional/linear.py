@@ -7,15 +7,13 @@ from einops import einsum
 from torch import Tensor
 
 from ..core.context import in_ragged
-from ..core.expansion import Expansion, Op, as_expansion, needed_grads, per_sample
+from ..core.expansion import Expansion, Op, Weight, as_expansion, needed_grads, per_sample
 from ..core.products import affine, of_dtype
 from .common import bias_factor, by_position, by_sample, check_rows, owned
 from .linear_factor import Outer
 
 
-def linear(
-    x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None = None, *, transposed: bool = False
-) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Weight | None = None, *, transposed: bool = False) -> Tensor:
     """``y[n] = x[n] @ weight[n].T + bias[n]``.
 
     Shapes: x (N, ..., I) with N = k * B rows, k a sample; weight (B, O, I), or (B, I, O) with
@@ -58,9 +56,7 @@ def _add_broadcast(y: Tensor, bias: Any) -> Tensor:
     return y + of_dtype(rows.reshape(len(rows), *[1] * (y.ndim - rows.ndim), *rows.shape[1:]), y.dtype)
 
 
-def _per_sample_linear(
-    x: Tensor, weight: Tensor | Expansion, bias: Tensor | Expansion | None, transposed: bool
-) -> Tensor:
+def _per_sample_linear(x: Tensor, weight: Weight, bias: Weight | None, transposed: bool) -> Tensor:
     given = [] if in_ragged() else [(weight, 3), (bias, 2)]
     size, *_ = (*(len(t) for t, nd in given if isinstance(t, Tensor) and t.ndim == nd), len(x))
     w = per_sample(weight, 2, size)

@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.context import in_ragged
-from ..core.expansion import Expansion, as_expansion, per_sample
+from ..core.expansion import Expansion, Weight, as_expansion, per_sample
 from .cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell
 from .linear import linear
 from .rnn_layer import Layer, Plan, composite
 from .sequences import Packed, Steps
 
-Weight = Tensor | Expansion
 Packing = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -212,7 +211,7 @@ def _run(
         ndims = [1 if name.startswith("b") else 2 for name in names] * directions
         common = [as_expansion(w, ndim) for w, ndim in zip(given, ndims, strict=True)]
         size = _samples(cell.name, given, common, steps.rows)
-        own = [w.shape[-ndim:] for w, ndim in zip(map(_tensor, given), ndims, strict=True)]
+        own = [w.shape[-ndim:] for w, ndim in zip(given, ndims, strict=True)]
         _check(cell, (directions, steps.rows), x, states, list(zip(names * directions, own, strict=True)))
         whole = [w for w in common if w is not None]
         plan = Plan(cell, steps, directions, names, whole)
@@ -230,13 +229,9 @@ def _run(
 
 
 def _zeros(cell: Cell, x: Tensor, weights: Sequence[Weight], count: int, rows: int) -> tuple[Tensor, ...]:
-    w_hh = _tensor(weights[1])
-    widths = w_hh.shape[-1], w_hh.shape[-2] // cell.blocks  # of h, and of what else there is
+    *_, gates, out = weights[1].shape
+    widths = out, gates // cell.blocks  # of h, and of what else there is
     return tuple(x.new_zeros(count, rows, width) for width in widths[: cell.states])
-
-
-def _tensor(weight: Weight) -> Tensor:
-    return weight.weight if isinstance(weight, Expansion) else weight
 
 
 def _check(

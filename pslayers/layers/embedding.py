@@ -9,7 +9,7 @@ from .. import functional as PF
 from .. import torch_api
 from ..attribution.tracking import BATCH_MAJOR, MIXED
 from ..core.context import local
-from ..core.expansion import Expansion
+from ..core.expansion import Weight
 from ..modules.base import PSLayer
 
 __all__ = ["PSEmbedding", "PSEmbeddingBag"]
@@ -47,7 +47,7 @@ class PSTable(PSLayer):
             " torch.func.functional_call gives, or use ps.per_sample_grads(model, ...)."
         )
 
-    def table(self, ids: Tensor) -> Tensor | Expansion:
+    def table(self, ids: Tensor) -> Weight:
         """The weight, the entries of `ids` renormalised where the layer does that."""
         if self.scale_grad_by_freq or self.sparse:  # set since it was converted
             raise ValueError(f"`{self._ps_state().path}` ({type(self).__name__}) {self.unsupported(self)}.")

@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import torch_api
 from ..core import op_kinds
 from ..core.context import UNSCALED, NoRuleError, in_ragged, local, transforming
-from ..core.expansion import Expansion, Op
+from ..core.expansion import Expansion, Op, Weight
 from ..core.trees import map_tensors, tensors_of
 from ..functional.collected import Token, each_of
 from ..functional.computed import Computed, Leaf, Source, compute
@@ -50,7 +50,7 @@ class Standing:
 
     includes_children: bool = False  # parameters of all modules below are stood for, too
     # by their names: (B, *S), or what is behind the samples' own of a parameter
-    weights: Mapping[str, Tensor | Expansion] = field(default_factory=dict)
+    weights: Mapping[str, Weight] = field(default_factory=dict)
     follows: bool = False  # whose the rows of other tensors are is followed
     # for each tensor with as many rows as the batch, in order, whether the run that proved this took it for
     # the batch's; None during that run; and the ways in which parameters met the batch then (`meet`)
