@@ -223,10 +223,6 @@ class Contracted(Factor):
         for some, rows in self.chunks():
             torch.mul(rows, number(scale, rows), out=out[some])
 
-    def rows(self) -> Tensor:
-        """By one batched product."""
-        return self.read(slice(None))
-
     # ------------------------------------------------------------------------------- without the dense rows
     def read(self, some: slice) -> Tensor:
         """As they are multiplied, in whatever order they lie."""
