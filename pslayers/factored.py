@@ -497,15 +497,13 @@ class _Block(Factored):
             self.ranks = Replicas(self.model, ddp)
 
     def take(self, recorder: Recorder, holder: Tensor, factor: Factor, scale: float) -> None:
-        settings, size = recorder.settings, factor.shape[0]
+        settings = recorder.settings
         if settings.accumulation != "replace":
             raise RuntimeError(
                 "Factored gradients are those of one backward pass, and `.grad` adds up by itself: leave"
                 f" ps.accumulating(model, {settings.accumulation!r}) away."
             )
-        if size != settings.rows != -1:
-            raise recorder.of_two_sizes(settings.rows, size)
-        settings.rows = size
+        recorder.count(factor.shape[0])
         if settings.pass_id != self.pass_id:
             if settings.in_ddp and not self.sums:
                 raise RuntimeError(
