@@ -17,7 +17,7 @@ from ..functional.bags import bag_of_each
 from ..functional.common import bias_factor
 from ..functional.conv import Patches, each, padded
 from ..functional.conv_weight_grads import Geometry, convolution
-from ..functional.embedding import Gather
+from ..functional.embedding import Gather, renormalise
 from ..functional.linear import weight_factor
 from .registry import as_op, use_number
 from .weights import expansion_of, is_recorded, of_one, plain
@@ -182,23 +182,17 @@ def _conv(layer: torch_api.AnyConv, input: Tensor) -> Tensor:
 
 
 def _embedding(layer: nn.Embedding, input: Tensor) -> Tensor:
-    _renormalise(layer, input)
+    renormalise(layer.weight, input, layer.max_norm, layer.norm_type)
     padding = layer.padding_idx
     y = F.embedding(input, _shared(layer)[0], padding)
     return _tap(layer, "embedding", y, input, [] if padding is None else [padding])
-
-
-def _renormalise(layer: nn.Embedding | nn.EmbeddingBag, ids: Tensor) -> None:
-    if layer.max_norm is not None:
-        with torch.no_grad():
-            torch.embedding_renorm_(layer.weight.detach(), ids.contiguous(), layer.max_norm, layer.norm_type)
 
 
 def _bag(
     layer: nn.EmbeddingBag, ids: Tensor, offsets: Tensor | None = None, factors: Tensor | None = None
 ) -> Tensor:
     """Bags by their entries: (N, L), or (M,) with offsets."""
-    _renormalise(layer, ids)
+    renormalise(layer.weight, ids, layer.max_norm, layer.norm_type)
     starts = ids if offsets is None else offsets[:-1] if layer.include_last_offset else offsets
     count, bag = starts.shape[0], bag_of_each(ids, starts)
     ids = ids.reshape(-1).to(bag.dtype)

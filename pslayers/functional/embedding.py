@@ -70,6 +70,13 @@ def _lookup(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
     return torch.where((ids == padding_idx).contiguous().unsqueeze(-1), found.detach(), found)
 
 
+def renormalise(weight: Tensor, ids: Tensor, max_norm: float | None, norm_type: float) -> None:
+    """Make entries of one table that are looked up no longer than `max_norm`, as torch's own layers do."""
+    if max_norm is not None:
+        with torch.no_grad():
+            torch.embedding_renorm_(weight.detach(), ids.contiguous(), max_norm, norm_type)
+
+
 class Gather(Factor):
     """Of a table: gradients of entries that were looked up.
 

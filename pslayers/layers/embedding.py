@@ -10,6 +10,7 @@ from .. import torch_api
 from ..attribution.tracking import BATCH_MAJOR, MIXED
 from ..core.context import local
 from ..core.expansion import Weight
+from ..functional.embedding import renormalise
 from ..modules.base import PSLayer
 
 __all__ = ["PSEmbedding", "PSEmbeddingBag"]
@@ -55,10 +56,7 @@ class PSTable(PSLayer):
         if self.max_norm is not None:
             if isinstance(weight, Tensor):
                 raise self._ps_one_table()
-            with torch.no_grad():
-                torch.embedding_renorm_(
-                    weight.weight.detach(), ids.contiguous(), self.max_norm, self.norm_type
-                )
+            renormalise(weight.weight, ids, self.max_norm, self.norm_type)
         return weight
 
 
