@@ -71,9 +71,8 @@ def call_container(
         records(state.settings) or module._ps_given(own=not state.includes_children)
     ):
         raise RuntimeError(
-            f"`{state.path}` ({type(module).__name__}) has no replacement and runs with per-sample"
-            " parameters, which cannot be compiled: leave this module out (torch.compiler.disable), or write"
-            " a layer for it (ps.PSLayer)."
+            f"{module._ps_name} has no replacement and runs with per-sample parameters, which cannot be"
+            " compiled: leave this module out (torch.compiler.disable), or write a layer for it (ps.PSLayer)."
         )
     if not outside:
         return original(module, *args, **kwargs)

@@ -49,12 +49,12 @@ def plain(params: Any, settings: Settings) -> tuple[Any, Tensor | None]:
     return tuple([None if p is None else p.detach() for p in params]), ANCHOR
 
 
-def check_own_weights(layer: nn.Module) -> None:
+def check_own_weights(layer: Any) -> None:
     """An error where a layer's weights are no longer its parameters."""
     if "parametrizations" in layer._modules:
         raise RuntimeError(
-            f"`{state_of(layer).path}` ({type(layer).__name__}) was parametrised after it was converted, so"
-            " its weights are no longer its parameters: call ps.convert_model(model) again."
+            f"{layer._ps_name} was parametrised after it was converted, so its weights are no longer its"
+            " parameters: call ps.convert_model(model) again."
         )
 
 

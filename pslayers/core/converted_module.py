@@ -46,6 +46,11 @@ class ConvertedModule(nn.Module):
     _ps: ModuleState | None  # its state, if it has been asked for
     _ps_layer: ClassVar[bool]  # a layer, not a container of layers
 
+    @property
+    def _ps_name(self) -> str:
+        """What errors call it: its path in the model, and its class."""
+        raise NotImplementedError
+
     def _ps_state(self) -> ModuleState:
         """Its state, made when it is first asked for."""
         raise NotImplementedError

@@ -168,15 +168,14 @@ def run_ragged(
             inner = not whole and module is not local.batch.root  # type: ignore[union-attr]
             if inner and any(isinstance(t, PerSample) for t in tensors_of(output)):
                 raise ParametersReturnedError(
-                    f"`{module._ps_state().path}` ({type(module).__name__}) returns what is made of"
-                    " parameters alone, as it did not in the first call under ps.sample_ids: convert the"
-                    " model anew, and call it first so."
+                    f"{module._ps_name} returns what is made of parameters alone, as it did not in the first"
+                    " call under ps.sample_ids: convert the model anew, and call it first so."
                 )
             return map_tensors(kept if module is local.batch.root else as_rows, output)  # type: ignore[union-attr]
     except NoRuleError as error:
         raise ValueError(
-            f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run under ps.sample_ids:"
-            f" {error}. Write a layer for it (ps.PSLayer)."
+            f"{module._ps_name} cannot be run under ps.sample_ids: {error}. Write a layer for it"
+            " (ps.PSLayer)."
         ) from error
 
 
@@ -234,8 +233,8 @@ def _check_plain(
         not drawn and disagreement(ours, theirs) is not None
     ):
         raise ValueError(
-            f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample, and its samples,"
-            " each by itself, do not return what they do together: they interact, rows that were picked by"
-            " data (as in h[mask]) are moved in a way that is not followed, or a loss in it is no"
-            f" {module._ps_state().settings.loss_reduction} over samples. Write a layer for it (ps.PSLayer)."
+            f"{module._ps_name} is run sample by sample, and its samples, each by itself, do not return what"
+            " they do together: they interact, rows that were picked by data (as in h[mask]) are moved in a"
+            f" way that is not followed, or a loss in it is no {module._ps_state().settings.loss_reduction}"
+            " over samples. Write a layer for it (ps.PSLayer)."
         )

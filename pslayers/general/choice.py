@@ -68,10 +68,10 @@ def choose(
     if given := module._ps_given():  # proved with those of the first sample
         if torch_api.level():
             raise ValueError(
-                f"`{module._ps_state().path}` ({type(module).__name__}) has no replacement, and how it is run"
-                " with weights of each sample's own cannot be found out inside of a transform of torch.func:"
-                " call the model once before, outside of transforms and with gradients enabled, or give an"
-                " example batch, convert_model(model, example=x)."
+                f"{module._ps_name} has no replacement, and how it is run with weights of each sample's own"
+                " cannot be found out inside of a transform of torch.func: call the model once before,"
+                " outside of transforms and with gradients enabled, or give an example batch,"
+                " convert_model(model, example=x)."
             )
         first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
         with in_place_of(places_of(module, first, tied=True)):
@@ -114,10 +114,7 @@ def _fastest(proof: "_Proof", layouts: Layouts, picks: bool) -> Plan:
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
         if proved := proof.of(replace(plan, way=way, fresh=fresh)):
             if way == "loop":
-                warnings.warn(
-                    f"`{module._ps_state().path}` ({type(module).__name__}) is run sample by sample.",
-                    stacklevel=2,
-                )
+                warnings.warn(f"{module._ps_name} is run sample by sample.", stacklevel=2)
             return proved
     raise NoWayError(proof.problem)
 

@@ -43,9 +43,9 @@ class PSTable(PSLayer):
 
     def _ps_one_table(self) -> ValueError:
         return ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) has max_norm, by which each call writes to"
-            " its one table, and was given per-sample weights: leave its weights out of what"
-            " torch.func.functional_call gives, or use ps.per_sample_grads(model, ...)."
+            f"{self._ps_name} has max_norm, by which each call writes to its one table, and was given"
+            " per-sample weights: leave its weights out of what torch.func.functional_call gives, or use"
+            " ps.per_sample_grads(model, ...)."
         )
 
     def table(self, ids: Tensor) -> Weight:
@@ -97,9 +97,9 @@ class PSEmbedding(PSTable, nn.Embedding, replaces=nn.Embedding, fused=True):
             return
         if torch.equal(ids, torch.arange(len(ids), device=ids.device).to(ids.dtype)):
             raise ValueError(
-                f"`{state.path}` ({type(self).__name__}) was called past the model's forward with the"
-                f" numbers 0 to {len(ids) - 1}, each of which would be a sample's: positions or classes are"
-                " all samples'. Call it in the forward, or give each sample all of them (ids.expand(B, -1))."
+                f"{self._ps_name} was called past the model's forward with the numbers 0 to {len(ids) - 1},"
+                " each of which would be a sample's: positions or classes are all samples'. Call it in the"
+                " forward, or give each sample all of them (ids.expand(B, -1))."
             )
 
 

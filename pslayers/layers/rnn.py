@@ -64,8 +64,7 @@ class PSRecurrent(OwnBatchDim, nn.RNNBase, fused=True):
         if isinstance(input, PackedSequence):
             if in_ragged():
                 raise ValueError(
-                    f"`{self._ps_state().path}` ({type(self).__name__}) got packed sequences under"
-                    " ps.sample_ids: give it padded ones."
+                    f"{self._ps_name} got packed sequences under ps.sample_ids: give it padded ones."
                 )
             input = self._packed_rows(input, batch.size)
             x, batch_sizes, *order = input

@@ -208,8 +208,8 @@ class PSLayer(_Layer):
         batch = local.batch
         if batch is None:
             raise ValueError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) was called without a tensor, so its batch"
-                " size is unknown: call it inside `with ps.batch_size(n):`."
+                f"{self._ps_name} was called without a tensor, so its batch size is unknown: call it inside"
+                " `with ps.batch_size(n):`."
             )
         if batch.ragged is None:
             args, kwargs, rows, undo = self.arrange(args, kwargs, batch.size)
@@ -467,21 +467,21 @@ class PSLayer(_Layer):
         before_event = x.shape[: x.ndim - (self.event_dims or 0)]
         if x.ndim and x.shape[0] == size and before_event.count(size) == 1:
             return ValueError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)}"
-                f" whose rows depend on more than one of the {size} samples each: samples interact before it"
-                " (by a mean, a maximum or a softmax over the batch, by all pairs), or rows were moved by"
-                " data in a way that is not followed. Take such statistics over a sample's own dims; if"
-                " samples do not interact, write a layer for the module that moves rows (ps.PSLayer)."
+                f"{self._ps_name} got an input of shape {tuple(x.shape)} whose rows depend on more than one"
+                f" of the {size} samples each: samples interact before it (by a mean, a maximum or a softmax"
+                " over the batch, by all pairs), or rows were moved by data in a way that is not followed."
+                " Take such statistics over a sample's own dims; if samples do not interact, write a layer"
+                " for the module that moves rows (ps.PSLayer)."
             )
         return ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) got an input of shape {tuple(x.shape)} in a"
-            f" batch of {size} samples, whose rows cannot be attributed to samples: expected {size} rows, a"
-            " multiple of it (k rows a sample) or 1 (shared by all). If the batch is not in dim 0 of the"
-            " model's first input, say so with convert_model(..., batch_first=False) or `with"
-            " ps.batch_size(n):`; if shapes are ambiguous, give an example batch, convert_model(...,"
-            " example=x). If samples have rows of their own numbers (graphs, packed tokens), say whose they"
-            " are, `with ps.sample_ids(ids, n):`; else write a layer for this module (ps.PSLayer). Where"
-            " samples interact (attention over the batch), no gradient is of one sample alone."
+            f"{self._ps_name} got an input of shape {tuple(x.shape)} in a batch of {size} samples, whose rows"
+            f" cannot be attributed to samples: expected {size} rows, a multiple of it (k rows a sample) or 1"
+            " (shared by all). If the batch is not in dim 0 of the model's first input, say so with"
+            " convert_model(..., batch_first=False) or `with ps.batch_size(n):`; if shapes are ambiguous,"
+            " give an example batch, convert_model(..., example=x). If samples have rows of their own numbers"
+            " (graphs, packed tokens), say whose they are, `with ps.sample_ids(ids, n):`; else write a layer"
+            " for this module (ps.PSLayer). Where samples interact (attention over the batch), no gradient is"
+            " of one sample alone."
         )
 
     # ------------------------------------------------------------------ the weights

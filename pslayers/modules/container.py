@@ -83,14 +83,13 @@ class PSContainer(Converted):
                 return original(self, *args, **kwargs)
             if torch_api.current_pass() != -1:
                 raise ValueError(
-                    f"`{state.path}` ({type(self).__name__}) is called in a backward pass, by a"
-                    " torch.autograd.Function of the model's own (a reversible layer), as it was not when"
-                    " this kind of call was proved: write a layer for it (ps.PSLayer), or have the forward"
-                    " run it with a graph."
+                    f"{self._ps_name} is called in a backward pass, by a torch.autograd.Function of the"
+                    " model's own (a reversible layer), as it was not when this kind of call was proved:"
+                    " write a layer for it (ps.PSLayer), or have the forward run it with a graph."
                 )
             raise ValueError(
-                f"`{state.path}` ({type(self).__name__}) was called in a way that differs from run to run of"
-                " the same batch, so its samples cannot be told apart: write a layer for it (ps.PSLayer)."
+                f"{self._ps_name} was called in a way that differs from run to run of the same batch, so its"
+                " samples cannot be told apart: write a layer for it (ps.PSLayer)."
             )
         if not given and not torch.is_grad_enabled():
             with by_original_layers(local.use_original_forward or state.includes_children):
@@ -102,8 +101,8 @@ class PSContainer(Converted):
             if batch.give_up():
                 return original(self, *args, **kwargs)
             raise ValueError(
-                f"`{state.path}` ({type(self).__name__}) does what it did not when this kind of call was"
-                f" proved ({error}): convert the model anew, or write a layer for it (ps.PSLayer)."
+                f"{self._ps_name} does what it did not when this kind of call was proved ({error}): convert"
+                " the model anew, or write a layer for it (ps.PSLayer)."
             ) from error
         except (IndexError, RuntimeError):
             # a part of the batch may have been no sample's; else it comes again

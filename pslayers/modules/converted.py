@@ -167,14 +167,18 @@ class Converted(_Mixin):
             self._ps = State(Settings(), "", self)
         return self._ps
 
+    @property
+    def _ps_name(self) -> str:
+        return f"`{self._ps_state().path}` ({type(self).__name__})"
+
     def __prepare_scriptable__(self) -> Any:
         """Called by torch.jit.script."""
         raise self._ps_has_no_rows_in("TorchScript", "script")
 
     def _ps_has_no_rows_in(self, tool: str, use: str) -> RuntimeError:
         return RuntimeError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) is converted, and {tool} has no per-sample"
-            f" gradients: {use} the original, ps.restore_model(model), or a copy of it."
+            f"{self._ps_name} is converted, and {tool} has no per-sample gradients: {use} the original,"
+            " ps.restore_model(model), or a copy of it."
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -536,9 +540,8 @@ class Converted(_Mixin):
         place = _told_by_outputs(sizes, shapes, batch_first=state.settings.batch_first)
         if place is None:
             raise ValueError(
-                f"`{state.path}` ({type(self).__name__}) was called with tensors of"
-                f" {sorted({n for _, n in sizes})} rows, and its outputs do not tell which of these is the"
-                " batch size: say so, `with ps.batch_size(n):`."
+                f"{self._ps_name} was called with tensors of {sorted({n for _, n in sizes})} rows, and its"
+                " outputs do not tell which of these is the batch size: say so, `with ps.batch_size(n):`."
             )
         # others that are as long now may tell the same: until they do not
         alike = {i for i, (_, n) in enumerate(sizes) if n == sizes[place][1]}
@@ -551,9 +554,9 @@ class Converted(_Mixin):
             for v in (*args, *kwargs.values())
         ]
         return ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) was called with"
-            f" {', '.join(given) or 'nothing'}: expected a tensor whose dim 0 holds the samples. Turn arrays"
-            " and lists into tensors, or say how many samples there are, `with ps.batch_size(n):`."
+            f"{self._ps_name} was called with {', '.join(given) or 'nothing'}: expected a tensor whose dim 0"
+            " holds the samples. Turn arrays and lists into tensors, or say how many samples there are, `with"
+            " ps.batch_size(n):`."
         )
 
     def _ps_adopt(self) -> Inventory:
@@ -575,10 +578,9 @@ class Converted(_Mixin):
 
     def _ps_not_told(self, why: str) -> ValueError:
         return ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) was given rows that were picked by data (as"
-            f" in h[mask]), and it cannot be told whose they are: {why}. Pick rows where they are used, by a"
-            " mask whose first dim is the batch's, or write a layer for the module that does it"
-            " (ps.PSLayer)."
+            f"{self._ps_name} was given rows that were picked by data (as in h[mask]), and it cannot be told"
+            f" whose they are: {why}. Pick rows where they are used, by a mask whose first dim is the"
+            " batch's, or write a layer for the module that does it (ps.PSLayer)."
         )
 
     def _ps_make_room(self, size: int) -> None:
@@ -620,11 +622,10 @@ class Converted(_Mixin):
 
     def _ps_apart(self) -> ValueError:
         return ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) has parts that are sharded by themselves, so"
-            " it cannot be run on trial, to find out and prove which rows are whose: each run gathers"
-            " parameters, and other ranks may not take part. Convert it before it is sharded, with an"
-            " example batch and in the mode (training or not) that it is used in: ps.convert_model(model,"
-            " example=x)."
+            f"{self._ps_name} has parts that are sharded by themselves, so it cannot be run on trial, to find"
+            " out and prove which rows are whose: each run gathers parameters, and other ranks may not take"
+            " part. Convert it before it is sharded, with an example batch and in the mode (training or not)"
+            " that it is used in: ps.convert_model(model, example=x)."
         )
 
     def _ps_transformed(self, batch: Batch) -> None:
@@ -634,18 +635,17 @@ class Converted(_Mixin):
         if batch.give_up():
             return
         raise ValueError(
-            f"`{self._ps_state().path}` ({type(self).__name__}) is called inside a transform of torch.func in"
-            " the model's forward, as it was not when this kind of call was proved: convert the model anew,"
-            " or compute that part of the forward with torch.autograd.grad(..., create_graph=True)."
+            f"{self._ps_name} is called inside a transform of torch.func in the model's forward, as it was"
+            " not when this kind of call was proved: convert the model anew, or compute that part of the"
+            " forward with torch.autograd.grad(..., create_graph=True)."
         )
 
     def _ps_recomputed_size(self, settings: Settings) -> int:
         if len(sizes := settings.sizes()) > 1:
             raise RuntimeError(
-                f"`{self._ps_state().path}` ({type(self).__name__}) is called again in the backward pass, by"
-                f" something else than torch.utils.checkpoint, while calls of batch sizes {sorted(sizes)}"
-                " wait for theirs: back-propagate each call before the next one, or use"
-                " torch.utils.checkpoint."
+                f"{self._ps_name} is called again in the backward pass, by something else than"
+                f" torch.utils.checkpoint, while calls of batch sizes {sorted(sizes)} wait for theirs:"
+                " back-propagate each call before the next one, or use torch.utils.checkpoint."
             )
         return next(iter(sizes))
 

@@ -381,10 +381,10 @@ class ModelCall:
 
     def _not_in_a_checkpoint(self) -> ValueError:
         return ValueError(
-            f"`{self.state.path}` ({type(self.model).__name__}) was called by a reentrant checkpoint around"
-            " it alone, in whose backward pass it cannot be found out which rows are whose, and its samples"
-            " may interact: take use_reentrant=False, or call it once without the checkpoint, or give an"
-            " example batch, ps.convert_model(model, example=x)."
+            f"{self.model._ps_name} was called by a reentrant checkpoint around it alone, in whose backward"
+            " pass it cannot be found out which rows are whose, and its samples may interact: take"
+            " use_reentrant=False, or call it once without the checkpoint, or give an example batch,"
+            " ps.convert_model(model, example=x)."
         )
 
     def _returned(self, batch: Batch, output: Any) -> Any:
@@ -573,10 +573,10 @@ class ModelCall:
             choose_how_modules_run(model, self.inputs, tracker, batch)
         for shape in tracker.as_many:
             warnings.warn(
-                f"`{self.state.path}` ({type(model).__name__}) takes {self.size} samples and, of shape"
-                f" {tuple(shape)}, a further input with as many rows, each of which changes the outputs of"
-                " several samples: it is taken for what all share. If its rows are the samples' (as those of"
-                " in-batch negatives), samples interact, and no per-sample gradient is of one sample alone.",
+                f"{model._ps_name} takes {self.size} samples and, of shape {tuple(shape)}, a further input"
+                " with as many rows, each of which changes the outputs of several samples: it is taken for"
+                " what all share. If its rows are the samples' (as those of in-batch negatives), samples"
+                " interact, and no per-sample gradient is of one sample alone.",
                 stacklevel=2,
             )
 
@@ -591,7 +591,7 @@ class ModelCall:
         Raises:
             ValueError: the outputs or the owners of rows differ.
         """
-        model, state = self.model, self.state
+        model = self.model
         given, plain = model._ps_given(), None
         if not given:  # per-sample weights have no plain counterpart
             with without_gathered_rows():
@@ -620,7 +620,7 @@ class ModelCall:
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
-            where = f"`{state.path}` ({type(model).__name__}) returned {problem}"
+            where = f"{model._ps_name} returned {problem}"
             if not tensors_in(self.inputs):
                 raise ValueError(
                     f"{where}: it is given no tensor, and it is not followed whose it is what it makes of"

@@ -157,7 +157,7 @@ def _whole_caller(
     caller = _holder(tracker, tracker.callers.get(call), params)
     if caller is None:
         raise ValueError(
-            f"`{module._ps_state().path}` ({type(module).__name__}) cannot be run with parameters for each"
-            f" sample: {why}. If samples do not interact in it, write a layer for it (ps.PSLayer)."
+            f"{module._ps_name} cannot be run with parameters for each sample: {why}. If samples do not"
+            " interact in it, write a layer for it (ps.PSLayer)."
         )
     _run_whole(tracker.modules[caller])

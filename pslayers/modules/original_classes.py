@@ -63,7 +63,7 @@ def check_classes(model: Any, output: Any, call: tuple[Any, Any], rewind: Callab
         plain = type(model).forward(model, *args, **kwargs)
     if disagreement(output, plain) is not None:
         raise ValueError(
-            f"`{model._ps_state().path}` ({type(model).__name__}) returns something else since it was"
-            " converted: a forward goes by the classes of modules, as in `type(m) == nn.Linear`, and those of"
-            " converted ones are subclasses. Ask `isinstance(m, nn.Linear)`."
+            f"{model._ps_name} returns something else since it was converted: a forward goes by the classes"
+            " of modules, as in `type(m) == nn.Linear`, and those of converted ones are subclasses. Ask"
+            " `isinstance(m, nn.Linear)`."
         )

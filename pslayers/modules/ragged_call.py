@@ -32,16 +32,16 @@ def _inventory(model: Any) -> Inventory:
     state = model._ps_state()
     if transforming():
         raise ValueError(
-            f"`{state.path}` ({type(model).__name__}) is called inside a transform of torch.func, which"
-            " ps.sample_ids does not go into: call it outside, and take rows from .grad_sample."
+            f"{model._ps_name} is called inside a transform of torch.func, which ps.sample_ids does not go"
+            " into: call it outside, and take rows from .grad_sample."
         )
     if sharding.apart(model) and not local.ragged.trusts(state.ragged_seen.get(model._ps_mode, {})):
         raise ValueError(
-            f"`{state.path}` ({type(model).__name__}) has parts that are sharded by themselves, whose"
-            " parameters are not there when a batch is verified. Verify an example before it is sharded, in"
-            " the mode (training or not) that it is used in: `with ps.sample_ids(ids, size):"
-            " ps.convert_model(model, example=x)`, and call it under ps.sample_ids(..., verify=False). All"
-            " its layers must be given rows that ps.sample_ids was told of."
+            f"{model._ps_name} has parts that are sharded by themselves, whose parameters are not there when"
+            " a batch is verified. Verify an example before it is sharded, in the mode (training or not) that"
+            " it is used in: `with ps.sample_ids(ids, size): ps.convert_model(model, example=x)`, and call it"
+            " under ps.sample_ids(..., verify=False). All its layers must be given rows that ps.sample_ids"
+            " was told of."
         )
     inventory = model._ps_inventory()
     if inventory.strangers or inventory.rebuilt:
@@ -49,8 +49,8 @@ def _inventory(model: Any) -> Inventory:
     model._ps_look_at_trained()
     if inventory.given():
         raise ValueError(
-            f"`{state.path}` ({type(model).__name__}) was given weights of each sample's own, which"
-            " ps.sample_ids does not know: call it on one sample's rows at a time."
+            f"{model._ps_name} was given weights of each sample's own, which ps.sample_ids does not know:"
+            " call it on one sample's rows at a time."
         )
     return inventory
 
