@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from .. import torch_api
 from ..attribution.snapshot import trial
 from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, by_shape, fits_layout
-from ..core.context import UNSCALED, Batch, Call, Form, Settings, local
+from ..core.context import UNSCALED, Batch, Form, LayerCall, Settings, local
 from ..core.converted_module import ConvertedLayer, ConvertedModule, state_of
+from ..core.trees import Call
 from .layers import FAST
 from .registry import modules
 from .weights import records
@@ -50,22 +51,20 @@ class Traced(Batch):
         )
 
 
-def call_container(
-    module: ConvertedModule, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def call_container(module: ConvertedModule, original: Callable[..., Any], inputs: Call) -> Any:
     """A module with layers below it."""
     if not torch.compiler.is_compiling():
-        return _given_up(module, args, kwargs)
+        return _given_up(module, inputs)
     if _inside_of_eager():
-        return _by_itself(module, args, kwargs)
-    state, outside = state_of(module), not _inside()
+        return _by_itself(module, inputs)
+    state, outside, (args, kwargs) = state_of(module), not _inside(), inputs
     if outside and records(state.settings) and _without_replacement(state.number):
-        return _general(module, args, kwargs)
+        return _general(module, inputs)
     if outside and records(state.settings) and _has_strangers(state.number):
-        return _adopting(module, args, kwargs)
+        return _adopting(module, inputs)
     if outside and _left(state.number):
         if records(state.settings) or module._ps_given(own=False):
-            return _recurrent(module, args, kwargs)
+            return _recurrent(module, inputs)
         return original(module, *args, **kwargs)
     if state.per_sample_forward and (
         records(state.settings) or module._ps_given(own=not state.includes_children)
@@ -77,17 +76,17 @@ def call_container(
     if not outside:
         return original(module, *args, **kwargs)
     if records(state.settings) and local.ragged is not None:
-        return _ragged(module, args, kwargs)
+        return _ragged(module, inputs)
     if records(state.settings) and state.settings.has_gathered_rows:
-        return _picking(module, args, kwargs)
-    if records(state.settings) and not _is_proved(module, args, kwargs):
-        return _proving(module, args, kwargs)
-    return _outermost(module, original, args, kwargs)
+        return _picking(module, inputs)
+    if records(state.settings) and not _is_proved(module, inputs):
+        return _proving(module, inputs)
+    return _outermost(module, original, inputs)
 
 
-def _form(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
+def _form(module: ConvertedModule, inputs: Call) -> Form:
     """As eager calls have it."""
-    form, modes = module._ps_form(args, kwargs), _modes(state_of(module).number)
+    form, modes = module._ps_form(*inputs), _modes(state_of(module).number)
     return (*form, modes) if modes else form
 
 
@@ -97,14 +96,14 @@ def _modes(number: str) -> str:
     return module._ps_inventory().modes(module.training)
 
 
-def _is_proved(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_proved(module: ConvertedModule, inputs: Call) -> bool:
     """Whether such a call was proved; or is now, by inputs of these shapes: one that is traced depends on
     nothing else.
     """
-    number, training, form = state_of(module).number, module.training, _form(module, args, kwargs)
+    number, training, form = state_of(module).number, module.training, _form(module, inputs)
     if _known(number, training, form):
         return True
-    told = _told((args, kwargs))
+    told = _told(inputs)
     return (told is not None and _prove(number, told)) or _proved(module, form)
 
 
@@ -164,7 +163,7 @@ def _prove(number: str, told: Any) -> bool:
     except Exception:
         return False
     state_of(module).proved_in = torch_api.compile_id()
-    return _proved(module, _form(module, args, kwargs))
+    return _proved(module, _form(module, (args, kwargs)))
 
 
 @torch_api.mark_constant
@@ -195,10 +194,11 @@ def _proved(module: nn.Module, form: Form) -> bool:
     return False
 
 
-def _as_it_is(reason: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
+def _as_it_is(reason: str) -> Callable[[Any, Call], Any]:
     """A call without torch.compile."""
 
-    def call(module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(module: ConvertedModule, inputs: Call) -> Any:
+        args, kwargs = inputs
         return torch.compiler.disable(module.forward)(*args, **kwargs)
 
     torch_api.mark_disabled(torch_api.leave_alone(call), f"pslayers: {reason}")
@@ -246,23 +246,22 @@ _ragged = _as_it_is(
 )
 
 
-def call_layer(
-    layer: ConvertedLayer, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def call_layer(layer: ConvertedLayer, ps_forward: Callable[..., Any], inputs: Call) -> Any:
     """A layer."""
+    args, kwargs = inputs
     if not torch.compiler.is_compiling():
-        return _given_up(layer, args, kwargs)
+        return _given_up(layer, inputs)
     if local.call is not None and local.call.layer is layer:  # a subclass that calls super().forward
         return ps_forward(layer, *args, **kwargs)
     if layer.replaces is not None and not layer._ps_needed():
         return layer.replaces.forward(layer, *args, **kwargs)
     if _inside_of_eager():
-        return _by_itself(layer, args, kwargs)
+        return _by_itself(layer, inputs)
     if not _inside():
         if records(state_of(layer).settings) and local.ragged is not None:
-            return _ragged(layer, args, kwargs)
-        return _outermost(layer, ps_forward, args, kwargs)
-    return _run_layer(layer, ps_forward, args, kwargs)
+            return _ragged(layer, inputs)
+        return _outermost(layer, ps_forward, inputs)
+    return _run_layer(layer, ps_forward, inputs)
 
 
 def _broadcasts(layer: ConvertedLayer) -> bool:
@@ -271,11 +270,9 @@ def _broadcasts(layer: ConvertedLayer) -> bool:
     return bias is not None and weight is not None and bias.shape != weight.shape[:1]
 
 
-def _run_layer(
-    layer: ConvertedLayer, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    args, kwargs, rows, undo = layer.arrange(args, kwargs, local.batch.size)  # type: ignore[union-attr]
-    with Call(layer, rows, UNSCALED):
+def _run_layer(layer: ConvertedLayer, ps_forward: Callable[..., Any], inputs: Call) -> Any:
+    args, kwargs, rows, undo = layer.arrange(*inputs, local.batch.size)  # type: ignore[union-attr]
+    with LayerCall(layer, rows, UNSCALED):
         fast = FAST.get(layer.replaces)
         if fast is None or layer._ps_given(own=True) or _broadcasts(layer):
             output = ps_forward(layer, *args, **kwargs)
@@ -297,16 +294,14 @@ def _inside_of_eager() -> bool:
     return called and not _inside()
 
 
-def _outermost(
-    module: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _outermost(module: Any, forward: Callable[..., Any], inputs: Call) -> Any:
     """An outermost call, its batch size, if it has one, known to every layer below."""
-    size, layer = local.explicit, module._ps_layer
-    size = module._ps_batch_size(args, kwargs) if size is None else size
+    size, layer, (args, kwargs) = local.explicit, module._ps_layer, inputs
+    size = module._ps_batch_size(*inputs) if size is None else size
     if size is not None:
-        local.batch = Traced(size, state_of(module).settings, not layer, _form(module, args, kwargs))
+        local.batch = Traced(size, state_of(module).settings, not layer, _form(module, inputs))
     try:
-        return _run_layer(module, forward, args, kwargs) if layer else forward(module, *args, **kwargs)
+        return _run_layer(module, forward, inputs) if layer else forward(module, *args, **kwargs)
     finally:
         local.batch = None
 

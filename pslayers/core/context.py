@@ -296,7 +296,7 @@ class Batch:
         return number
 
 
-class Call:
+class LayerCall:
     """One call of a layer: its rows, the scale of its gradients, and the names of the parameters that it has
     expanded.
     """

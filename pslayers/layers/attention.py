@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import functional as PF
 from .. import torch_api
-from ..core.context import Call, clear, local
+from ..core.context import LayerCall, clear, local
 from ..functional.common import for_rows
 from ..modules.base import OwnBatchDim, PSLayer
 from ..modules.converted import State
@@ -161,7 +161,7 @@ class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.Multi
         child = self.out_proj
         if not isinstance(child, PSLinear):
             return F.linear(x, child.weight, child.bias)
-        with Call(child, rows, local.call.scale):
+        with LayerCall(child, rows, local.call.scale):
             return PF.linear(x, child._ps_weight(), child.expansion("bias"))
 
     # ------------------------------------------------------------------ what is called with what

@@ -23,7 +23,7 @@ from ..attribution.tracking import (
 )
 from ..core.context import (
     Batch,
-    Call,
+    LayerCall,
     Place,
     Scale,
     Settings,
@@ -56,7 +56,7 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(self, PSLayer):  # restored: what was put around its forward holds this one
             return type(self).forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
-            return compiled.call_layer(self, ps_forward, args, kwargs)
+            return compiled.call_layer(self, ps_forward, (args, kwargs))
         # a subclass that calls super().forward: one call, one set of rows
         if local.call is not None and local.call.layer is self:
             return ps_forward(self, *args, **kwargs)
@@ -218,7 +218,7 @@ class PSLayer(_Layer):
                 names = {f"{self._ps_state().prefix}{name}" for name in self._parameters}
                 batch.ragged.meets_shared(names, tensors_of((args, kwargs)))
             args, kwargs, rows, undo = self._ps_by_position(args, kwargs)
-        call = Call(self, rows, batch.scale)
+        call = LayerCall(self, rows, batch.scale)
         if not self._ps_fused and batch.scale.total != 1:
             call.scale = scale = Scale(batch.scale.total, batch.scale.total)
             args, kwargs = map_tensors(lambda t: rescale_grad(t, scale, True), (args, kwargs))
@@ -244,7 +244,7 @@ class PSLayer(_Layer):
             else []
         )
 
-    def _ps_all_expanded(self, call: Call) -> bool:
+    def _ps_all_expanded(self, call: LayerCall) -> bool:
         """Whether all that is trainable here was expanded and recorded; what was not is watched, for it must
         get no gradient.
         """
@@ -354,7 +354,7 @@ class PSLayer(_Layer):
         if self.replaces is not None:
             return self.replaces.forward(self, *args, **kwargs)
         x = next(iter(tensors_of((args, kwargs))), None)
-        with Call(self, len(x) if x is not None and x.ndim else 1, Scale()):
+        with LayerCall(self, len(x) if x is not None and x.ndim else 1, Scale()):
             return ps_forward(self, *args, **kwargs)
 
     def arrange(

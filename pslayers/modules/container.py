@@ -171,7 +171,7 @@ def container_class(original: Any) -> type[PSContainer]:
         if torch.compiler.is_compiling():
             if torch_api.is_exporting():
                 return self._ps_forward()(self, *args, **kwargs)
-            return compiled.call_container(self, self._ps_forward(), args, kwargs)
+            return compiled.call_container(self, self._ps_forward(), (args, kwargs))
         if local.batch is None and local.tracker is None:
             return self._ps_outermost(self._ps_run, (args, kwargs))
         return self._ps_run(*args, **kwargs)
