@@ -245,9 +245,9 @@ class Factor:
         """
         return ((some, self.read(some)) for some in self.steps())
 
-    def steps(self) -> Iterator[slice]:
-        """The samples, as many at a time as are made on the side."""
-        step = at_once(self.aside(), self.like())
+    def steps(self, values: int | None = None) -> Iterator[slice]:
+        """The samples, as many at a time as are made on the side, where each takes so many values there."""
+        step = at_once(self.aside() if values is None else values, self.like())
         for start in range(0, self.shape[0], step):
             yield slice(start, min(start + step, self.shape[0]))
 

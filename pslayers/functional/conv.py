@@ -5,7 +5,7 @@ the result, T = k * L of them a sample, P the number of values in a weight.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .. import torch_api
 from ..core.expansion import Expansion, Op, Weight, as_expansion, needed_grads, per_sample
-from ..core.factors import Blocks, Factor, Owners, at_once, beside, by_size
+from ..core.factors import Blocks, Factor, Owners, beside, by_size
 from ..core.products import of_dtype
 from .common import bias_factor, check_rows, for_rows, owned, weighed
 from .conv_weight_grads import (
@@ -368,18 +368,12 @@ class Patches(Factor):
 
     def sq_norms(self) -> Tensor:
         """By the products of positions with each other, where these are few."""
-        values = 0 if torch_api.capturing() else self._by_values()
-        parts = self._parts(values)
-        found = [part._norms_of_products() if values else part._norms_of_patches() for part in parts]
+        products = 0 if torch_api.capturing() else self._by_values()
+        patches = self.shape[2:].numel() * self.positions // max(self.shape[0], 1)
+        steps = self.steps((products or patches) * self.geometry.groups)
+        parts = (cast(Patches, self.select(some)) for some in steps)
+        found = [part._norms_of_products() if products else part._norms_of_patches() for part in parts]
         return torch.cat(found) if found else self.gy.new_zeros(0)
-
-    def _parts(self, values: int) -> Iterator["Patches"]:
-        """Some samples at a time, whose patches, or so many products, take little."""
-        (size, *_), width = self.shape, self.shape[2:].numel()
-        each = values or width * self.positions // max(size, 1)
-        step = at_once(each * self.geometry.groups, self.gy)
-        for start in range(0, size, step):
-            yield cast(Patches, self.select(slice(start, start + step)))
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """By the convolution's own weight gradient, after the smaller side was multiplied."""
