@@ -188,6 +188,7 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
 
     def __init__(self) -> None:
         self._grads: dict[str, FactoredGrad] = {}
+        self._names: list[str] = []  # of the model's parameters
 
     def __getitem__(self, name: str) -> FactoredGrad:
         return self._grads[name]
@@ -213,8 +214,8 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
 
     def _put_in_order(self, names: Iterable[str]) -> None:
         """As the model's own, and not as the backward pass has met them."""
-        found = self._grads
-        ordered = {name: found[name] for name in names if name in found}
+        found, self._names = self._grads, list(names)
+        ordered = {name: found[name] for name in self._names if name in found}
         self._grads = ordered if len(ordered) == len(found) else ordered | found
 
     def _all(self) -> list[FactoredGrad]:
@@ -237,19 +238,17 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
 
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
         """The product of each sample's gradient with a direction ``{name: (*S)}``, (B,); a name that is left
-        out counts as zeros.
+        out counts as zeros, as does the gradient of a parameter that the backward pass has not reached.
         """
         if not isinstance(direction, Mapping):
             raise TypeError(f"`direction` must be {{name: (*S)}}; got {_what(direction)}.")
-        unknown = direction.keys() - self.keys()
-        if unknown:
-            raise KeyError(
-                f"`direction` names {sorted(unknown)}, which the backward pass has given no gradient."
-            )
-        found = [grad.dot(direction[name]) for name, grad in self.items() if name in direction]
-        if not found:
+        if not direction:
             raise ValueError("`direction` is empty: expected {name: (*S)} of at least one parameter.")
-        return added(found)
+        grads = self._all()
+        if unknown := direction.keys() - {*self.keys(), *self._names}:
+            raise KeyError(f"`direction` names {sorted(unknown)}, which are no parameters of the model.")
+        found = [grad.dot(direction[name]) for name, grad in self.items() if name in direction]
+        return added(found) if found else torch.zeros_like(grads[0].norms())
 
     def gram(self, other: "FactoredGrads | None" = None) -> Tensor:
         """The product of each sample's gradient with each sample's, (B, B), or of another batch, (B, B')."""

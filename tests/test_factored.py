@@ -693,6 +693,32 @@ def test_a_parameter_without_rows_cannot_be_clipped() -> None:
             pass
 
 
+class Heads(nn.Module):
+    """Of two tasks, of which a call asks for the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(5, 3), nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.first(self.body(x))
+        return found
+
+
+def test_a_direction_may_name_parameters_that_were_not_reached() -> None:
+    """Their gradients are zeros, as in A-GEM that of another task's head."""
+    model, ours = pair(Heads().double())
+    x = torch.randn(4, 5, dtype=torch.float64)
+    direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    rows = {name: r for name, r in loop(model, square, (x,)).items() if r is not None}
+    with ps.factored(ours) as grads:
+        squares(ours(x)).mean().backward()
+    near(grads.dot(direction), sum(r.flatten(1) @ direction[name].flatten() for name, r in rows.items()))
+    near(grads.dot({"second.weight": direction["second.weight"]}), torch.zeros(4, dtype=torch.float64))
+    with pytest.raises(KeyError, match="third"):
+        grads.dot(direction | {"third": x})
+
+
 @pytest.mark.parametrize("trained", [True, False])
 def test_other_tensors_in_the_place_of_parameters(trained: bool) -> None:
     """What is trained in their place would get a gradient that nobody has clipped."""
