@@ -65,7 +65,7 @@ class Chunks:
                 "parameters are sharded (fully_shard): call loss.backward(), of several outputs for each, and"
                 " read `grad_sample` after it."
             )
-        given = arguments(inputs)
+        given = arguments(model, inputs)
         ragged = local.ragged
         if ragged is not None and (chunk_size is not None or memory_budget is not None):
             raise ValueError(

@@ -113,7 +113,7 @@ def convert_model(
             if row.general and row.target is not None:
                 _watch(row.module, settings)
         if example is not None:
-            _try_example(model, arguments(example))
+            _try_example(model, arguments(model, example))
     except BaseException:
         for module, cls, held in before:
             module.__class__ = cls
@@ -204,9 +204,21 @@ def _try_example(model: Any, inputs: Call) -> None:
             ) from error
 
 
-def arguments(inputs: Any) -> Call:
-    """What a model is called with, from a tensor, a tuple of positional or a dict of keyword arguments."""
+def arguments(model: nn.Module, inputs: Any) -> Call:
+    """What a model is called with, from a tensor, a tuple of positional or a dict of keyword arguments.
+
+    Raises:
+        TypeError: the model's forward takes no such keyword arguments.
+    """
     if isinstance(inputs, dict):
+        try:
+            if not model._forward_pre_hooks_with_kwargs:  # which may give it others
+                inspect.signature(model.forward).bind(**inputs)
+        except TypeError as error:
+            raise TypeError(
+                f"{type(model).__name__}.forward does not take the keyword arguments {list(inputs)}"
+                f" ({error}): if it takes a dict as its first argument, give it in a tuple, (batch,)."
+            ) from error
         return (), inputs
     return (inputs if type(inputs) is tuple else (inputs,)), {}
 

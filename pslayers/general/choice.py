@@ -103,7 +103,11 @@ def _fastest(proof: "_Proof", layouts: Layouts, picks: bool) -> Plan:
             if proved := proof.of(plan):
                 return proved
     if {MIXED, PICKED} & {*layouts.inputs, *layouts.written} or PICKED in layouts.outputs:
-        raise NoWayError(f"its inputs or outputs cannot be attributed to samples; {proof.problem}")
+        listed = any(isinstance(v, list) for v in (*proof.call[0], *proof.call[1].values()))
+        hint = ", or, of a list with a tensor for each, say `with ps.sample_ids(torch.arange(n), n):`"
+        raise NoWayError(
+            f"its inputs or outputs cannot be attributed to samples{hint * listed}; {proof.problem}"
+        )
     if MIXED in layouts.outputs and {SHARED, TABLE} >= {*layouts.inputs}:
         # each run would be of the whole batch, and their mean the same, whoever's the rows were
         raise NoWayError("nothing that it is given holds a row for each sample: give it tensors that do")

@@ -466,12 +466,14 @@ class PSLayer(_Layer):
     def _ps_not_attributable(self, x: Tensor, size: int) -> ValueError:
         before_event = x.shape[: x.ndim - (self.event_dims or 0)]
         if x.ndim and x.shape[0] == size and before_event.count(size) == 1:
+            first = self._ps_state().settings.batch_first
             return ValueError(
                 f"{self._ps_name} got an input of shape {tuple(x.shape)} whose rows depend on more than one"
                 f" of the {size} samples each: samples interact before it (by a mean, a maximum or a softmax"
                 " over the batch, by all pairs), or rows were moved by data in a way that is not followed."
-                " Take such statistics over a sample's own dims; if samples do not interact, write a layer"
-                " for the module that moves rows (ps.PSLayer)."
+                f" If dim {int(first)} holds the samples, say convert_model(..., batch_first={not first})."
+                " Else take such statistics over a sample's own dims; if samples do not interact, write a"
+                " layer for the module that moves rows (ps.PSLayer)."
             )
         return ValueError(
             f"{self._ps_name} got an input of shape {tuple(x.shape)} in a batch of {size} samples, whose rows"
