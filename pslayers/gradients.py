@@ -32,11 +32,11 @@ _CONVERTING = RLock()  # of threads that convert a model for one call alone
 
 
 @contextmanager
-def changed(every: Sequence[Settings], attribute: str, value: Any) -> Iterator[None]:
-    """Inside the block a model's settings have another value."""
+def changed(every: Sequence[Settings], **values: Any) -> Iterator[None]:
+    """Inside the block a model's settings have other values."""
     with ExitStack() as stack:
         for settings in every:
-            stack.enter_context(torch_api.changed(settings, **{attribute: value}))
+            stack.enter_context(torch_api.changed(settings, **values))
         yield
 
 
@@ -64,7 +64,7 @@ def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[list[
         _watch(model)
     sink.names = _names_of(model)
     sink.prefix = model._ps_state().prefix if isinstance(model, Converted) else ""
-    with changed(every, "sink", sink):
+    with changed(every, sink=sink):
         yield every
 
 
@@ -135,7 +135,7 @@ def recording(model: nn.Module, enabled: bool = True, *, grad: bool = True) -> I
     every = settings_of(model)
     if enabled and not grad:
         _watch(model)
-    filled = changed(every, "grad", bool(grad)) if enabled else nullcontext()
+    filled = changed(every, grad=bool(grad)) if enabled else nullcontext()
     with _given_to(model, every), recorded_or_not(every, bool(enabled)), filled:
         yield
 
@@ -164,7 +164,7 @@ def accumulating(model: nn.Module, how: str) -> Iterator[None]:
     """
     one_of("how", how, ACCUMULATION)
     every = settings_of(model)
-    with _given_to(model, every), changed(every, "accumulation", how):
+    with _given_to(model, every), changed(every, accumulation=how):
         try:
             yield
         finally:
@@ -320,13 +320,11 @@ def _in_chunks(chunks: Chunks, create_graph: bool, progress: bool) -> dict[str, 
     for start, stop in bar(spans, progress):
         # without the sums; but of a batch of one the sum is the row, and what can be differentiated leads to
         # the parameters
-        alone = stop - start > 1 and not create_graph
+        alone = torch_api.thread_id() if stop - start > 1 and not create_graph else 0
         with (
             model._ps_state().settings.turns.writing(),
-            changed(every, "grad", True),
-            changed(every, "sink", None),  # of a block around this
-            changed(every, "accumulation", "replace"),
-            changed(every, "rows_alone", torch_api.thread_id() if alone else 0),
+            # whatever a block around this has set
+            changed(every, grad=True, sink=None, accumulation="replace", rows_alone=alone),
         ):
             part = chunks.part(start, stop)
             with chunks.told(stop - start):
@@ -347,20 +345,21 @@ def converted(model: nn.Module) -> Iterator[Converted]:
     """
     with _CONVERTING:
         apart = not any(isinstance(m, Converted) for m in model.modules())
-    with _CONVERTING if apart else nullcontext():
-        if apart:
-            convert_model(model)
-        made = Learned(model) if apart else None
+    if not apart:
+        yield wholly_converted(model)
+        return
+    with _CONVERTING:
+        convert_model(model)
+        made = Learned(model)
         try:
             ours = wholly_converted(model)
-            if made is not None and (before := _LEARNED.get(model)) is not None and before.made == made.made:
+            if (before := _LEARNED.get(model)) is not None and before.made == made.made:
                 before.give(model)
             yield ours
         finally:
-            if made is not None:
-                made.take(model)
-                restore_model(model)
-                _LEARNED[model] = made
+            made.take(model)
+            restore_model(model)
+            _LEARNED[model] = made
 
 
 class Learned:
@@ -419,7 +418,7 @@ def _one_pass(
     # the parameters go along: only so does their hook see a gradient that came past the layers
     wanted = [*leaves.values(), *params.values()]
     with (
-        changed(settings_of(model), "collecting_grads", True),
+        changed(settings_of(model), collecting_grads=True),
         gradients_unchanged(model) if foreign else nullcontext(),
         _without_passes_inside(wanted) if foreign else nullcontext(),
     ):
@@ -439,15 +438,15 @@ def _one_pass(
             raise without_rows(name)
         if total is not None and settings.rows_alone and bool(total.any()):
             raise params[name].__dict__["_ps_recorder"].of_past_layer()
-    return _or_zeros(found, params, size)
+    return or_zeros(found, params, size)
 
 
-def _or_zeros(
-    found: Mapping[str, Tensor | None], params: dict[str, nn.Parameter], size: int
+def or_zeros(
+    found: Mapping[str, Tensor | None], params: Mapping[str, nn.Parameter], *shape: int
 ) -> dict[str, Tensor]:
-    """The rows of each parameter; of those that nothing reaches, zeros that take no memory."""
+    """The rows of each parameter, (*shape, *S); of those that nothing reaches, zeros that take no memory."""
     return {
-        name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(size, *p.shape)
+        name: rows if (rows := found.get(name)) is not None else p.new_zeros(()).expand(*shape, *p.shape)
         for name, p in params.items()
     }
 
@@ -479,7 +478,7 @@ def _by_backward(
             p.grad_sample = None  # type: ignore[attr-defined]
         loss.backward()
         found = {name: getattr(p, "grad_sample", None) for name, p in params.items()}
-    return _or_zeros(found, params, size)
+    return or_zeros(found, params, size)
 
 
 def _loss(

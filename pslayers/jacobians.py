@@ -6,13 +6,14 @@ Shapes: B samples, C outputs a sample (all values of one sample's output), S a p
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import torch_api
 from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
 from .convert import one_of, settings_of
@@ -20,7 +21,7 @@ from .core.factors import Factor, added
 from .core.sinks import Streaming
 from .core.trees import map_tensors, tensors_of, trainable_parameters
 from .factored import FactoredGrads, computing, factored
-from .gradients import changed, converted, going_to, recording, without_rows
+from .gradients import converted, going_to, or_zeros, recording, without_rows
 from .modules.converted import Converted
 
 KERNELS = ("full", "trace", "diagonal")
@@ -238,7 +239,7 @@ class Outputs:
             yield grads
 
 
-def _placed(params: Mapping[str, Tensor], chunks: Chunks, progress: bool) -> dict[str, Tensor]:
+def _placed(params: Mapping[str, nn.Parameter], chunks: Chunks, progress: bool) -> dict[str, Tensor]:
     model, result = chunks.model, dict[str, Tensor]()
     reached: set[str] = set()
     place: tuple[slice, int] = slice(0), 0
@@ -263,13 +264,8 @@ def _placed(params: Mapping[str, Tensor], chunks: Chunks, progress: bool) -> dic
                 for name in result.keys() - reached:
                     result[name][place] = 0
             form = outputs.form
-    shape = chunks.size, *form
-    return {
-        name: result[name].view(*shape, *p.shape)
-        if name in result
-        else p.new_zeros(()).expand(*shape, *p.shape)
-        for name, p in params.items()
-    }
+    found = {name: rows.view(chunks.size, *form, *rows.shape[2:]) for name, rows in result.items()}
+    return or_zeros(found, params, chunks.size, *form)
 
 
 # --------------------------------------------------------------------------------------------- their products
@@ -337,16 +333,12 @@ def _stacked(ones: Sequence[Factor], twos: Sequence[Factor]) -> Tensor:
 @contextmanager
 def leaving_nothing(model: Converted) -> Iterator[None]:
     """Backward passes inside the block leave `.grad` and `.grad_sample` of the model as they were."""
-    every = settings_of(model)
-    recorded = [(settings, settings.recorded, settings.appended) for settings in every]
-    for settings in every:
-        settings.recorded = {}  # what is there is not theirs to clear
-    try:
-        with gradients_unchanged(model), changed(every, "accumulation", "replace"):
+    with ExitStack() as stack:
+        for settings in settings_of(model):  # what is recorded there is not theirs to clear
+            own = torch_api.changed(settings, accumulation="replace", recorded={}, appended=settings.appended)
+            stack.enter_context(own)
+        with gradients_unchanged(model):
             yield
-    finally:
-        for settings, own, appended in recorded:
-            settings.recorded, settings.appended = own, appended
 
 
 def _check_rows(model: Converted, reached: Collection[str]) -> None:
