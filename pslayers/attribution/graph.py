@@ -30,12 +30,15 @@ def edges_of(output: Any) -> set[tuple[Any, int]]:
     return seen
 
 
+def _nodes_of(output: Any) -> set[Any]:
+    return {node for node, _ in edges_of(output)}
+
+
 def foreign_functions(output: Any) -> list[Any]:
     """The nodes of functions that somebody has written (`torch.autograd.Function`) in the graph of an output:
     reentrant checkpoints and reversible layers run backward passes of their own in theirs.
     """
-    nodes = {node for node, _ in edges_of(output)}
-    classes = ((node, getattr(type(node), "_forward_cls", None)) for node in nodes)
+    classes = ((node, getattr(type(node), "_forward_cls", None)) for node in _nodes_of(output))
     return [node for node, cls in classes if cls is not None and not cls.__module__.startswith(_PACKAGE)]
 
 
@@ -61,18 +64,11 @@ def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
     own ops with rows of it, which come after it.
     """
     watched = {id(p) for p in params if p.requires_grad}
-    todo = [t.grad_fn for t in tensors_of(output) if t.grad_fn is not None]
-    seen = set(todo)
-    while todo:
-        node = todo.pop()
+    for node in _nodes_of(output):
         ours = getattr(type(node), "_forward_cls", type(None)).__module__.startswith(_PACKAGE)
         functions = [following for following, _ in node.next_functions]
         for following, after in zip_longest(functions, functions[1:]):
-            if following is None:
-                continue
-            if id(getattr(following, "variable", None)) in watched and not (ours and leads_to_rows(after)):
+            reached = id(getattr(following, "variable", None)) in watched
+            if reached and not (ours and leads_to_rows(after)):
                 return True
-            if following not in seen:
-                seen.add(following)
-                todo.append(following)
     return False
