@@ -2,9 +2,8 @@
 loop.
 """
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from .. import torch_api
 from ..attribution.gathered import following, without_gathered_rows
 from ..attribution.snapshot import Randomness, trial, unchanged
 from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, apart
-from ..core.context import Batch, by_original_layers, in_place_of, local, places_of, transforming
+from ..core.context import Batch, by_original_layers, changed, in_place_of, local, places_of, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import as_leaf, of_one
 from ..core.trees import assign, cloned, map_tensors, tensors_in, tensors_of, written_to
@@ -45,18 +44,12 @@ def run_by(
     if plan.way == "vmap" and _has_backward_hooks(module):
         raise NoRuleError("a module in it has backward hooks, which torch.func.vmap leaves out")
     redirect = Redirect(size if plan.fresh else None)
-    layouts = iter(plan.layouts.inputs)
-    flat: list[Tensor] = []  # every sample's part in dim 0, a batch of one behind it; or as it is
-    where: list[int | None] = []
-
-    def take(t: Tensor) -> Tensor:
-        layout = next(layouts)
-        flat.append(t if layout in (SHARED, TABLE) else apart(t, layout, size))
-        where.append(None if layout in (SHARED, TABLE) else 0)
-        return t
-
-    map_tensors(take, call)
-    skeleton: list[Any] = []
+    shared = [layout in (SHARED, TABLE) for layout in plan.layouts.inputs]
+    flat = [  # every sample's part in dim 0, a batch of one behind it; or as it is
+        t if whole else apart(t, layout, size)
+        for t, layout, whole in zip(tensors_of(call), plan.layouts.inputs, shared, strict=True)
+    ]
+    seen: list[Any] = []  # of the last run
 
     def memory(own: dict[str, Tensor]) -> list[int]:
         return [w.data_ptr() for w in own.values()] if plan.way == "loop" else []
@@ -76,12 +69,7 @@ def run_by(
         if memory(own) != places:
             raise NoRuleError("its forward replaces the `.data` of a parameter, which only it would see")
         written = written_to(taken, {id(t) for t in tensors})
-        skeleton[:] = [
-            output,
-            taken,
-            dict(zip(map(id, tensors), itertools.count())),
-            {id(t): i for i, t in enumerate(written)},
-        ]
+        seen[:] = output, taken, tensors, written
         return (*tensors_of(output), *written)
 
     both, began = (*plan.layouts.outputs, *plan.layouts.written), torch_api.nodes_made()
@@ -90,7 +78,8 @@ def run_by(
         # which transforms do not go into
         as_drawn = Drawn(draws, size, None) if plan.draws else nullcontext()
         with torch_api.quiet_vmap(), torch_api.reentrant_checkpoints("straight"), as_drawn:
-            outputs = torch.func.vmap(one, in_dims=(0, *where), randomness="different")(weights, *flat)
+            dims = (0, *(None if whole else 0 for whole in shared))
+            outputs = torch.func.vmap(one, in_dims=dims, randomness="different")(weights, *flat)
     else:
         own = [
             dict(zip(weights, map(as_leaf, each), strict=True))
@@ -101,7 +90,7 @@ def run_by(
             others.restore()  # a coin that is tossed for the batch falls alike for each
             with Drawn(draws, size, i) if plan.draws else nullcontext():
                 each.append(
-                    one(own[i], *(t if d is None else t[i] for t, d in zip(flat, where, strict=True)))
+                    one(own[i], *(t if whole else t[i] for t, whole in zip(flat, shared, strict=True)))
                 )
         if len({len(parts) for parts in each}) > 1:
             raise NoRuleError("samples return different numbers of tensors")
@@ -120,13 +109,10 @@ def run_by(
         _left(parts) if last and layout in (SHARED, TABLE) else _together(parts, layout, mean, ndim)
         for parts, layout, ndim in zip(outputs, both, plan.ndims, strict=True)
     ]
-    output, taken, given, written = skeleton
-    originals, count = tensors_in(call), len(plan.layouts.outputs)
-
-    def real(t: Tensor) -> Tensor:
-        return originals[given[id(t)]] if id(t) in given else together[count + written[id(t)]]  # type: ignore[return-value]
-
-    assign(call, taken, real)
+    output, taken, given, written = seen
+    real = dict(zip(map(id, given), tensors_of(call), strict=True))
+    real |= zip(map(id, written), together[len(plan.layouts.outputs) :], strict=True)
+    assign(call, taken, lambda t: real[id(t)])
     whole = iter(together)
     return map_tensors(lambda _: next(whole), output)
 
@@ -175,7 +161,10 @@ def _directly(
     standing.inputs = [
         t for t, layout in layouts if isinstance(t, Tensor) and layout in (BATCH_MAJOR, ("dim", 0))
     ]
-    below = _below(module, size) if plan.includes_children else nullcontext()
+    below: AbstractContextManager[None] = nullcontext()
+    if plan.includes_children:  # layers, too, are given the samples' own weights, and run as such, in a batch
+        batch = local.batch or Batch(size, module._ps_state().settings)
+        below = changed(batch=batch, use_original_forward=False)
     with below, standing_in(module, standing):
         with following(size, layouts) if plan.follows else nullcontext():
             output = forward(module, *call[0], **call[1])
@@ -186,20 +175,6 @@ def _directly(
             if plan.follows:
                 _check_owners(tensors_in(output), plan.layouts.outputs)
         return output
-
-
-@contextmanager
-def _below(module: ConvertedModule, size: int) -> Iterator[None]:
-    """Around a forward in which layers, too, are given the samples' own weights: they run as such, in a
-    batch.
-    """
-    before = local.batch
-    local.batch = before or Batch(size, module._ps_state().settings)
-    try:
-        with by_original_layers(False):
-            yield
-    finally:
-        local.batch = before
 
 
 def _check_owners(tensors: Iterable[Any], layouts: Sequence[Layout]) -> None:
