@@ -187,8 +187,8 @@ def _written_to_rows(
         if same and (new.picked or not by_data):  # put back
             return told
         whole = len(rows) == len(y) and new.sample_ids is not None
-        if whole and (same or of is None or not adds) and (order := _inverse(rows)) is not None:
-            return picks.pick(new.at(order))
+        if whole and (same or of is None or not adds) and each_once(rows):
+            return picks.pick(new.at(rows.argsort()))
         if same:
             return told
     return UNKNOWN if by_data or (of is not None and of.picked) or (new.picked and new.by_data) else WEAK
@@ -207,11 +207,6 @@ def _told_by_rows(
         ids = torch.arange(picks.size, device=rows.device).repeat_interleave(len(y) // picks.size)
         told = RowProvenance(ids, len(y), picked=False)
     return told if told is not None and told.at(rows).same(new) else None
-
-
-def _inverse(rows: Tensor) -> Tensor | None:
-    """Which row each place gets, of rows that are put in these places; None where that is not one in each."""
-    return rows.argsort() if each_once(rows) else None
 
 
 def _put(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:

@@ -77,20 +77,17 @@ def run(
             elif layout != PICKED:
                 local.gathered_rows.tag(t, WEAK)
     if plan.counts:
-        first = {n: w[0] for n, w in weights.items() if n in given} if given else {}
+        first = {n: w[0] for n, w in weights.items() if n in given}
         by_them = in_place_of(places_of(module, first, tied=True))
         args, kwargs = cloned(call)
         with torch.random.fork_rng(), by_original_layers(), without_gathered_rows(), by_them:
             forward(module, *args, **kwargs)
     if batch.outputs is not None:
-        if plan.way == "direct":
-            _note(batch, tensors_in(output), plan.layouts.outputs)
-        else:  # inside, the way itself keeps samples apart
-            _note(
-                batch,
-                [*tensors_in(output), *written_to(call, taken)],
-                (*plan.layouts.outputs, *plan.layouts.written),
-            )
+        made, layouts = tensors_in(output), plan.layouts.outputs
+        if plan.way != "direct":  # inside, the way itself keeps samples apart
+            made += written_to(call, taken)
+            layouts += plan.layouts.written
+        _note(batch, made, layouts)
     return output
 
 

@@ -198,8 +198,7 @@ def _of_the_batch(output: Any, layouts: tuple[Layout, ...], last: bool) -> Any:
     rest = iter(layouts)
 
     def real(t: Tensor) -> Tensor:
-        if (layout := next(rest, None)) is None:
-            raise NoRuleError("it returns more than it did")
+        layout = next(rest)
         if not isinstance(t, PerSample):
             return t
         if last and layout in (SHARED, TABLE):
