@@ -55,6 +55,10 @@ class ConvertedModule(nn.Module):
         """Its state, made when it is first asked for."""
         raise NotImplementedError
 
+    def _ps_forward(self) -> Callable[..., Any]:
+        """The original's forward, as a function of the module and what it is called with."""
+        raise NotImplementedError
+
     def _ps_inventory(self) -> Slots:
         """What lies below it now."""
         raise NotImplementedError

@@ -29,17 +29,12 @@ from ..parameters.kept import Kept, kept
 from ..parameters.per_sample import NoRuleError, PerSample, Standing
 from ..parameters.row_ops import as_rows
 from ..parameters.standing import standing_in
-from .plan import Call, Forward, Plan, filled_order
+from .plan import Call, Plan, filled_order
 from .ways import run_by
 
 
 def run(
-    module: ConvertedModule,
-    forward: Forward,
-    plan: Plan,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    given: set[str],
+    module: ConvertedModule, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]
 ) -> Any:
     """A call of a module by its plan."""
     batch, call = local.batch, (args, kwargs)
@@ -63,8 +58,8 @@ def run(
             or module._ps_state().settings.has_gathered_rows
         )
     )
-    plain = _plainly(module, forward, call) if compared else None
-    output = run_by(module, forward, plan, call, weights, batch.size, plan.standing())
+    plain = _plainly(module, call) if compared else None
+    output = run_by(module, plan, call, weights, batch.size, plan.standing())
     if module.training:
         output = _laid_out(output, plan, taken)
     if plain is not None:
@@ -81,7 +76,7 @@ def run(
         by_them = in_place_of(places_of(module, first, tied=True))
         args, kwargs = cloned(call)
         with torch.random.fork_rng(), by_original_layers(), without_gathered_rows(), by_them:
-            forward(module, *args, **kwargs)
+            module._ps_forward()(module, *args, **kwargs)
     if batch.outputs is not None:
         made, layouts = tensors_in(output), plan.layouts.outputs
         if plan.way != "direct":  # inside, the way itself keeps samples apart
@@ -125,7 +120,7 @@ def _note(batch: Any, tensors: Iterable[Any], layouts: Iterable[Layout]) -> None
 
 
 def run_single(
-    module: ConvertedModule, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]
+    module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any], given: set[str]
 ) -> Any:
     """A call for one sample with weights of its own, or for none: everything is that sample's."""
     batch, whole = local.batch, module._ps_state().includes_children
@@ -133,7 +128,7 @@ def run_single(
     weights = _weights(module, given, own=not whole)
     alone = {n: as_leaf(of_one(w)) for n, w in weights.items()}
     with by_original_layers(whole), in_place_of(places_of(module, alone, tied=True)):
-        output = forward(module, *args, **kwargs)
+        output = module._ps_forward()(module, *args, **kwargs)
     if batch.size:
         for n, alias in alone.items():
             if n not in given:
@@ -146,13 +141,10 @@ class ParametersReturnedError(ValueError):
 
 
 def run_ragged(
-    module: ConvertedModule,
-    forward: Forward,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    whole: bool = False,
+    module: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any], whole: bool = False
 ) -> Any:
     """A call in a batch whose rows belong to given samples; `whole`: with the parameters of all below."""
+    forward = module._ps_forward()
     if not (whole or module._ps_state().per_sample_forward):
         return forward(module, *args, **kwargs)
     with by_samples():  # which these expansions are for
@@ -203,11 +195,11 @@ def _weights(module: ConvertedModule, given: set[str], own: bool, plan: Plan | N
     return weights
 
 
-def _plainly(module: ConvertedModule, forward: Forward, call: Call) -> tuple[list[Tensor], bool]:
+def _plainly(module: ConvertedModule, call: Call) -> tuple[list[Tensor], bool]:
     """What a call returns by the original layers, and whether it draws random numbers."""
     random, (args, kwargs) = Randomness(["torch"]), cloned(call)
     with trial(module), by_original_layers():
-        found = [t.detach() for t in tensors_of(forward(module, *args, **kwargs))]
+        found = [t.detach() for t in tensors_of(module._ps_forward()(module, *args, **kwargs))]
         return found, bool(random.drawn())
 
 

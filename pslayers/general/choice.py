@@ -43,7 +43,7 @@ from ..core.trees import (
     written_to,
 )
 from ..parameters.per_sample import Standing
-from .plan import Call, Forward, Layouts, NoWayError, Plan, filled_order
+from .plan import Call, Layouts, NoWayError, Plan, filled_order
 from .ways import run_by
 
 INPUT = "input "  # no parameter's name begins like that
@@ -51,7 +51,6 @@ INPUT = "input "  # no parameter's name begins like that
 
 def choose(
     module: ConvertedModule,
-    forward: Forward,
     call: Call,
     layouts: Layouts,
     size: int,
@@ -75,9 +74,9 @@ def choose(
             )
         first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
         with in_place_of(places_of(module, first, tied=True)):
-            return choose(module, forward, call, layouts, size, includes_children, picks, differ=True)
+            return choose(module, call, layouts, size, includes_children, picks, differ=True)
     try:
-        proof = _Proof(module, forward, call, layouts, size, includes_children, differ)
+        proof = _Proof(module, call, layouts, size, includes_children, differ)
     except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller
         raise NoWayError(f"it cannot be called by itself again ({type(error).__name__}: {error})") from error
     try:
@@ -86,7 +85,7 @@ def choose(
         problem = error
     for more in _other_layouts(call, proof.plain, layouts, size):
         try:
-            return choose(module, forward, call, more, size, includes_children, picks, differ)
+            return choose(module, call, more, size, includes_children, picks, differ)
         except NoWayError as error:
             problem = error
     raise problem
@@ -112,7 +111,7 @@ def _fastest(proof: "_Proof", layouts: Layouts, picks: bool) -> Plan:
         # each run would be of the whole batch, and their mean the same, whoever's the rows were
         raise NoWayError("nothing that it is given holds a row for each sample: give it tensors that do")
     if not includes_children:
-        proof = _Proof(module, proof.forward, proof.call, layouts, proof.size, True, proof.differ)
+        proof = _Proof(module, proof.call, layouts, proof.size, True, proof.differ)
     ndims = tuple(t.ndim for t in proof.plain)
     plan = Plan("vmap", layouts, proof.names, True, counts=proof.counts, ndims=ndims, draws=proof.draws)
     for way, fresh in (("vmap", False), ("vmap", True), ("loop", False)):
@@ -155,14 +154,13 @@ class _Proof:
     def __init__(
         self,
         module: ConvertedModule,
-        forward: Forward,
         call: Call,
         layouts: Layouts,
         size: int,
         includes_children: bool,
         differ: bool,
     ) -> None:
-        self.module, self.forward, self.call, self.size = module, forward, call, size
+        self.module, self.call, self.size = module, call, size
         self.includes_children, self.differ = includes_children, differ
         self.layouts, self.problem = (*layouts.outputs, *layouts.written), ""
         self.inputs = layouts.inputs
@@ -183,7 +181,7 @@ class _Proof:
             given = {id(t) for t in tensors_in((args, kwargs))}
             random = Randomness(["torch"])
             with coarsest:
-                output = forward(module, *args, **kwargs)
+                output = module._ps_forward()(module, *args, **kwargs)
             self.draws = bool(random.drawn())
             self.plain = self._outputs(output, (args, kwargs), given)
             self.orders = tuple(map(filled_order, tensors_of(output)))
@@ -216,7 +214,7 @@ class _Proof:
     def _run(self, plan: Plan, call: Call, each: dict[str, Tensor], standing: Standing) -> list[Tensor]:
         """The outputs of a run by the plan, with these parameters of each sample's own."""
         given = {id(t) for t in tensors_in(call)}
-        output = run_by(self.module, self.forward, plan, call, each, self.size, standing)
+        output = run_by(self.module, plan, call, each, self.size, standing)
         return self._outputs(output, call, given)
 
     def _outputs(self, output: Any, call: Call, given: set[int]) -> list[Tensor]:

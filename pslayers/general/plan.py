@@ -2,7 +2,7 @@
 returns.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,8 +13,6 @@ from ..core.context import NoRuleError
 from ..core.converted_module import ConvertedModule
 from ..core.trees import Call, memory_order, tensors_in
 from ..parameters.per_sample import PerSample, Standing
-
-Forward = Callable[..., Any]
 
 
 class Layouts(NamedTuple):

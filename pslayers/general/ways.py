@@ -22,23 +22,17 @@ from ..parameters.op_dispatch import Redirect
 from ..parameters.per_sample import NoRuleError, PerSample, Standing
 from ..parameters.standing import standing_in
 from .draws import Drawing, Drawn
-from .plan import Call, Forward, OtherNumberError, Plan
+from .plan import Call, OtherNumberError, Plan
 
 
 def run_by(
-    module: ConvertedModule,
-    forward: Forward,
-    plan: Plan,
-    call: Call,
-    weights: dict[str, Tensor],
-    size: int,
-    standing: Standing,
+    module: ConvertedModule, plan: Plan, call: Call, weights: dict[str, Tensor], size: int, standing: Standing
 ) -> Any:
     """The call with per-sample `weights` (B, *S); `standing` is told what is seen of it."""
     proving = plan.choices is None
     last = not proving and local.batch is not None and not transforming() and local.batch.root is module
     if plan.way == "direct":
-        return _directly(module, forward, plan, call, weights, size, standing, last)
+        return _directly(module, plan, call, weights, size, standing, last)
     if any(isinstance(t, PerSample) for t in tensors_in(call)):
         raise NoRuleError("it is given a parameter of each sample's own")
     if plan.way == "vmap" and _has_backward_hooks(module):
@@ -65,7 +59,7 @@ def run_by(
             redirect,
         ):
             places = memory(own)
-            output = forward(module, *args, **kwargs)
+            output = module._ps_forward()(module, *args, **kwargs)
         if memory(own) != places:
             raise NoRuleError("its forward replaces the `.data` of a parameter, which only it would see")
         written = written_to(taken, {id(t) for t in tensors})
@@ -73,7 +67,7 @@ def run_by(
         return (*tensors_of(output), *written)
 
     both, began = (*plan.layouts.outputs, *plan.layouts.written), torch_api.nodes_made()
-    draws, after = _draws(module, forward, call, weights) if plan.draws else ([], None)
+    draws, after = _draws(module, call, weights) if plan.draws else ([], None)
     if plan.way == "vmap":
         # which transforms do not go into
         as_drawn = Drawn(draws, size, None) if plan.draws else nullcontext()
@@ -118,14 +112,14 @@ def run_by(
 
 
 def _draws(
-    module: ConvertedModule, forward: Forward, call: Call, weights: dict[str, Tensor]
+    module: ConvertedModule, call: Call, weights: dict[str, Tensor]
 ) -> tuple[list[Tensor], Randomness]:
     """The random numbers that a call draws for the batch, and where torch's generators are after it."""
     args, kwargs = cloned(call)
     first = {name: of_one(w.detach()) for name, w in weights.items()}
     with trial(module), by_original_layers(), without_gathered_rows():
         with in_place_of(places_of(module, first, tied=True)), Drawing() as drawing:
-            forward(module, *args, **kwargs)
+            module._ps_forward()(module, *args, **kwargs)
         return drawing.draws, Randomness(["torch"])
 
 
@@ -144,7 +138,6 @@ def _has_backward_hooks(module: nn.Module) -> bool:
 
 def _directly(
     module: ConvertedModule,
-    forward: Forward,
     plan: Plan,
     call: Call,
     weights: dict[str, Tensor],
@@ -167,7 +160,7 @@ def _directly(
         below = changed(batch=batch, use_original_forward=False)
     with below, standing_in(module, standing):
         with following(size, layouts) if plan.follows else nullcontext():
-            output = forward(module, *call[0], **call[1])
+            output = module._ps_forward()(module, *call[0], **call[1])
             _check_count(len(tensors_in(output)), len(plan.layouts.outputs))
             # then what it returns may stand for each sample's, too
             if not any(isinstance(t, PerSample) for t, _ in layouts):

@@ -55,7 +55,7 @@ class PSContainer(Converted):
         if local.tracker is not None:
             return local.tracker.call(self, original, args, kwargs)
         if batch is not None and batch.ragged is not None:
-            return general.run_ragged(self, original, args, kwargs)
+            return general.run_ragged(self, args, kwargs)
         if batch is None or not state.per_sample_forward:
             return original(self, *args, **kwargs)
         call = batch.count(self)
@@ -71,7 +71,7 @@ class PSContainer(Converted):
         if not given and not (recording and trainable_parameters(self, own=not state.includes_children)):
             return original(self, *args, **kwargs)
         if batch.size <= 1:
-            return general.run_single(self, original, args, kwargs, given)
+            return general.run_single(self, args, kwargs, given)
         how = batch.form, state.form_of(args, kwargs)
         plan = state.plans.get((call, self.training, bool(given), *how))
         if plan is None and torch_api.current_pass() != -1:  # eval() was called before the backward pass
@@ -95,7 +95,7 @@ class PSContainer(Converted):
             with by_original_layers(local.use_original_forward or state.includes_children):
                 return original(self, *args, **kwargs)
         try:
-            return general.run(self, original, plan, args, kwargs, given)
+            return general.run(self, plan, args, kwargs, given)
         except NoRuleError as error:  # which it did not need when it was proved
             state.sized = state.sized or isinstance(error, general.OtherNumberError)
             if batch.give_up():

@@ -80,12 +80,11 @@ def _plan(made: Any, tracker: Tracker, batch: Batch, plans: dict[Any, Plan]) -> 
     layouts = general.Layouts(*(general.places(module, call, slot, value) for slot, value in slots.items()))
     given = bool(module._ps_given(own=not state.includes_children))
     how = (call, module.training, given, batch.form, state.form_of(*taken))
-    forward = module._ps_forward()
     picks = id(module) in tracker.pickers or PICKED in layouts.outputs
     state.settings.has_gathered_rows = state.settings.has_gathered_rows or picks
     options = layouts, batch.size, state.includes_children, picks
-    alike = *options, given, forward, _likeness((module, taken), {})
-    plan = plans.get(alike) or general.choose(module, forward, taken, *options)
+    alike = *options, given, module._ps_forward(), _likeness((module, taken), {})
+    plan = plans.get(alike) or general.choose(module, taken, *options)
     state.plans[how] = plan.after(state.plans.get(how))
     for place, (t, layout) in enumerate(zip(tensors_in(returned), plan.layouts.outputs, strict=True)):
         if isinstance(t, Tensor) and layout != layouts.outputs[place]:  # as its gradients have told

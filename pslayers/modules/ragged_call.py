@@ -129,7 +129,7 @@ def _output(
     try:
         with quiet_hooks(model, proving or state.ragged_hooks) as mode:
             if state.ragged_whole:
-                output = general.run_ragged(model, model._ps_forward(), args, kwargs, whole=True)
+                output = general.run_ragged(model, args, kwargs, whole=True)
             else:
                 output = run(*args, **kwargs)
     finally:
