@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .attribution.proof import disagreement
 from .attribution.snapshot import trial
-from .attribution.tracking import without_dropout
+from .attribution.tracking import WithoutDropout
 from .convert import arguments, settings_of
 from .core.context import changed, local, recorded_or_not
 from .core.sharding import is_shard
@@ -194,8 +194,8 @@ class Chunks:
                 return tensors_of(self.made(self.model(*args, **kwargs), *targets))
 
         mean = self.model._ps_state().settings.loss_reduction == "mean"
-        compute = without_dropout(run)
-        together, alone = compute(order), [compute([i]) for i in order]
+        with WithoutDropout():
+            together, alone = run(order), [run([i]) for i in order]
         compared = False
         for t, *each in zip(together, *alone, strict=True):
             if t.numel() == 1:

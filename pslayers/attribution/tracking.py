@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -203,18 +203,14 @@ def _keyed(module: nn.Module, call: int, slot: str, value: Any) -> Iterator[tupl
 
 @_unwatched
 def track(
-    run: Callable[..., Any],
-    model: ConvertedModule,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    batch: Batch,
+    model: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any], batch: Batch
 ) -> tuple[dict[Key, Layout], Tracker]:
     """{a tensor of a call: layout} for every one that changing samples tells about, and the run as called.
 
     Parameters have some noise meanwhile: what a zero-initialised layer gives would depend on nothing.
     """
     with torch_api.reparametrized(model, _noisy(model)):
-        tracking = _Tracking(without_dropout(run), model, (args, kwargs), batch)
+        tracking = _Tracking(model, (args, kwargs), batch)
         for place, dims in _batched((args, kwargs), batch).items():
             # the first input that reaches a call decides: a mask may be as large as the batch by chance
             for dim in dims:
@@ -229,8 +225,8 @@ def track(
 class _Tracking:
     """The model run as it was called, and what runs with some samples changed have told since."""
 
-    def __init__(self, run: Callable[..., Any], model: ConvertedModule, given: Call, batch: Batch) -> None:
-        self.run, self.model, self.given, self.batch = run, model, given, batch
+    def __init__(self, model: ConvertedModule, given: Call, batch: Batch) -> None:
+        self.model, self.given, self.batch = model, given, batch
         self.groups = _groups(batch.size)
         self.inputs = dict[int, int]()  # the dims of the inputs that hold the batch
         self.layouts: dict[Key, Layout] = {}
@@ -238,7 +234,7 @@ class _Tracking:
         self.blind = False  # some changed inputs could not be run
         self.fixed = set[int]()  # which of them never could
         with (coarsest := Coarsest(given, model.parameters())):
-            self.tracker = run_tracked(run, model, *given)[0]
+            self.tracker = run_tracked(model, *given, dropout=False)[0]
         self.tracker.eps, self.plain = coarsest.eps, self.tracker.seen
 
     def rerun(self, dims: dict[int, int], samples: Sequence[int]) -> dict[Key, Tensor | None] | None:
@@ -259,7 +255,7 @@ class _Tracking:
         comparison = _Comparison(expected, self.tracker.eps)
         try:
             if changed is not None:
-                run_tracked(self.run, self.model, *changed, comparison)
+                run_tracked(self.model, *changed, comparison, dropout=False)
             return None if changed is None else comparison.differs
         except Exception:
             return None
@@ -416,17 +412,7 @@ def _noisy(model: ConvertedModule) -> dict[str, Tensor]:
     return noisy
 
 
-def without_dropout(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` in which nothing is dropped."""
-
-    def still(*args: Any, **kwargs: Any) -> Any:
-        with _WithoutDropout():
-            return run(*args, **kwargs)
-
-    return still
-
-
-class _WithoutDropout(TorchFunctionMode):
+class WithoutDropout(TorchFunctionMode):
     """Nothing is dropped: where masks pick other rows of some samples, all that follow would see other random
     numbers.
     """
@@ -515,7 +501,7 @@ class _Uses(TorchFunctionMode):
 
 
 def parameters_used(
-    run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[int, set[int]], Tracker]:
     """{id of a module: ids of the parameters that it uses though they are another's}, and the run, with
     gradients, that tells.
@@ -524,7 +510,7 @@ def parameters_used(
     tracker.learned = True
     uses = _Uses(tracker, {id(m): m for m in model.modules()})
     with torch.enable_grad(), uses:
-        output = run_tracked(run, model, args, kwargs, tracker)[1]
+        output = run_tracked(model, args, kwargs, tracker)[1]
     for caller, given in tracker.given.items():
         uses.found.setdefault(caller, set()).update(given)
     differentiated = given_to_functions(output) if uses.otherwise else set()
@@ -535,11 +521,11 @@ def parameters_used(
 
 
 def run_tracked(
-    run: Callable[..., Any],
-    model: nn.Module,
+    model: ConvertedModule,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     tracker: Tracker | None = None,
+    dropout: bool = True,
 ) -> tuple[Tracker, Any]:
     """Run by the original layers, noting what calls take and return; every run sees the random numbers of the
     real one, and records gradients if that one does, by which a forward may choose what it does.
@@ -549,20 +535,21 @@ def run_tracked(
         args, kwargs = cloned((args, kwargs))
         if (picks := local.gathered_rows) is not None:
             picks.enter(model, args, kwargs)
-    local.tracker = tracker = tracker or Tracker()
+    tracker = tracker or Tracker()
     tracker.modules = {id(module): module for module in model.modules()}
-    try:
-        with trial(model), torch_api.reentrant_checkpoints("straight"), torch_api.with_torch_function():
-            return tracker, run(*args, **kwargs)
-    finally:
-        local.tracker = None
+    with (
+        torch_api.changed(local, tracker=tracker),
+        trial(model),
+        torch_api.reentrant_checkpoints("straight"),
+        torch_api.with_torch_function(),
+        nullcontext() if dropout else WithoutDropout(),
+    ):
+        return tracker, model._ps_run(*args, **kwargs)
 
 
-def run_plainly(
-    run: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def run_plainly(model: ConvertedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the original layers return, of which nothing else is noted."""
-    return run_tracked(run, model, args, kwargs, _Comparison({}))[1]
+    return run_tracked(model, args, kwargs, _Comparison({}))[1]
 
 
 def _batched(given: Call, batch: Batch) -> dict[int, list[int]]:

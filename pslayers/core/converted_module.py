@@ -45,6 +45,7 @@ class ConvertedModule(nn.Module):
 
     _ps: ModuleState | None  # its state, if it has been asked for
     _ps_layer: ClassVar[bool]  # a layer, not a container of layers
+    _ps_run: Callable[..., Any]  # a call inside a batch
 
     @property
     def _ps_name(self) -> str:

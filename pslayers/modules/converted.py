@@ -530,7 +530,7 @@ class Converted(_Mixin):
         if len({sizes[place][1] for place in known}) == 1:
             return
         with without_gathered_rows():
-            outputs = tensors_in(run_tracked(self._ps_run, self, *inputs)[1])
+            outputs = tensors_in(run_tracked(self, *inputs)[1])
         shapes: list[tuple[int, ...]] = [
             t.shape[:2] for t in outputs if isinstance(t, Tensor) and t.is_floating_point() and t.ndim
         ]

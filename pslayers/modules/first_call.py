@@ -477,7 +477,7 @@ class ModelCall:
             with suppress(Exception):  # of the user's model: as of lengths that do not decrease
                 turned = in_reverse(self.inputs, self.size, varied, self.settings)
                 with trial(self.model):
-                    run_plainly(self.run, self.model, *cloned(turned))
+                    run_plainly(self.model, *cloned(turned))
                 call = ModelCall(self.model, turned, self.size, self.kind)
                 call.forget, call.random = self.forget, self.random
                 return call
@@ -560,7 +560,7 @@ class ModelCall:
         model._ps_inventory().check_given(self.size)
         model._ps_leave_room()
         with gathering(self.size, self.model, *self.inputs):
-            found, tracker = track(self.run, model, *self.inputs, batch)
+            found, tracker = track(model, *self.inputs, batch)
             # of batches of other sizes there may be other outputs
             for key in [k for k in self.state.layouts if k[:2] == self.kind[:2] and k[3][0] == "out"]:
                 del self.state.layouts[key]
@@ -595,7 +595,7 @@ class ModelCall:
         given, plain = model._ps_given(), None
         if not given:  # per-sample weights have no plain counterpart
             with without_gathered_rows():
-                plain = run_plainly(self.run, model, *self.inputs)
+                plain = run_plainly(model, *self.inputs)
                 plain = [t.detach() for t in tensors_of(plain)]
         output, batch = self._watched(self.inputs)
         problem = None if given else disagreement(output, plain)

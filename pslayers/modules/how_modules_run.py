@@ -27,7 +27,7 @@ def choose_how_modules_run(model: "Converted", inputs: Call, tracker: Tracker, b
     modules, names = tracker.modules, model._ps_given()
     first = {name: nn.Parameter(p.detach()[0]) for name, p in model.named_parameters() if name in names}
     with in_place_of(places_of(model, first, tied=True)):
-        used, recorded = parameters_used(model._ps_run, model, *inputs)
+        used, recorded = parameters_used(model, *inputs)
         for user, params in used.items():  # past their layers: by whoever holds them all
             holder = _holder(tracker, user, params)
             if holder is not None and not modules[holder]._ps_layer:
