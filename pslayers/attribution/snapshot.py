@@ -310,12 +310,8 @@ def gradients_unchanged(model: nn.Module, others: Sequence[Tensor] = ()) -> Iter
 
 @contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
-    """Around a run that must leave no trace: modules and random generators are as before, and every layer is
-    really called.
-    """
-    random, fast_path = Randomness(), torch.backends.mha.get_fastpath_enabled()
-    # it bypasses the layers of torch's Transformers where no gradient is asked for
-    torch.backends.mha.set_fastpath_enabled(False)
+    """Around a run that must leave no trace: modules and random generators are as before."""
+    random = Randomness()
     try:
         with (
             torch_api.own_parametrized(),
@@ -326,4 +322,3 @@ def trial(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         random.restore()
-        torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -161,6 +161,8 @@ class Tracker:
         """Run a call of the container `module`, and note all of its inputs and outputs."""
         if self.passes_by(module):
             return forward(module, *args, **kwargs)
+        if getattr(module, "_ps_original", None) is nn.TransformerEncoderLayer:
+            _check_all_is_called(module, args)
         given = {id(t) for t in tensors_in((args, kwargs))}
         with self.inside(module) as call:
             taken = self.note(module, call, "in", (args, kwargs))
@@ -169,6 +171,25 @@ class Tracker:
         written = self.note(module, call, "written", written_to((args, kwargs), given))
         self.made.append((module, call, taken, returned, written))
         return output
+
+
+def _check_all_is_called(layer: Any, args: tuple[Any, ...]) -> None:
+    """An error where a layer of torch's bypasses what is trained inside of it, as it does in eval mode where
+    its own weights and its input take no gradient: with a mode of torch's functions around, as here, it would
+    not.
+    """
+    if layer.training or not (layer.self_attn.batch_first and torch.backends.mha.get_fastpath_enabled()):
+        return
+    parts = layer.self_attn.out_proj, layer.linear1, layer.linear2, layer.norm1, layer.norm2
+    own = [layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias]
+    own += [getattr(part, name, None) for part in parts for name in ("weight", "bias")]
+    trained = [name for name, p in layer.named_parameters() if p.requires_grad]
+    if trained and not any(t is not None and t.requires_grad for t in (*args[:1], *own)):
+        raise ValueError(
+            f"{layer._ps_name} takes torch's fast path in eval mode, as its own weights and its input need no"
+            f" gradient: `{trained[0]}` is trained, and what holds it is never called. Call the model in"
+            " training mode, or switch the path off, torch.backends.mha.set_fastpath_enabled(False)."
+        )
 
 
 class _Comparison(Tracker):

@@ -34,16 +34,22 @@ def _asks(code: CodeType) -> bool:
 
 @contextmanager
 def of_original_classes(model: nn.Module) -> Iterator[None]:
-    """Inside the block modules are of the classes that they had before conversion, but for parametrized and
-    sharded ones, whose class is made of the present one.
+    """Inside the block modules are of the classes that they had before conversion, with the forwards of
+    their own, but for parametrized and sharded ones, whose class is made of the present one.
     """
     held: list[tuple[Any, type]] = [(m, type(m)) for m in model.modules()]
+    states = [(m, m.__dict__["_ps"]) for m, _ in held if "_ps" in m.__dict__ and "forward" not in m.__dict__]
+    own = [(module, state.forward) for module, state in states if state.forward is not None]
     try:
         for module, cls in held:
             if (before := vars(cls).get("_ps_original") or vars(cls).get("replaces")) is not None:
                 module.__class__ = before
+        for module, forward in own:
+            module.__dict__["forward"] = forward
         yield
     finally:
+        for module, _ in own:
+            del module.__dict__["forward"]
         for module, cls in held:
             module.__class__ = cls
 

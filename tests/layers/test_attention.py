@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pslayers as ps
 
 from ..combinations import pairs
-from ..oracle import assert_rows, assert_rows_right, loop, true_rows
+from ..oracle import assert_rows, assert_rows_right, loop, squares, true_rows
 from .suite import Case, LayerSuite, floats
 
 E, H, L, S, B = 4, 2, 3, 5, 4
@@ -484,3 +484,38 @@ def test_gradient_of_a_learned_mask(taken: bool, monkeypatch: pytest.MonkeyPatch
         net(x, x, x, attn_mask=bias, need_weights=False)[0].square().sum((1, 2)).mean().backward()
         grads.append(bias.grad)
     torch.testing.assert_close(*grads)
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and what is trained beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.down = base, nn.Parameter(0.3 * torch.randn_like(base.weight))
+        self.weight, self.bias = base.weight, base.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.base(x) + x @ self.down.t()
+        return found
+
+
+@pytest.mark.parametrize("way", ["eval", "switched off", "train", "with a gradient"])
+def test_an_adapter_that_torchs_fast_path_bypasses(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In eval mode a frozen layer of torch's calls nothing of what it is made of."""
+    layer = nn.TransformerEncoderLayer(E, H, 8, dropout=0.0, batch_first=True).requires_grad_(False)
+    layer.linear1 = Adapted(layer.linear1)  # type: ignore[assignment]
+    before = [nn.Linear(E, E)] if way == "with a gradient" else []
+    model = nn.Sequential(*before, layer, nn.Linear(E, 2)).double()
+    x = floats(B, L, E)
+    if way == "switched off":
+        monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+    if way != "eval":
+        assert_rows_right(model.train(way == "train"), x)
+        return
+    ours = ps.convert_model(model.eval())
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"`0` .* fast path .*: `linear1\.down` is trained"):
+            ours(x)
+    layer.linear1.requires_grad_(False)
+    squares(ours(x)).mean().backward()
+    assert ours[1].weight.grad_sample.shape == (B, 2, E)
