@@ -53,7 +53,7 @@ def choose_how_modules_run(model: "Converted", inputs: Call, tracker: Tracker, b
             _plan(made, tracker, batch, plans)
         except general.NoWayError as error:
             if why is not None and module is model:
-                raise why from error
+                raise ValueError(f"{why} Run with parameters for each sample: {error}.") from error
             _whole_caller(tracker, (id(module), call), module, str(error))
 
 

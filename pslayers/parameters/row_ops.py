@@ -243,5 +243,5 @@ _ASSIGNMENTS = set(op_kinds.functions(["__setitem__", "copy_"]))
 _WRITING = _ASSIGNMENTS | set(op_kinds.functions(op_kinds.INTO_FIRST))
 _FAST.pop(F.scaled_dot_product_attention, None)
 _MADE = set(op_kinds.functions([*op_kinds.MADE_LIKE, *op_kinds.DRAWN_LIKE]))  # of nobody's values
-_POINTWISE = set(op_kinds.functions([*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST]))
+_POINTWISE = set(op_kinds.functions([*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, "broadcast_tensors"]))
 RAGGED.append(call)

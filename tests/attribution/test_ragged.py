@@ -228,6 +228,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: Own(lambda m, x: m.net(x.to(m.weight)) @ m.weight.type_as(x) + m.weight[0].to(x)),
         (6,),
     ),
+    "distribution": (
+        lambda: Own(lambda m, x: torch.distributions.Normal(m.net(x), m.weight[0].exp()).log_prob(x)),
+        (6,),
+    ),
+    "broadcast with a number": (
+        lambda: Own(
+            lambda m, x: torch.stack(torch.broadcast_tensors(m.weight[0, 0], m.net(x), m.weight[:1]))[0] * x
+        ),
+        (6,),
+    ),
     "no rows": (lambda: Own(lambda m, x: (x @ m.weight).index_add(0, IDS[:0], m.net(x[:0]))), (6,)),
     "attention past its layer": (
         lambda: Own(lambda m, x: m.net(x, y := x.cos(), y)[0] @ m.net.out_proj.weight, attention()),
