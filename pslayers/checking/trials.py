@@ -211,8 +211,8 @@ class Trials:
                 continue
             if self.value[1] is not None and samples.targets_shared():
                 raise ValueError(
-                    f"`targets` hold no tensor with a row for each of the {self.size} samples: what is a list with"
-                    " an item for each goes into a closure."
+                    f"`targets` hold no tensor with a row for each of the {self.size} samples: what is a list"
+                    " with an item for each goes into a closure."
                 )
             for copies in (1, 2):  # some models and losses take no batch of one
                 try:
