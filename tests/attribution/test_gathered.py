@@ -741,7 +741,7 @@ TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # rows in an order
     "list": lambda h, order: h[order.tolist()],
     "tensor-of-numbers": lambda h, order: h[torch.tensor(order.tolist())],
     "unbind": lambda h, order: torch.stack([h.unbind()[i] for i in order]),
-    "vmap": lambda h, order: torch.vmap(lambda i: h[i])(order),
+    "vmap": lambda h, order: torch.vmap(lambda i: h.index_select(0, i.view(1))[0])(order),
     "first-column": lambda h, order: _set_at_once(h.unsqueeze(1).repeat(1, 3, 1), (slice(None), 0), h[order])[
         :, 0
     ],
