@@ -80,6 +80,7 @@ def convert_model(
     Raises:
         ConversionError: something in the model cannot be converted; every such module is listed, and nothing
             has changed.
+        RuntimeError: inside of a block that was told something of the model (`clipping`, `recording`, ...).
         TypeError: `model` is no module.
         ValueError: an option is not one of those above.
 
@@ -267,10 +268,17 @@ def restore_model(model: M) -> M:
 
 
 def _check_outside(model: nn.Module, what: str) -> None:
-    if any(state.settings.sink is not None for _, state in states(model)):
+    every = [state.settings for _, state in states(model)]
+    if any(settings.sink is not None for settings in every):
         raise RuntimeError(
             f"{what} was called inside of ps.factored, ps.clipping, ps.reweighting or ps.streaming of this"
             " model, which would see no more of its gradients: call it outside."
+        )
+    told = [s for s in every if not (s.recording and s.grad and s.accumulation == "replace")]
+    if told and what == "convert_model":
+        raise RuntimeError(
+            "convert_model was called inside of ps.recording or ps.accumulating of this model, which would"
+            " no longer hold of it: call it outside."
         )
 
 

@@ -4,6 +4,7 @@ would not see what is computed.
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +117,24 @@ def test_one_block_inside_of_another_is_refused(outer: str, inner: str) -> None:
         pass
     ours(torch.randn(4, 3)).sum().backward()
     assert ours.weight.grad_sample.shape == (4, 2, 3)
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda m: ps.recording(m, False),
+        lambda m: ps.recording(m, grad=False),
+        lambda m: ps.accumulating(m, "append"),
+    ],
+)
+def test_a_block_that_a_new_conversion_would_end(block: Callable[..., Any], part: bool) -> None:
+    ours = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    held = ps.convert_model(ours[0] if part else ours)
+    with block(held), pytest.raises(RuntimeError, match=r"inside of ps\.recording or ps\.acc"):
+        ps.convert_model(ours)
+    ps.convert_model(ours)(torch.randn(4, 3)).sum().backward()
+    assert ours[0].weight.grad_sample.shape == (4, 2, 3)
 
 
 class Placed(nn.Module):
