@@ -14,7 +14,7 @@ Shapes: B samples, R rows of what an op is given.
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from numbers import Integral
@@ -35,6 +35,8 @@ from .proof import factors_of, last_edges, letters_for, quiet_pass
 
 # by the names of parameters that were verified, the kinds of rows of their uses; none where one had others
 Seen = dict[str, frozenset[int]]
+# whether parameters, in a function, met nothing of the batch's when a call was proved: at times or always
+Alone = dict[tuple[AbstractSet[str], str], set[bool]]
 
 
 class RaggedBatch:
@@ -345,8 +347,10 @@ _PLAIN = (Tensor, int, float, bool, str, list, tuple, dict)  # what may hold ten
 class RaggedCall:
     """One outermost call of a model on a ragged batch."""
 
-    def __init__(self, batch: RaggedBatch, model: nn.Module, seen: Seen, shared: AbstractSet[str]) -> None:
-        self.batch, self.seen, self.shared = batch, seen, shared
+    def __init__(
+        self, batch: RaggedBatch, model: nn.Module, seen: Seen, shared: AbstractSet[str], alone: Alone
+    ) -> None:
+        self.batch, self.seen, self.shared, self.alone = batch, seen, shared, alone
         # of parameters, what they met that has no gradient, and no rows that were told of
         self.without_rows: dict[str, list[Tensor]] = {}
         self.proving = False  # whether it is a first call
@@ -532,6 +536,16 @@ class RaggedCall:
             for name in names:
                 self.without_rows.setdefault(name, []).extend(inputs)
         return bool(names & self.shared)
+
+    def as_proved(self, use: tuple[AbstractSet[str], str], alone: Callable[[], bool]) -> bool:
+        """Whether parameters meet nothing of the batch's in a function: as when that was proved, if it was
+        always so or never.
+        """
+        if not self.proving:
+            known = self.alone.get(use, ())
+            return next(iter(known)) if len(known) == 1 else alone()
+        self.alone.setdefault(use, set()).add(now := alone())
+        return now
 
     def has_rows(self, t: Tensor) -> bool:
         """Whether a tensor has as many rows as were told of."""

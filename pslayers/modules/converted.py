@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .. import compiled, torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
 from ..attribution.graph import parameters_given
-from ..attribution.ragged import Seen, of_jagged
+from ..attribution.ragged import Alone, Seen, of_jagged
 from ..attribution.snapshot import Randomness, Snapshot
 from ..attribution.tracking import Layout, batch_dim, run_tracked
 from ..core import sharding
@@ -87,6 +87,7 @@ class State:
         self.hooks = self.ragged_hooks = False  # its forward puts hooks on tensors
         self.ragged_shared: set[str] = set()  # parameters that meet what all samples share
         self.ragged_seen: dict[Mode, Seen] = {}
+        self.ragged_alone: dict[Mode, Alone] = {}
         self.ragged_proved: set[Mode] = set()  # in which it was looked for that
         # callers of layers that take what all samples share, in these ways, are run whole
         self.shared: set[Layout] = set()

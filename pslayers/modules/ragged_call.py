@@ -120,7 +120,10 @@ def _output(
     """
     state = model._ps_state()
     seen = state.ragged_seen.setdefault(model._ps_mode, {})
-    call = RaggedCall(local.ragged, model, seen, state.ragged_shared)
+    if proving:
+        state.ragged_alone[model._ps_mode] = {}
+    alone = state.ragged_alone.setdefault(model._ps_mode, {})
+    call = RaggedCall(local.ragged, model, seen, state.ragged_shared, alone)
     call.proving = proving
     args, kwargs = call.enter(inputs) if proving and not call.trusted else inputs
     local.batch = batch = Batch(call.batch.size, state.settings)

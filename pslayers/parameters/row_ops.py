@@ -38,20 +38,20 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     own = [t for t in given if isinstance(t, PerSample)]
     others = [t for t in given if not isinstance(t, PerSample)]
     name = getattr(func, "__name__", str(func))
-    first = [t for t in args[:1] if isinstance(t, PerSample)]
-    # values, which all samples share, to such
-    constants = op_kinds.writes(name) and not (recorded(first) or trained(others))
-    if (first and constants) or func == Tensor.data.__set__:  # type: ignore[attr-defined]
+    writes, first = op_kinds.writes(name), [t for t in args[:1] if isinstance(t, PerSample)]
+    constants = not (recorded(first) or trained(others))  # values to values, which all samples share
+    if (writes and first and constants) or func == Tensor.data.__set__:  # type: ignore[attr-defined]
         return rule()
     if not torch.is_grad_enabled() or func in _MADE:
         return plainly(func, *map_tensors(values_of, args), **map_tensors(values_of, kwargs))
-    if not own or all(map(_shared, others)) or _of_constants(func, own, others):
+    # an ordinary tensor that is written to is to have the gradient
+    if not own or (not (writes and not first) and _alone(func, name, own, others)):
         with by_samples():
             return _of_parameters(func, args, kwargs, own) if others else rule()
     args, kwargs = map_tensors(_past_its_layer, (args, kwargs))
     given = tensors_of((args, kwargs))
     others = [t for t in given if not isinstance(t, PerSample)]
-    if kwargs.get("out") is not None or (any(t is args[0] for t in own) and op_kinds.writes(name)):
+    if kwargs.get("out") is not None or (any(t is args[0] for t in own) and writes):
         raise NoRuleError(f"`{name}` writes to a parameter, or to what all samples share")
     if func in _ASSIGNMENTS and args[-1] is own[-1] and len(own) == 1:
         into = args[0] if len(args) == 2 else args[0][args[1]]
@@ -65,12 +65,28 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
         if len(expanded) == len({id(t) for t in own}):
             args, kwargs = map_tensors(lambda t: expanded.get(id(t), t), (args, kwargs))
             return func(*args, **kwargs)
+    if writes:
+        if (function := getattr(Tensor, op_kinds.apart(name), None)) is None:
+            raise NoRuleError(f"`{name}` writes what is made of a parameter")
+        before = args[0].clone()  # what the function saves is not what is written to
+        others = [before if t is args[0] else t for t in others]
+        return args[0].copy_(_any(function, (before, *args[1:]), kwargs, own, others))
     return _any(func, args, kwargs, own, others)
 
 
 def as_rows(t: Tensor) -> Tensor:
     """What was made of parameters alone as an ordinary tensor, each of whose values is some sample's."""
     return _any(Tensor.clone, (t,), {}, [t], []) if isinstance(t, PerSample) else t
+
+
+def _alone(func: Any, name: str, own: Sequence[PerSample], others: Sequence[Tensor]) -> bool:
+    """Whether parameters meet nothing of the batch: as when that was proved, where the inputs take a
+    gradient, by which rows are told from constants.
+    """
+    ragged: Any = local.batch.ragged  # type: ignore[union-attr]
+    return not others or ragged.as_proved(
+        (names_of(own), name), lambda: all(map(_shared, others)) or _of_constants(func, own, others)
+    )
 
 
 def _shared(t: Tensor) -> bool:
@@ -91,7 +107,7 @@ def _of_constants(func: Any, own: Sequence[PerSample], others: Sequence[Tensor])
     name for constants.
     """
     ragged: Any = local.batch.ragged  # type: ignore[union-attr]
-    if func in _WRITING or any(t.requires_grad for t in others):
+    if any(t.requires_grad for t in others):
         return False
     if any(t._base is not None and ragged.has_rows(t._base) for t in others):  # one of its rows
         return False
@@ -100,7 +116,10 @@ def _of_constants(func: Any, own: Sequence[PerSample], others: Sequence[Tensor])
     if func in _FAST:
         return False
     if func in _POINTWISE or func in _MASKED:
-        return torch.broadcast_shapes(*(t.shape for t in (*own, *others))) in {t.shape for t in own}
+        shape = torch.broadcast_shapes(*(t.shape for t in (*own, *others)))
+        return shape in {t.shape for t in own} and not any(
+            t.shape == shape and ragged.has_rows(t) for t in others
+        )
     return not any(map(ragged.has_rows, others))
 
 
