@@ -493,6 +493,14 @@ class RaggedCall:
         Raises:
             ValueError: it is not known of any whose its rows are.
         """
+        for t in tensors_of(output):
+            if isinstance(t, Kept) and t.one is not None and self.has_rows(t):
+                raise ValueError(
+                    f"the model returns a tensor of shape {tuple(t.shape)} that is made of parameters alone,"
+                    " and has as many rows as ps.sample_ids was told of, so it cannot be told whether these"
+                    " are samples'. Of rows, let it depend on the input (+ 0 * x); of a parameter, return it"
+                    " in another shape."
+                )
         tensors = _rows_of(output)
         if not tensors:
             return output

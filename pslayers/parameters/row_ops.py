@@ -47,7 +47,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     # an ordinary tensor that is written to is to have the gradient
     if not own or (not (writes and not first) and _alone(func, name, own, others)):
         with by_samples():
-            return _of_parameters(func, args, kwargs, own) if others else rule()
+            # as many rows as samples may be any: what is expanded to them is no batch before it meets rows
+            return _of_parameters(func, args, kwargs, own) if others or func in _EXPANDED else rule()
     args, kwargs = map_tensors(_past_its_layer, (args, kwargs))
     given = tensors_of((args, kwargs))
     others = [t for t in given if not isinstance(t, PerSample)]
@@ -261,6 +262,7 @@ _MASKED = set(op_kinds.functions(["masked_fill", "where"]))
 _ASSIGNMENTS = set(op_kinds.functions(["__setitem__", "copy_"]))
 _WRITING = _ASSIGNMENTS | set(op_kinds.functions(op_kinds.INTO_FIRST))
 _FAST.pop(F.scaled_dot_product_attention, None)
+_EXPANDED = set(op_kinds.functions(["expand", "repeat"]))
 _MADE = set(op_kinds.functions([*op_kinds.MADE_LIKE, *op_kinds.DRAWN_LIKE]))  # of nobody's values
 _POINTWISE = set(op_kinds.functions([*op_kinds.OF_SEVERAL, *op_kinds.INTO_FIRST, "broadcast_tensors"]))
 RAGGED.append(call)

@@ -1238,6 +1238,87 @@ def test_rows_that_are_written_to_what_was_made_of_a_parameter(made: str, writte
         ps.convert_model(model)(x)
 
 
+TO_ROWS = IDS[:, None].expand(-1, 6)
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {  # what is made of a parameter, (6,), to (SIZE, 6)
+    "index_add_": lambda t, w: t.index_add_(0, IDS, w.expand(ROWS, -1)),
+    "scatter_add_": lambda t, w: t.scatter_add_(0, TO_ROWS, w.expand(ROWS, -1)),
+    "scatter_reduce_": lambda t, w: t.scatter_reduce_(0, TO_ROWS, w.expand(ROWS, -1), "sum"),
+    "index_put_": lambda t, w: t.index_put_((IDS,), w.expand(ROWS, -1), accumulate=True),
+    "index_copy_": lambda t, w: t.index_copy_(0, IDS.unique(), w.expand(4, -1)),
+    "masked_scatter_": lambda t, w: t.masked_scatter_(torch.ones_like(t, dtype=torch.bool), w.repeat(SIZE)),
+    "addcmul_": lambda t, w: t.addcmul_(w, w),
+    "an index": lambda t, w: t.__setitem__(IDS.unique(), w),
+}
+
+
+@pytest.mark.parametrize("written", WRITES)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_what_is_written_to_an_ordinary_tensor(written: str, zeros: bool) -> None:
+    """As a statement, which nobody takes the result of."""
+
+    def do(m: Own, x: Tensor) -> Tensor:
+        rows = pooled(m.net(x))
+        t = rows.new_zeros(rows.shape) if zeros else rows.sin()
+        WRITES[written](t, m.weight[0])
+        return t * (1 + rows)
+
+    model, x = Own(do).double(), double(ROWS, 6)
+
+    def call(m: nn.Module) -> Tensor:
+        found: Tensor = m(x).square().sum(1)
+        return found
+
+    assert_ragged(model, call, by_loss(model, call))
+
+
+MET: dict[str, Callable[["Own", Tensor], Tensor]] = {
+    "expand": lambda m, x: m.net(x + m.weight[0].expand(x.shape)),
+    "repeat": lambda m, x: m.net(x * m.weight[:1].repeat(len(x), 1)),
+    "row by row": lambda m, x: m.net(torch.stack([m.weight[0] * row[0] for row in x])),
+    "cat": lambda m, x: m.net(torch.cat([x, m.weight[0].expand_as(x)], -1) @ torch.cat([m.weight, m.weight])),
+    "mv": lambda m, x: m.net(x) * torch.mv(x, m.weight[0]).unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("name", MET)
+def test_the_input_meets_parameters_in_later_batches_as_in_the_first(name: str) -> None:
+    """It takes a gradient in calls that are proved, and in no other ones."""
+    model = Own(MET[name]).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for ids in ([0, 0, 0, 1, 1, 2], [1, 0, 2, 2, 1, 1, 1], [0, 2, 1, 1], [0, 1, 2]):
+        told, x = torch.tensor(ids), double(len(ids), 6)
+
+        def alone_in(i: int, told: Tensor = told, x: Tensor = x) -> Tensor:
+            return losses(model(x[told == i]).tanh(), told[told == i] * 0, 1).sum()
+
+        ours.zero_grad()
+        with ps.sample_ids(told, 3, outputs="rows"):
+            out = ours(x)
+        losses(out.tanh(), told, 3).sum().backward()
+        assert_rows(ours, true_rows(alone_in, model, 3))
+
+
+@pytest.mark.parametrize("ids", [[0, 0, 2], [0, 1, 1], [2, 0, 1], [0, 0, 1, 2]])
+def test_what_is_expanded_to_as_many_rows_as_samples(ids: list[int]) -> None:
+    """Tokens (1, rows, ...): these are no states of recurrent layers."""
+    model, told = (
+        Own(lambda m, x: m.net(x + m.weight[:1, None].expand(1, x.shape[1], -1))).double(),
+        torch.tensor(ids),
+    )
+    x = double(1, len(ids), 6)
+
+    def call(m: nn.Module) -> Tensor:
+        return losses(m(x)[0], told, 3)
+
+    assert_ragged(model, call, by_loss(model, call, 3), told=((told, 1),), size=3)
+
+
+def test_rows_that_are_made_of_parameters_alone() -> None:
+    ours = ps.convert_model(Own(lambda m, x: m.weight[0].expand(len(x), -1).tanh()))
+    with ps.sample_ids(IDS, SIZE), pytest.raises(ValueError, match="made of parameters alone"):
+        ours(torch.randn(ROWS, 6))
+
+
 def test_parameters_that_meet_jagged_tensors() -> None:
     model = ps.convert_model(Own(lambda m, x: m.net(x * m.weight[0])))
     x = torch.nested.nested_tensor([torch.randn(2, 6), torch.randn(3, 6)], layout=torch.jagged)
