@@ -169,7 +169,9 @@ def sample_ids(
 class Use:
     """One use of weights by an op: R rows, and whose they are, which the backward pass tells."""
 
-    __slots__ = ("__weakref__", "call", "dim", "elementwise", "found", "marks", "name", "names", "rows")
+    __slots__ = (
+        *("__weakref__", "call", "dim", "elementwise", "entered", "found", "marks", "name", "names", "rows"),
+    )
 
     def __init__(
         self, call: "RaggedCall", rows: int, dim: int | None, name: str, names: AbstractSet[str]
@@ -177,13 +179,16 @@ class Use:
         self.call, self.rows, self.name = weakref.ref(call), rows, name
         self.dim, self.elementwise = dim or 0, dim is None  # elementwise: each value is a row
         self.names = names  # of the parameters
+        self.entered = False  # it is what the model is called with
         self.marks: dict[int, list[Tensor]] = {}  # of each output, in each pass beside
         self.found: Owners | None = None
 
     def look(self, place: int, grad: Tensor) -> None:
         """At the gradient of an output, on its way to the op."""
         call = self.call()
-        if call is None or (not call.beside and call.pass_id != torch_api.current_pass()):
+        if call is not None and not call.beside and self.entered != call.entering:
+            return
+        if call is None or not (call.beside or call.entering or call.pass_id == torch_api.current_pass()):
             raise RuntimeError(
                 f"`{self.name}` gets a gradient that did not come by the model's outputs: under ps.sample_ids"
                 " take the loss of what the model returns, no second derivatives, and checkpoints with"
@@ -360,7 +365,10 @@ class RaggedCall:
         self.held = {id(t) for t in (*model.parameters(), *self.buffers)}
         self.edges: list[GradientEdge] = []  # of what ops return
         self.uses: list[Use] = []
-        self.pass_id, self.beside, self.half = -1, False, False  # half: gradients of float16 are met
+        self.entered: list[GradientEdge] = []  # of what the model is called with
+        self.proved: Callable[[], object] | None = None  # called when a pass has come by
+        self.pass_id, self.beside, self.entering = -1, False, False
+        self.half = False  # gradients of float16 are met
         self.letters, self.passes = torch.ones(1, device="cpu"), 0  # factors, and how many passes beside
         self.learned: list[Owners] = []  # of other rows than those that were told, or likely
         self.marked: dict[int, list[Tensor]] = {}  # of owners, the factors of their rows in each pass
@@ -469,6 +477,8 @@ class RaggedCall:
                 return t
             t = t.detach().clone().requires_grad_() * 1
             self.watch([], [t], dims.pop(), "the model's input")
+            self.uses[-1].entered = True
+            self.entered.append(self.edges[-1])
             return t
 
         self._check_lengths(call)
@@ -493,14 +503,6 @@ class RaggedCall:
         Raises:
             ValueError: it is not known of any whose its rows are.
         """
-        for t in tensors_of(output):
-            if isinstance(t, Kept) and t.one is not None and self.has_rows(t):
-                raise ValueError(
-                    f"the model returns a tensor of shape {tuple(t.shape)} that is made of parameters alone,"
-                    " and has as many rows as ps.sample_ids was told of, so it cannot be told whether these"
-                    " are samples'. Of rows, let it depend on the input (+ 0 * x); of a parameter, return it"
-                    " in another shape."
-                )
         tensors = _rows_of(output)
         if not tensors:
             return output
@@ -540,7 +542,7 @@ class RaggedCall:
         """
         if not (self.proving or self.shared) or any(t.requires_grad or self.has_rows(t) for t in inputs):
             return False
-        if self.proving:
+        if self.proving and torch_api.current_pass() == -1:  # what checkpoints compute again was met before
             for name in names:
                 self.without_rows.setdefault(name, []).extend(inputs)
         return bool(names & self.shared)
@@ -620,6 +622,14 @@ class RaggedCall:
                 with quiet_pass(), torch.enable_grad():
                     torch_api.gradients([t for t, *_ in owned], last, marked)
                 self.norms.append([])
+        if self.entered:  # where a pass that is asked for parameters' gradients alone does not come by
+            with torch_api.changed(self, entering=True), quiet_pass(), torch.enable_grad():
+                torch_api.gradients([t for t, *_ in owned], self.entered, [grad for _, grad, *_ in owned])
+        if self.proved is not None and self.mixed is None:
+            rows = [(g.movedim(dim, 0).reshape(g.shape[dim], -1), ids) for _, g, ids, dim in owned]
+            reached = [ids.to(g.device)[(g != 0).any(1)].cpu() for g, ids in rows]
+            if len(torch.cat(reached).unique()) > 1:  # of one sample alone interactions are not seen
+                self.proved()
 
     def _expected(self) -> str:
         return ", ".join(str(len(ids)) for ids, _ in self.batch.known) + f" or {self.batch.size}"

@@ -136,6 +136,13 @@ def run_single(
     return output
 
 
+def _left_as_rows(t: Any) -> Any:
+    """What a model leaves of what is made of parameters alone: where it has as many rows as there are, or as
+    samples, one for each.
+    """
+    return as_rows(t) if local.batch.ragged.batch.fitting(t) else kept(t)  # type: ignore[union-attr]
+
+
 class ParametersReturnedError(ValueError):
     """A module in a ragged batch returns what is made of parameters alone, which its caller is to use."""
 
@@ -160,12 +167,15 @@ def run_ragged(
                     f"{module._ps_name} returns what is made of parameters alone, as it did not in the first"
                     " call under ps.sample_ids: convert the model anew, and call it first so."
                 )
-            return map_tensors(kept if module is local.batch.root else as_rows, output)  # type: ignore[union-attr]
+            root = module is local.batch.root  # type: ignore[union-attr]
+            # before the block looks whether the forward has kept what was made of a parameter
+            output = map_tensors(_left_as_rows if root else as_rows, output)
     except NoRuleError as error:
         raise ValueError(
             f"{module._ps_name} cannot be run under ps.sample_ids: {error}. Write a layer for it"
             " (ps.PSLayer)."
         ) from error
+    return output
 
 
 def _weights(module: ConvertedModule, given: set[str], own: bool, plan: Plan | None = None) -> dict[str, Any]:

@@ -94,8 +94,13 @@ def _first_call(
         state.ragged_whole = state.ragged_whole or past or bool(state.ragged_shared)
     state.ragged_whole = state.ragged_whole and not past
     if len(local.ragged.known[0][0].unique()) > 1:  # one sample tells nothing
-        state.ragged_proved.add(model._ps_mode)
-        state.unproved = inventory.frozen()
+        mode, frozen = model._ps_mode, inventory.frozen()
+
+        def proved() -> None:
+            state.ragged_proved.add(mode)
+            state.unproved = frozen
+
+        call.proved = proved
     return output, call
 
 

@@ -615,6 +615,12 @@ def goes_along(t: Tensor, given: Iterable[Tensor]) -> bool:
     return not t.requires_grad and tuple(t.shape) in shapes
 
 
+def _distances(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: Any = None) -> Tensor:
+    """What torch.cdist gives."""
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
+_INSTEAD = {torch.cdist: _distances}  # of functions whose gradients torch's vmap rules get wrong
 _MARKS: list[Tensor] = []  # which take the place of what is given
 
 
@@ -627,7 +633,7 @@ def function_of(
             _MARKS.extend(Tensor() for _ in range(missing))
     marks = dict(zip(map(id, given), _MARKS, strict=False))
     marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
-    order = list(map(id, marks.values()))
+    order, func = list(map(id, marks.values())), _INSTEAD.get(func, func)
 
     def run(*tensors: Tensor) -> Any:
         parts = dict(zip(order, tensors, strict=True))

@@ -178,8 +178,8 @@ class _Any(Op):
 
     @staticmethod
     def forward(ctx: Any, fn: Callable[..., Any], count: int, *given: Any) -> Tensor:
-        ctx.expansions, tensors = given[:count], given[count:]
-        weights, others = tensors[:count], tensors[2 * count :]
+        ctx.expansions, pairs, others = given[:count], given[count : 3 * count], given[3 * count :]
+        weights = pairs[::2]  # each before its rows
         with torch.enable_grad():
             ctx.inputs = (
                 [t.detach().requires_grad_() for t in weights],
@@ -196,6 +196,7 @@ class _Any(Op):
             raise NoRuleError("a function without a rule is differentiated twice")
         gy, count = _laid_out(grads[0], ctx.result), len(ctx.expansions)
         need = needed_grads(ctx, *ctx.expansions)[2 + count :]
+        need_weights, need_rows = need[: 2 * count : 2], need[1 : 2 * count : 2]
         weights, others = ctx.inputs
 
         def back(inputs: Sequence[Tensor], gy: Tensor) -> list[Tensor]:
@@ -205,8 +206,7 @@ class _Any(Op):
             return [next(each) if t.requires_grad else None for t in inputs]  # type: ignore[misc]
 
         g_others = back(others, gy) if any(need[2 * count :]) else [None] * len(others)
-        g_weights: list[Any] = [None] * count
-        g_rows: list[Any] = [None] * count
+        g_pairs: list[Any] = [None] * (2 * count)
         if any(need[: 2 * count]):
             owners = ctx.expansions[0].use.owners().on(gy.device)
             ids = _laid_out(owners.ids, ctx.result)
@@ -217,10 +217,10 @@ class _Any(Op):
                     for all_rows, own in zip(rows, back(weights, gy * (ids == sample)), strict=True):
                         all_rows[sample] = own
             for i, e in enumerate(ctx.expansions):
-                g_weights[i], g_rows[i] = e.finish_differentiable(
-                    totals[i] if need[i] else None, rows[i] if need[count + i] else None
+                g_pairs[2 * i : 2 * i + 2] = e.finish_differentiable(
+                    totals[i] if need_weights[i] else None, rows[i] if need_rows[i] else None
                 )
-        return (*[None] * (2 + count), *g_weights, *g_rows, *g_others)
+        return (*[None] * (2 + count), *g_pairs, *g_others)
 
 
 def _laid_out(flat: Tensor, like: Tensor) -> Tensor:
@@ -248,9 +248,8 @@ def _any(
     for e in expansions:
         e.joined = True
     with torch_api.without_torch_function():
-        found = _Any.apply(
-            fn, len(own), *expansions, *[e.weight for e in expansions], *[e.rows for e in expansions], *others
-        )
+        pairs = [t for e in expansions for t in (e.weight, e.rows)]
+        found = _Any.apply(fn, len(own), *expansions, *pairs, *others)
     return _laid_out(found, results.pop()).clone()  # a view of what a Function returns cannot be written to
 
 

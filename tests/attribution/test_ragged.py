@@ -5,7 +5,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy
@@ -1313,10 +1313,80 @@ def test_what_is_expanded_to_as_many_rows_as_samples(ids: list[int]) -> None:
     assert_ragged(model, call, by_loss(model, call, 3), told=((told, 1),), size=3)
 
 
-def test_rows_that_are_made_of_parameters_alone() -> None:
-    ours = ps.convert_model(Own(lambda m, x: m.weight[0].expand(len(x), -1).tanh()))
-    with ps.sample_ids(IDS, SIZE), pytest.raises(ValueError, match="made of parameters alone"):
-        ours(torch.randn(ROWS, 6))
+@pytest.mark.parametrize("of_samples", [False, True])
+def test_rows_that_are_made_of_parameters_alone(of_samples: bool) -> None:
+    """As a policy's learned scale, for each of the rows or samples that it returns a mean of."""
+
+    class Policy(Own):
+        def forward(self, x: Tensor) -> Any:
+            mean = pooled(self.net(x)) if of_samples else self.net(x)
+            return mean, self.weight[0].expand(len(mean), -1).tanh()
+
+    model, x = Policy(lambda m, x: x).double(), double(ROWS, 6)
+
+    def call(m: nn.Module) -> Tensor:
+        mean, scale = m(x)
+        values = (mean * scale.exp()).square().sum(1) + scale.sum(1)
+        return values if of_samples else pooled(values)
+
+    assert_ragged(model, call, by_loss(model, call))
+
+
+@pytest.mark.parametrize("first", ["backward", "per_sample_grads", "nothing", "jacobians", "grad"])
+def test_samples_that_interact_before_the_first_layer(first: str) -> None:
+    """Until a backward pass has shown that they do not, they are looked at in each call."""
+    ours = ps.convert_model(Own(lambda m, x: m.net(x - x.mean(0))), loss_reduction="sum")
+    x = torch.randn(ROWS, 6)
+
+    def step(way: str) -> None:
+        with ps.sample_ids(IDS, SIZE):
+            if way == "per_sample_grads":
+                ps.per_sample_grads(ours, losses, x)
+                return
+            if way == "jacobians":
+                ps.per_sample_jacobians(ours, x, output_fn=pooled)
+                return
+            out = ours(x)
+        if way == "grad":
+            torch.autograd.grad(losses(out).sum(), list(ours.net.parameters()))
+        elif way == "backward":
+            losses(out).sum().backward()
+
+    for way in (first, "backward", "per_sample_grads", "backward"):
+        with nullcontext() if way == "nothing" else pytest.raises(RuntimeError, match="samples interact"):
+            step(way)
+
+
+def test_distances_of_parameters() -> None:
+    """Torch's vmap rule for the gradient of cdist is wrong."""
+    for p in (1.0, 2.0, 3.0):
+        model = Own(lambda m, x, p=p: m.net(x) @ torch.cdist(m.weight, m.weight + 1, p)).double()
+        x = double(ROWS, 6)
+        assert_ragged(model, lambda m, x=x: losses(m(x)), alone(model, x))
+
+
+def test_weights_past_their_layer_in_a_function_of_several_parameters() -> None:
+    model = Own(lambda m, x: torch.einsum("ni,ij,jk->nk", x, m.net.weight, m.weight) + m.net(x)).double()
+    for _ in range(2):
+        x = double(ROWS, 6)
+        assert_ragged(model, lambda m, x=x: losses(m(x)), alone(model, x))
+
+
+def test_what_all_samples_share_in_a_checkpoint() -> None:
+    def do(m: Own, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(
+            lambda x: x @ (torch.eye(6).to(x) * m.weight[0]) + m.net(torch.arange(5))[IDS],
+            x,
+            use_reentrant=False,
+        )
+        return found
+
+    model, x = Own(do, nn.Embedding(5, 6)).double(), double(ROWS, 6)
+
+    def call(m: nn.Module) -> Tensor:
+        return losses(m(x).tanh())
+
+    assert_ragged(model, call, by_loss(model, call))
 
 
 def test_parameters_that_meet_jagged_tensors() -> None:
