@@ -612,3 +612,14 @@ def test_what_all_samples_share_is_found_out_once(
             name: torch.stack(g) for (name, _), *g in zip(model.named_parameters(), *expected, strict=True)
         }
         assert_rows(ours, rows)
+
+
+def test_what_is_returned_in_float32_may_be_computed_in_less() -> None:
+    """Under autocast kernels that round otherwise may run where no gradient is asked for."""
+    plain = torch.randn(4, 5)
+    ours = plain + 1e-2 * plain.abs().max()
+    assert proof.disagreement(ours, plain) is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert proof.disagreement(ours, plain) is None
+        assert proof.disagreement(ours + 0.1, plain) is not None
+        assert proof.disagreement(ours.double(), plain.double()) is not None
