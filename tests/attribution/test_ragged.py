@@ -238,6 +238,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         (6,),
     ),
+    "state of a cell": (
+        lambda: Own(lambda m, x: m.net(x, m.weight[0].expand(len(x), -1)), nn.GRUCell(6, 6)),
+        (6,),
+    ),
+    "second input": (
+        lambda: Own(lambda m, x: m.net(x, m.weight[:1].repeat(len(x), 1)), nn.Bilinear(6, 6, 4)),
+        (6,),
+    ),
     "no rows": (lambda: Own(lambda m, x: (x @ m.weight).index_add(0, IDS[:0], m.net(x[:0]))), (6,)),
     "attention past its layer": (
         lambda: Own(lambda m, x: m.net(x, y := x.cos(), y)[0] @ m.net.out_proj.weight, attention()),
