@@ -268,9 +268,10 @@ class PSLayer(_Layer):
         sample; None for any other call.
         """
         own = [(held, name, t) for held, name, t in self._ps_used() if isinstance(t, PerSample)]
-        x, given = next(iter(tensors_in((args, kwargs))), None), tensors_of((args, kwargs))
+        x = next(iter(tensors_in((args, kwargs))), None)
+        given = tensors_of((args, kwargs)) if in_ragged() else []
         of_parameters = [isinstance(t, PerSample) for t in given]
-        beside_rows = in_ragged() and any(of_parameters) and not all(of_parameters)
+        beside_rows = any(of_parameters) and not all(of_parameters)
         if not own and not isinstance(x, PerSample) and not beside_rows:
             return None
         standing.check_level()

@@ -36,6 +36,8 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
     """What a function gives that takes a `PerSample`; `rule` knows what to do where it takes nothing else."""
     given = tensors_of((args, kwargs))
     own = [t for t in given if isinstance(t, PerSample)]
+    if not all(map(_takes_gradients, own)):  # an order, or a mask: the same for all samples
+        return func(*map_tensors(_without_numbers, args), **map_tensors(_without_numbers, kwargs))
     others = [t for t in given if not isinstance(t, PerSample)]
     name = getattr(func, "__name__", str(func))
     writes, first = op_kinds.writes(name), [t for t in args[:1] if isinstance(t, PerSample)]
@@ -78,6 +80,15 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
 def as_rows(t: Tensor) -> Tensor:
     """What was made of parameters alone as an ordinary tensor, each of whose values is some sample's."""
     return _any(Tensor.clone, (t,), {}, [t], []) if isinstance(t, PerSample) else t
+
+
+def _takes_gradients(t: PerSample) -> bool:
+    return t.graph.is_floating_point() or t.graph.is_complex()
+
+
+def _without_numbers(t: Tensor) -> Tensor:
+    """Whole numbers and truth values as an ordinary tensor."""
+    return values_of(t) if isinstance(t, PerSample) and not _takes_gradients(t) else t
 
 
 def _alone(func: Any, name: str, own: Sequence[PerSample], others: Sequence[Tensor]) -> bool:

@@ -238,6 +238,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         ),
         (6,),
     ),
+    "order": (
+        lambda: Own(lambda m, x: m.net(x[:, m.weight[0].argsort()]) * m.weight[0][m.weight[0].topk(6)[1]]),
+        (6,),
+    ),
+    "mask of its own": (lambda: Own(lambda m, x: m.net(torch.where(m.weight[0] > 0, x, m.weight[1]))), (6,)),
     "state of a cell": (
         lambda: Own(lambda m, x: m.net(x, m.weight[0].expand(len(x), -1)), nn.GRUCell(6, 6)),
         (6,),
