@@ -1,5 +1,6 @@
 """Calls of modules without a replacement, by their plans."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -136,11 +137,20 @@ def run_single(
     return output
 
 
-def _left_as_rows(t: Any) -> Any:
-    """What a model leaves of what is made of parameters alone: where it has as many rows as there are, or as
-    samples, one for each.
+def _left(output: Any) -> Any:
+    """What a model leaves of what is made of parameters alone: where it had as many rows as were told of when
+    the call was proved, one for each.
     """
-    return as_rows(t) if local.batch.ragged.batch.fitting(t) else kept(t)  # type: ignore[union-attr]
+    ragged: Any = local.batch.ragged  # type: ignore[union-attr]
+    places = itertools.count()
+
+    def left(t: Tensor) -> Any:
+        if not isinstance(t, PerSample):
+            return t
+        use = frozenset[str](), f"output {next(places)}"
+        return kept(t) if ragged.as_proved(use, lambda: not ragged.has_rows(t)) else as_rows(t)
+
+    return map_tensors(left, output)
 
 
 class ParametersReturnedError(ValueError):
@@ -169,7 +179,7 @@ def run_ragged(
                 )
             root = module is local.batch.root  # type: ignore[union-attr]
             # before the block looks whether the forward has kept what was made of a parameter
-            output = map_tensors(_left_as_rows if root else as_rows, output)
+            output = _left(output) if root else map_tensors(as_rows, output)
     except NoRuleError as error:
         raise ValueError(
             f"{module._ps_name} cannot be run under ps.sample_ids: {error}. Write a layer for it"

@@ -1326,23 +1326,39 @@ def test_what_is_expanded_to_as_many_rows_as_samples(ids: list[int]) -> None:
     assert_ragged(model, call, by_loss(model, call, 3), told=((told, 1),), size=3)
 
 
-@pytest.mark.parametrize("of_samples", [False, True])
-def test_rows_that_are_made_of_parameters_alone(of_samples: bool) -> None:
-    """As a policy's learned scale, for each of the rows or samples that it returns a mean of."""
+class Policy(Own):
+    """A mean and a learned scale, for each row."""
 
-    class Policy(Own):
-        def forward(self, x: Tensor) -> Any:
-            mean = pooled(self.net(x)) if of_samples else self.net(x)
-            return mean, self.weight[0].expand(len(mean), -1).tanh()
+    def forward(self, x: Tensor) -> Any:
+        mean = self.net(x)
+        return mean, self.do(self, mean)
 
-    model, x = Policy(lambda m, x: x).double(), double(ROWS, 6)
+
+def test_rows_that_are_made_of_parameters_alone() -> None:
+    model, x = Policy(lambda m, mean: m.weight[0].expand(len(mean), -1).tanh()).double(), double(ROWS, 6)
 
     def call(m: nn.Module) -> Tensor:
         mean, scale = m(x)
-        values = (mean * scale.exp()).square().sum(1) + scale.sum(1)
-        return values if of_samples else pooled(values)
+        return pooled((mean * scale.exp()).square().sum(1) + scale.sum(1))
 
     assert_ragged(model, call, by_loss(model, call))
+
+
+def test_a_returned_parameter_that_is_as_long_as_a_later_batch() -> None:
+    model = Policy(lambda m, mean: m.weight[:, 0].tanh()).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for rows, size in ((7, 3), (6, 3), (6, 6)):
+        told, x = torch.arange(rows) % size, double(rows, 6)
+
+        def loss(i: int, told: Tensor = told, x: Tensor = x) -> Tensor:
+            mean, own = model(x[told == i])
+            return mean.square().sum() + own.square().sum()
+
+        ours.zero_grad()
+        with ps.sample_ids(told, size, outputs="rows"):
+            mean, own = ours(x)
+        (losses(mean, told, size).sum() + size * own.square().sum()).backward()
+        assert_rows(ours, true_rows(loss, model, size))
 
 
 @pytest.mark.parametrize("first", ["backward", "per_sample_grads", "nothing", "jacobians", "grad"])
