@@ -95,6 +95,7 @@ def convert_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert_model takes a torch.nn.Module; got {type(model).__name__}.")
     _check_outside(model, "convert_model")
+    _check_not_told(model)
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
     one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     rows = _plan(model, on_unsupported)
@@ -268,14 +269,16 @@ def restore_model(model: M) -> M:
 
 
 def _check_outside(model: nn.Module, what: str) -> None:
-    every = [state.settings for _, state in states(model)]
-    if any(settings.sink is not None for settings in every):
+    if any(state.settings.sink is not None for _, state in states(model)):
         raise RuntimeError(
             f"{what} was called inside of ps.factored, ps.clipping, ps.reweighting or ps.streaming of this"
             " model, which would see no more of its gradients: call it outside."
         )
-    told = [s for s in every if not (s.recording and s.grad and s.accumulation == "replace")]
-    if told and what == "convert_model":
+
+
+def _check_not_told(model: nn.Module) -> None:
+    every = (state.settings for _, state in states(model))
+    if not all(s.recording and s.grad and s.accumulation == "replace" for s in every):
         raise RuntimeError(
             "convert_model was called inside of ps.recording or ps.accumulating of this model, which would"
             " no longer hold of it: call it outside."
