@@ -15,6 +15,7 @@ from .checking.losses import RealCall
 from .checking.samples import each_leaf, fresh, in_dtype
 from .checking.trials import Trials
 from .convert import convert_model, wholly_converted
+from .core import contents
 from .core.context import local
 from .core.trees import tensors_in
 from .modules.converted import Converted
@@ -130,7 +131,7 @@ def check_model(
     """
     call = RealCall(loss_fn, targets, closure)
     plain, twin = copy.deepcopy(model), copy.deepcopy(model)
-    if not any(isinstance(m, Converted) for m in twin.modules()):
+    if not any(isinstance(m, Converted) for m in contents.modules(twin)):
         convert_model(twin)
     twin = wholly_converted(twin)
     if local.explicit is None and local.ragged is None and not tensors_in((inputs, keywords)):

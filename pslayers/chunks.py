@@ -15,9 +15,11 @@ from .attribution.proof import disagreement
 from .attribution.snapshot import trial
 from .attribution.tracking import WithoutDropout
 from .convert import arguments, settings_of
+from .core import contents
+from .core.contents import trainable_parameters
 from .core.context import changed, local, recorded_or_not
 from .core.sharding import is_shard
-from .core.trees import map_tensors, tensors_in, tensors_of, trainable_parameters
+from .core.trees import map_tensors, tensors_in, tensors_of
 from .modules.converted import Converted
 
 MANY = 5  # ways besides the usual one in which tensors may hold the batch, of which any may go together
@@ -215,7 +217,7 @@ class Chunks:
 
 def _bytes_of_a_sample(model: Converted, loss_fn: Callable[..., Tensor], two: Any) -> int:
     """What a pass takes for each sample: tensors saved for the backward pass, and rows; measured on two."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    own = {p.untyped_storage().data_ptr() for p in contents.parameters(model)}
     saved: dict[int, int] = {}
 
     def see(t: Tensor) -> Tensor:

@@ -16,11 +16,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from . import torch_api
 from .attribution.ragged import of_jagged
 from .attribution.snapshot import trial
-from .core import sharding
+from .core import contents, sharding
+from .core.contents import callable_module, own_parameters, trainable_parameters
 from .core.context import Settings, changed, clear, local
 from .core.converted_module import is_entry
 from .core.recorder import forget, recorder_of
-from .core.trees import Call, callable_module, cloned, is_parameter, own_parameters, trainable_parameters
+from .core.trees import Call, cloned, is_parameter
 from .layers.batch_norm import why_mixed
 from .modules import converted
 from .modules.base import REGISTRY, PSLayer
@@ -104,11 +105,11 @@ def convert_model(
         (row.module, type(row.module), {k: row.module.__dict__.get(k) for k in ("_ps", "forward")})
         for row in rows
     ]
-    fresh = [p for p in model.parameters() if "grad_sample" not in p.__dict__]
-    trained = [p for p in model.parameters() if p.requires_grad]
+    fresh = [p for p in contents.parameters(model) if "grad_sample" not in p.__dict__]
+    trained = [p for p in contents.parameters(model) if p.requires_grad]
     try:
         _carry_out(rows, settings)
-        for param in model.parameters():
+        for param in contents.parameters(model):
             clear(param)
         _clear_with_optimizers()
         for row in rows:
@@ -178,7 +179,7 @@ def _adopt(model: Any) -> None:
     state = model._ps_state()
     settings: Settings = state.settings
     _carry_out(_plan(model, settings.on_unsupported), settings, state.prefix)
-    for param in model.parameters():
+    for param in contents.parameters(model):
         if "grad_sample" not in param.__dict__:
             clear(param)
 
@@ -254,7 +255,7 @@ def restore_model(model: M) -> M:
         RuntimeError: inside of a block that takes the model's gradients.
     """
     _check_outside(model, "restore_model")
-    for module in model.modules():
+    for module in contents.modules(model):
         if isinstance(module, Converted):
             original = original_class(type(module))
             state = module.__dict__.pop("_ps", None)
@@ -262,7 +263,7 @@ def restore_model(model: M) -> M:
                 module.__dict__["forward"] = state.forward
             if original is not type(module):
                 module.__class__ = original  # type: ignore[assignment]
-    for param in model.parameters():
+    for param in contents.parameters(model):
         forget(param)
     State.conversions += 1  # models that hold one of these modules look again at what they hold
     return model
@@ -316,8 +317,10 @@ def _plan(model: nn.Module, on_unsupported: str) -> list[Row]:
     rows: list[Row] = []
     refused: list[str] = []
     unsupported: list[str] = []
-    whole = tuple(p for p, m in model.named_modules() if on_unsupported == "general" and is_parametrized(m))
-    for path, module in model.named_modules():
+    whole = tuple(
+        p for p, m in contents.named_modules(model) if on_unsupported == "general" and is_parametrized(m)
+    )
+    for path, module in contents.named_modules(model):
         cls, why = type(module), None
         if any(path.startswith(f"{p}.parametrizations" if p else "parametrizations") for p in whole):
             continue  # goes with the module whose weights it computes
@@ -376,7 +379,10 @@ def _refusal(module: nn.Module) -> str | None:
     if (
         sharding.is_sharded(type(module))
         and not isinstance(module, PSLayer)
-        and (type(module).__bases__[1] in REGISTRY or any(p.requires_grad for p in module.parameters(False)))
+        and (
+            type(module).__bases__[1] in REGISTRY
+            or any(p.requires_grad for p in module._parameters.values() if p is not None)
+        )
     ):
         return (
             "is sharded already (fully_shard): convert the model before its layers are sharded by themselves"
@@ -393,7 +399,7 @@ def _refusal(module: nn.Module) -> str | None:
         )
     if any(
         isinstance(t, (UninitializedParameter, UninitializedBuffer))
-        for t in (*module.parameters(False), *module.buffers(False))
+        for t in (*module._parameters.values(), *module._buffers.values())
     ):
         return (
             "is lazy and has not seen an input yet: run one batch through the model first, under"
@@ -403,7 +409,7 @@ def _refusal(module: nn.Module) -> str | None:
         "forward" in module.__dict__
         and _own_method(module) is None
         and not _is_around_ours(module)
-        and any(True for _ in module.parameters())
+        and any(True for _ in contents.parameters(module))
     ):
         return (
             "has a forward of its own set on the instance, which would bypass the replacement: move it into"
@@ -450,7 +456,7 @@ def _no_replacement(cls: type[nn.Module]) -> str:
 
 def _calls_layers(module: nn.Module, general: bool) -> bool:
     """Whether the module has a forward, and below it layers, or with `general` whatever has parameters."""
-    below = (m for m in module.modules() if m is not module)
+    below = (m for m in contents.modules(module) if m is not module)
     return callable_module(module) and any(
         isinstance(m, PSLayer) or type(m) in REGISTRY or (general and trainable_parameters(m, own=True))
         for m in below

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_api
+from .core import contents
 from .core.context import Settings
 from .core.factors import CHUNK_BYTES, WIDER, Dense, Factor, Spent, Sum, added, joined, sq_norms
 from .core.products import of_dtype
@@ -400,7 +401,7 @@ def clipping(
         raise ValueError(f'`passes` must be 1, 2 or "auto"; got {passes!r}.')
     grads = FactoredGrads()
     if isinstance(most, dict):
-        named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        named = [name for name, _ in contents.named_parameters(model, shared=True)]
         known = {*named, *(re.sub(WRAPPERS, "", name) for name in named)}
         if unknown := most.keys() - known:
             raise KeyError(f"`max_norm` names {sorted(unknown)}, which are no parameters of the model.")

@@ -18,10 +18,11 @@ from .attribution.graph import foreign_functions
 from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
 from .convert import convert_model, one_of, restore_model, settings_of, wholly_converted
+from .core import contents
+from .core.contents import trainable_parameters
 from .core.context import Settings, clear, local, recorded_or_not
 from .core.sharding import in_use
 from .core.sinks import Sink, Streaming
-from .core.trees import trainable_parameters
 from .modules.converted import Converted, State
 from .modules.inventory import Inventory, states
 
@@ -85,7 +86,7 @@ def _names_of(model: nn.Module) -> dict[int, str]:
     converted.
     """
     if not isinstance(model, Converted):
-        return {id(p): re.sub(WRAPPERS, "", name) for name, p in model.named_parameters()}
+        return {id(p): re.sub(WRAPPERS, "", name) for name, p in contents.named_parameters(model)}
     names = dict[int, str]()
     inventory = model._ps_state().inventory or model._ps_inventory()  # which `settings_of` has just looked at
     for held, name, path, *_ in inventory.slots:
@@ -225,7 +226,7 @@ def streaming(model: nn.Module, take: Callable[[str, Tensor], object]) -> Iterat
 
 def clear_grad_samples(model: nn.Module) -> None:
     """Set every `grad_sample` to None and let go of the memory kept for the next ones; `.grad` stays."""
-    for param in model.parameters():
+    for param in contents.parameters(model):
         if "grad_sample" in param.__dict__:
             clear(param)
         if (recorder := param.__dict__.get("_ps_recorder")) is not None:
@@ -344,7 +345,7 @@ def converted(model: nn.Module) -> Iterator[Converted]:
     out about it.
     """
     with _CONVERTING:
-        apart = not any(isinstance(m, Converted) for m in model.modules())
+        apart = not any(isinstance(m, Converted) for m in contents.modules(model))
     if not apart:
         yield wholly_converted(model)
         return
@@ -371,7 +372,7 @@ class Learned:
         # equal for the same modules, converted to the same classes
         self.made = [
             (path, weakref.ref(m), type(m), getattr(m.__dict__.get("_ps"), "per_sample_forward", None))
-            for path, m in model.named_modules()
+            for path, m in contents.named_modules(model)
         ]
         self.states: list[State] = []
 

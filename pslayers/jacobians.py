@@ -17,9 +17,10 @@ from . import torch_api
 from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
 from .convert import one_of, settings_of
+from .core.contents import trainable_parameters
 from .core.factors import Factor, added
 from .core.sinks import Streaming
-from .core.trees import map_tensors, tensors_of, trainable_parameters
+from .core.trees import map_tensors, tensors_of
 from .factored import FactoredGrads, computing, factored
 from .gradients import converted, going_to, or_zeros, recording, without_rows
 from .modules.converted import Converted

@@ -1,10 +1,11 @@
 """replace_batch_norm: the norm that mixes samples by one that does not."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
 from . import torch_api
+from .core import contents
 from .layers.batch_norm import PSRunningNorm
 from .modules.converted import Converted
 
@@ -41,8 +42,8 @@ def replace_batch_norm(model: M, groups: int = 32) -> M:
     """
     if not isinstance(groups, int) or groups < 1:
         raise ValueError(f"`groups` must be an integer of at least 1; got {groups!r}.")
-    found = []
-    for path, module in model.named_modules():
+    found: list[Any] = []
+    for path, module in contents.named_modules(model):
         name = f"`{path or '(model)'}` ({type(module).__name__})"
         if isinstance(module, PSRunningNorm):
             raise ValueError(f"{name} is converted already: call ps.restore_model(model) first.")

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .core import contents
+from .core.contents import callable_module, trainable_parameters
 from .core.sharding import is_sharded
-from .core.trees import callable_module, trainable_parameters
 from .modules.base import PSLayer
 from .modules.container import PSContainer
 from .modules.converted import Converted
@@ -149,7 +150,7 @@ def report(model: nn.Module) -> Report:
     rows: list[Row] = []
     ways: dict[str, str] = {}  # of modules that are run whole, with all that is below them
     slow = frozenset(_slow(model))
-    for path, module in model.named_modules():
+    for path, module in contents.named_modules(model):
         above = next(
             (f"{w} of {p or '(model)'}" for p, w in ways.items() if path.startswith(f"{p}." if p else "")), ""
         )
@@ -169,7 +170,7 @@ def _slow(model: nn.Module) -> Iterator[int]:
     """The ids of parameters of general modules that some call of theirs does not use by a fast op, or has not
     used so far.
     """
-    for module in model.modules():
+    for module in contents.modules(model):
         if isinstance(module, PSContainer) and (state := module._ps_state()).per_sample_forward:
             for name, param in trainable_parameters(module, own=not state.includes_children).items():
                 if not state.plans or any(

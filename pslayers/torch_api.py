@@ -603,7 +603,11 @@ def uncompiled(model: torch.nn.Module) -> Iterator[None]:
     """Inside the block, parts of a model that are compiled by themselves (`part.compile()`) run as they
     are.
     """
-    parts = [(held, call) for m in model.modules() if (call := (held := vars(m)).get("_compiled_call_impl"))]
+    parts = [
+        (held, call)
+        for m in torch.nn.Module.modules(model)
+        if (call := (held := vars(m)).get("_compiled_call_impl"))
+    ]
     for held, _ in parts:
         held["_compiled_call_impl"] = None
     try:

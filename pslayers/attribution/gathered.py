@@ -486,20 +486,20 @@ def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]
     before, local.gathered_rows = local.gathered_rows, local.gathered_rows or GatheredRows(size)
     picks: GatheredRows = local.gathered_rows
     set_aside: list[tuple[Tensor, RowProvenance]] = []
-    for t, layout in inputs:
-        if isinstance(t, PackedSequence):
-            picks.tag_packed(t)
-        elif layout in (BATCH_MAJOR, ("dim", 0)):
-            picks.tag_batch(t)
-        elif layout in (SHARED, TABLE):  # also where a first call has taken it for the batch's by its shape
-            if (known := picks.owners(t)) is not None:
-                set_aside.append((t, known))
-                picks.tags[t] = None
-        elif layout == ("dim", 1):
-            picks.tag_second_batch(t)
-        elif layout != PICKED:
-            picks.tag(t, WEAK)
     try:
+        for t, layout in inputs:
+            if isinstance(t, PackedSequence):
+                picks.tag_packed(t)
+            elif layout in (BATCH_MAJOR, ("dim", 0)):
+                picks.tag_batch(t)
+            elif layout in (SHARED, TABLE):  # also where a first call has taken it for the batch's by its shape
+                if (known := picks.owners(t)) is not None:
+                    set_aside.append((t, known))
+                    picks.tags[t] = None
+            elif layout == ("dim", 1):
+                picks.tag_second_batch(t)
+            elif layout != PICKED:
+                picks.tag(t, WEAK)
         with picks if before is None else nullcontext():
             yield
     finally:

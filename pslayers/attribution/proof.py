@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
+from ..core import contents
 from ..core.context import Batch, note_progress, picked_samples, transforming
 from ..core.expansion import Op
 from ..core.factors import at_once
@@ -132,7 +133,7 @@ def without_zeros(model: nn.Module, applies: bool = True) -> Iterator[None]:
     one of a branch) no gradient flows, and of what is before it nothing would be proved.
     """
     zeros = []
-    for name, p in model.named_parameters() if applies else ():
+    for name, p in contents.named_parameters(model) if applies else ():
         data = p.data
         # others may read shared memory meanwhile
         own = type(p) is nn.Parameter and has_memory(data) and data.numel() and not data.is_shared()
@@ -174,7 +175,7 @@ def quiet_hooks(model: nn.Module, in_forward: bool = True) -> Iterator[_QuietTen
     """
     held = [
         m.__dict__[name]
-        for m in model.modules()
+        for m in contents.modules(model)
         for name in ("_backward_hooks", "_backward_pre_hooks")
         if m.__dict__[name]
     ]

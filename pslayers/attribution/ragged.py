@@ -26,6 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from .. import torch_api
+from ..core import contents
 from ..core.context import changed, local
 from ..core.expansion import Expansion
 from ..core.factors import Owners
@@ -361,8 +362,8 @@ class RaggedCall:
         self.proving = False  # whether it is a first call
         self.mixed: set[str] | None = None  # uses of more than one sample's rows, where these are looked for
         self.trusted = batch.trusts(seen)
-        self.buffers = list(model.buffers())
-        self.held = {id(t) for t in (*model.parameters(), *self.buffers)}
+        self.buffers = list(contents.buffers(model))
+        self.held = {id(t) for t in (*contents.parameters(model), *self.buffers)}
         self.edges: list[GradientEdge] = []  # of what ops return
         self.uses: list[Use] = []
         self.entered: list[GradientEdge] = []  # of what the model is called with

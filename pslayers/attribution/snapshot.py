@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
+from ..core import contents
 from ..core.held import Held, alike, reached
 from ..core.op_kinds import writes
 from ..core.trees import is_parameter, tensors_of
@@ -115,7 +116,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, call: Any = ()) -> None:
         self.name = type(model).__name__
-        modules = list(model.modules())
+        modules = list(contents.modules(model))
         places = ((m, name, p) for m in modules for name, p in m._parameters.items() if p is not None)
         self.slots = [place for place in places if not is_lazy(place[2])]
         self.names = [(m._parameters, set(m._parameters)) for m in modules]
@@ -295,7 +296,7 @@ def gradients_unchanged(model: nn.Module, others: Sequence[Tensor] = ()) -> Iter
     """After the block, `.grad` and `grad_sample` are what they were, of the model's parameters and some other
     tensors: a backward pass inside of a forward's own may add to them.
     """
-    params = [*(p for p in model.parameters() if is_parameter(p)), *others]
+    params = [*(p for p in contents.parameters(model) if is_parameter(p)), *others]
     before = [(p.grad, getattr(p, "grad_sample", None)) for p in params]
     for p in params:
         p.grad = None

@@ -19,6 +19,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
+from ..core import contents
+from ..core.contents import own_parameters
 from ..core.context import (
     Batch,
     NoRuleError,
@@ -29,16 +31,7 @@ from ..core.context import (
     transforming,
 )
 from ..core.converted_module import ConvertedModule
-from ..core.trees import (
-    Call,
-    cloned,
-    is_parameter,
-    map_tensors,
-    own_parameters,
-    tensors_in,
-    tensors_of,
-    written_to,
-)
+from ..core.trees import Call, cloned, is_parameter, map_tensors, tensors_in, tensors_of, written_to
 from .graph import given_to_functions
 from .snapshot import trial
 
@@ -183,7 +176,7 @@ def _check_all_is_called(layer: Any, args: tuple[Any, ...]) -> None:
     parts = layer.self_attn.out_proj, layer.linear1, layer.linear2, layer.norm1, layer.norm2
     own = [layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias]
     own += [getattr(part, name, None) for part in parts for name in ("weight", "bias")]
-    trained = [name for name, p in layer.named_parameters() if p.requires_grad]
+    trained = [name for name, p in contents.named_parameters(layer) if p.requires_grad]
     if trained and not any(t is not None and t.requires_grad for t in (*args[:1], *own)):
         raise ValueError(
             f"{layer._ps_name} takes torch's fast path in eval mode, as its own weights and its input need no"
@@ -254,7 +247,7 @@ class _Tracking:
         self.mixed = set[Key]()  # picked rows that are not the samples' that their owners say
         self.blind = False  # some changed inputs could not be run
         self.fixed = set[int]()  # which of them never could
-        with (coarsest := Coarsest(given, model.parameters())):
+        with (coarsest := Coarsest(given, contents.parameters(model))):
             self.tracker = run_tracked(model, *given, dropout=False)[0]
         self.tracker.eps, self.plain = coarsest.eps, self.tracker.seen
 
@@ -421,7 +414,7 @@ def _of_constant(x: Tensor, size: int, eps: float) -> Layout:
 def _noisy(model: ConvertedModule) -> dict[str, Tensor]:
     """The parameters with some noise, but integers, one for all samples where they were given per sample."""
     noisy, given = {}, model._ps_given()
-    for path, module in model.named_modules():
+    for path, module in contents.named_modules(model):
         for name, p in module._parameters.items():
             if p is not None and (p.is_floating_point() or p.is_complex()):
                 name = f"{path}.{name}" if path else name
@@ -491,7 +484,7 @@ class _Given(Tracker):
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         given = {id(t) for t in tensors_in((args, kwargs)) if is_parameter(t) and t.requires_grad}
-        if given and self.inner and (own := given & {id(p) for p in module.parameters()}):
+        if given and self.inner and (own := given & {id(p) for p in contents.parameters(module)}):
             self.given.setdefault(self.inner[-1], set()).update(own)
         return super().call(module, forward, args, kwargs)
 
@@ -529,7 +522,7 @@ def parameters_used(
     """
     tracker = _Given()
     tracker.learned = True
-    uses = _Uses(tracker, {id(m): m for m in model.modules()})
+    uses = _Uses(tracker, {id(m): m for m in contents.modules(model)})
     with torch.enable_grad(), uses:
         output = run_tracked(model, args, kwargs, tracker)[1]
     for caller, given in tracker.given.items():
@@ -557,7 +550,7 @@ def run_tracked(
         if (picks := local.gathered_rows) is not None:
             picks.enter(model, args, kwargs)
     tracker = tracker or Tracker()
-    tracker.modules = {id(module): module for module in model.modules()}
+    tracker.modules = {id(module): module for module in contents.modules(model)}
     with (
         torch_api.changed(local, tracker=tracker),
         trial(model),

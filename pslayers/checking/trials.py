@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from .. import torch_api
 from ..attribution.snapshot import trial
 from ..convert import ConversionError, settings_of
+from ..core import contents
+from ..core.contents import trainable_parameters
 from ..core.context import local
-from ..core.trees import trainable_parameters
 from ..gradients import recording
 from ..modules.converted import Converted
 from .losses import LowestPrecision, RealCall, floating, overlap, project, real, samples_dims
@@ -47,7 +48,7 @@ class Trials:
         self.params = trainable_parameters(twin)
         self.mean = settings_of(twin)[0].loss_reduction == "mean"
         lowest = LowestPrecision(
-            next((p.dtype for p in plain.parameters() if p.is_floating_point()), torch.float32)
+            next((p.dtype for p in contents.parameters(plain) if p.is_floating_point()), torch.float32)
         )
         with self.alike(plain), lowest:
             outputs, loss = call(plain, value)
@@ -81,7 +82,7 @@ class Trials:
         number = self.seed if seed is None else seed
         # numpy loads it when it is first asked for: before `trial` notes where the generators are
         numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-        converted = any(isinstance(m, Converted) for m in model.modules())
+        converted = any(isinstance(m, Converted) for m in contents.modules(model))
         with trial(model), recording(model, recorded) if converted else nullcontext(), torch.enable_grad():
             torch.manual_seed(number)
             random.seed(number)
@@ -357,7 +358,7 @@ class Trials:
             calls[path, number] = type(module).__name__, given, returned
 
         with ExitStack() as stack, self.alike(self.plain):
-            for path, module in self.plain.named_modules():
+            for path, module in contents.named_modules(self.plain):
                 handle = module.register_forward_hook(functools.partial(note, path), with_kwargs=True)
                 stack.callback(handle.remove)
             self.call(self.plain, value, with_loss=False)
@@ -380,7 +381,7 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def _switch_dropout_off(model: nn.Module) -> None:
-    for module in model.modules():
+    for module in contents.modules(model):
         if isinstance(module, torch_api.Dropouts):
             module.eval()
         # of LSTM, MultiheadAttention, and many others

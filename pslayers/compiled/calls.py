@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .. import torch_api
 from ..attribution.snapshot import trial
 from ..attribution.tracking import BATCH_MAJOR, FIRST, MIXED, SHARED, TABLE, Layout, by_shape, fits_layout
+from ..core import contents
 from ..core.context import UNSCALED, Batch, Form, LayerCall, Settings, local
 from ..core.converted_module import ConvertedLayer, ConvertedModule, state_of
 from ..core.trees import Call
@@ -169,7 +170,7 @@ def _prove(number: str, told: Any) -> bool:
 @torch_api.mark_constant
 def _without_replacement(number: str) -> bool:
     """Whether a module, or one below it, runs with per-sample parameters."""
-    states = (getattr(m, "_ps", None) for m in modules[number].modules())
+    states = (getattr(m, "_ps", None) for m in contents.modules(modules[number]))
     return any(state is not None and state.per_sample_forward for state in states)
 
 
@@ -183,7 +184,7 @@ def _has_strangers(number: str) -> bool:
 @torch_api.mark_constant
 def _left(number: str) -> bool:
     """Whether torch.compile runs a module below as it is."""
-    return any(map(torch_api.leaves, modules[number].modules()))
+    return any(map(torch_api.leaves, contents.modules(modules[number])))
 
 
 def _proved(module: nn.Module, form: Form) -> bool:

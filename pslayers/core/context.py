@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_api
+from . import contents
 from .converted_module import ConvertedLayer, ConvertedModule
 from .switches import Switches
 from .thread_turns import Turns
@@ -476,7 +477,7 @@ def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) ->
         path, _, last = name.rpartition(".")
         found.append((module.get_submodule(path)._parameters, last, tensor))
     known = {id(held[name]): tensor for held, name, tensor in found if held[name] is not None}
-    return [*found, *other_places(module.modules() if tied else (module,), known, found)]
+    return [*found, *other_places(contents.modules(module) if tied else (module,), known, found)]
 
 
 # attributes of every module that hold no parameter of its own, and what recurrent layers renew
@@ -521,10 +522,10 @@ def situation() -> Callable[[], AbstractContextManager[None]]:
     @contextmanager
     def again() -> Iterator[None]:
         before = dict(vars(local))
-        vars(local).update(state)
-        local.batch = first and first.again()
-        local.stand_ins = None if stand_ins is None else stand_ins()
         try:
+            vars(local).update(state)
+            local.batch = first and first.again()
+            local.stand_ins = None if stand_ins is None else stand_ins()
             with ExitStack() as stack:
                 for anew in places:
                     with torch.enable_grad():  # also where the backward pass is not differentiated

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from .. import torch_api
+from . import contents
 from .recorder import Recorder
 from .sharding import any_sharded, is_shard, is_sharded
 
@@ -43,7 +44,7 @@ class _Processes(OneProcess):
     """Those that share the trainable parameters of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.params = [p for p in contents.parameters(model) if p.requires_grad]
 
     def reached(self, here: Sequence[Tensor]) -> Sequence[Tensor]:
         found = {id(p) for p in here}
@@ -65,7 +66,7 @@ class Replicas(_Processes):
     def __init__(self, model: nn.Module, ddp: Any) -> None:
         super().__init__(model)
         self.ddp, self.size = ddp, distributed.get_world_size(ddp.process_group)
-        if {id(p) for p in ddp.parameters() if p.requires_grad} - {id(p) for p in self.params}:
+        if {id(p) for p in contents.parameters(ddp) if p.requires_grad} - {id(p) for p in self.params}:
             raise RuntimeError(
                 f"DistributedDataParallel wraps trainable parameters that are not the model's: {_WHOLE}."
             )
@@ -97,7 +98,7 @@ class Shards(_Processes):
     """FSDP2: `.grad` of a shard is its part of the average."""
 
     def __init__(self, model: nn.Module) -> None:
-        for module in model.modules():
+        for module in contents.modules(model):
             if is_sharded(type(module)):
                 module.reshard()  # type: ignore[operator]
                 if torch_api.divides_grads(module):
@@ -107,7 +108,9 @@ class Shards(_Processes):
                     )
         super().__init__(model)
         self.slots = {
-            (id(module), name): p for module in model.modules() for name, p in module._parameters.items()
+            (id(module), name): p
+            for module in contents.modules(model)
+            for name, p in module._parameters.items()
         }
         meshes = [p.device_mesh for p in self.params if is_shard(p)]  # type: ignore[attr-defined]
         if any(mesh != meshes[0] for mesh in meshes):

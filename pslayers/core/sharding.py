@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, distributed, nn
 
 from .. import torch_api
+from . import contents
 from .trees import is_parameter
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def apart(module: nn.Module) -> bool:
     """Whether parts of a module that runs are sharded by themselves: a further run of it would be a
     collective operation.
     """
-    return in_use() and any(is_shard(p) for p in module.parameters())
+    return in_use() and any(is_shard(p) for p in contents.parameters(module))
 
 
 def is_sharded(cls: type[Any]) -> bool:
@@ -44,7 +45,7 @@ def is_sharded(cls: type[Any]) -> bool:
 
 def any_sharded(model: nn.Module) -> bool:
     """Whether fully_shard has taken a model, or modules of it, apart."""
-    return in_use() and any(is_sharded(type(module)) for module in model.modules())
+    return in_use() and any(is_sharded(type(module)) for module in contents.modules(model))
 
 
 class Holder:

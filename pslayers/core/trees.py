@@ -1,7 +1,7 @@
-"""Tensors inside what a module is called with, or returns; parameters inside a module; dims in memory."""
+"""Tensors inside what a module is called with, or returns; dims in memory."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import Enum
@@ -246,31 +246,6 @@ def stand_in(tensor: Tensor) -> Tensor:
 def is_parameter(t: Any) -> TypeGuard[nn.Parameter]:
     """Whether it is one, and does not only stand for one."""
     return type(t) is nn.Parameter or (isinstance(t, nn.Parameter) and not hasattr(t, "_ps_stands_in"))
-
-
-def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter) of a module's own: its direct ones, and those of children that are never called
-    (ParameterList).
-    """
-    yield from ((name, p) for name, p in module._parameters.items() if p is not None)
-    for name, child in module._modules.items():
-        if child is not None and not callable_module(child):
-            yield from ((f"{name}.{inner}", p) for inner, p in own_parameters(child))
-
-
-def trainable_parameters(module: nn.Module, own: bool = False) -> dict[str, nn.Parameter]:
-    """The trainable parameters of the module and of all that is below it, shared ones once; with `own`, those
-    of the module alone.
-    """
-    found = own_parameters(module) if own else module.named_parameters()
-    return {name: p for name, p in found if p.requires_grad}
-
-
-def callable_module(module: nn.Module) -> bool:
-    """Whether the module has a forward: lists and dicts of modules or parameters have none."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True
-    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 # ------------------------------------------------------------------------------------------- dims in memory

@@ -21,11 +21,13 @@ from ..attribution.tracking import (
     Layout,
     samples_of_rows,
 )
+from ..core import contents
+from ..core.contents import own_parameters
 from ..core.context import Scale, by_original_layers, by_samples, in_place_of, local, places_of
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import as_leaf, of_one, take_data
 from ..core.recorder import recorder_of
-from ..core.trees import cloned, in_order, map_tensors, own_parameters, tensors_in, tensors_of, written_to
+from ..core.trees import cloned, in_order, map_tensors, tensors_in, tensors_of, written_to
 from ..parameters.kept import Kept, kept
 from ..parameters.per_sample import NoRuleError, PerSample, Standing
 from ..parameters.row_ops import as_rows
@@ -199,7 +201,7 @@ def _weights(module: ConvertedModule, given: set[str], own: bool, plan: Plan | N
     idle, others = (frozenset[str](), frozenset[str]()) if plan is None else (plan.idle, plan.others)
     as_they_are = plan is not None and plan.way == "direct"
     weights: dict[str, Any] = {}
-    for name, param in own_parameters(module) if own else module.named_parameters():
+    for name, param in own_parameters(module) if own else contents.named_parameters(module):
         if name in others:
             continue
         if name in given:

@@ -4,7 +4,7 @@ are proved right on the very inputs of the call.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -30,18 +30,11 @@ from ..attribution.tracking import (
     noise,
     samples_of_rows,
 )
+from ..core import contents
+from ..core.contents import callable_module, own_parameters, trainable_parameters
 from ..core.context import by_original_layers, in_place_of, places_of
 from ..core.converted_module import ConvertedModule
-from ..core.trees import (
-    callable_module,
-    cloned,
-    map_tensors,
-    own_parameters,
-    tensors_in,
-    tensors_of,
-    trainable_parameters,
-    written_to,
-)
+from ..core.trees import cloned, map_tensors, tensors_in, tensors_of, written_to
 from ..parameters.per_sample import Standing
 from .plan import Call, Layouts, NoWayError, Plan, filled_order
 from .ways import run_by
@@ -72,7 +65,9 @@ def choose(
                 " outside of transforms and with gradients enabled, or give an example batch,"
                 " convert_model(model, example=x)."
             )
-        first = {n: p[0].detach().requires_grad_() for n, p in module.named_parameters() if n in given}
+        first = {
+            n: p[0].detach().requires_grad_() for n, p in contents.named_parameters(module) if n in given
+        }
         with in_place_of(places_of(module, first, tied=True)):
             return choose(module, call, layouts, size, includes_children, picks, differ=True)
     try:
@@ -194,22 +189,21 @@ class _Proof:
         if (eps := coarsest.eps) > 1e-12:  # not all in double precision
             self.relative, self.absolute = max(1e-3, 16 * eps), max(1e-4, 4 * eps)
 
-    def _run_by_itself(self, own: dict[str, Tensor]) -> Any:
+    @contextmanager
+    def _run_by_itself(self, own: dict[str, Tensor]) -> Iterator[None]:
         """Around a run of the module: nothing is left behind, and nothing recorded."""
-        stack = ExitStack()
-        for context in (
+        others = {n: v for n, v in self.values.items() if n not in self.names}
+        proved = {n: own.get(n, self.values[n]) for n in self.names}
+        with (
             torch.enable_grad(),
             trial(self.module),
             by_original_layers(),
             torch_api.reentrant_checkpoints("straight"),
             quiet_hooks(self.module),
+            in_place_of(places_of(self.module, others, tied=True)),
+            in_place_of(places_of(self.module, proved, tied=self.includes_children)),
         ):
-            stack.enter_context(context)
-        others = {n: v for n, v in self.values.items() if n not in self.names}
-        stack.enter_context(in_place_of(places_of(self.module, others, tied=True)))
-        proved = {n: own.get(n, self.values[n]) for n in self.names}
-        stack.enter_context(in_place_of(places_of(self.module, proved, tied=self.includes_children)))
-        return stack
+            yield
 
     def _run(self, plan: Plan, call: Call, each: dict[str, Tensor], standing: Standing) -> list[Tensor]:
         """The outputs of a run by the plan, with these parameters of each sample's own."""
@@ -269,7 +263,7 @@ class _Proof:
         """The module's own parameters that are a layer's below, too (tied ones), which alone uses them."""
         below = {
             id(p)
-            for m in self.module.modules()
+            for m in contents.modules(self.module)
             if m is not self.module and callable_module(m)  # not its own ParameterList
             for _, p in own_parameters(m)
         }

@@ -13,6 +13,7 @@ from .. import torch_api
 from ..attribution.gathered import following, without_gathered_rows
 from ..attribution.snapshot import Randomness, trial, unchanged
 from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED, TABLE, TIME_MAJOR, Layout, apart
+from ..core import contents
 from ..core.context import Batch, by_original_layers, changed, in_place_of, local, places_of, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import as_leaf, of_one
@@ -132,7 +133,7 @@ def _check_count(tensors: int, layouts: int) -> None:
 def _has_backward_hooks(module: nn.Module) -> bool:
     """Whether one is called for this module or one below it."""
     everywhere = torch_api.global_backward_hooks, torch_api.global_backward_pre_hooks
-    each = ((m._backward_hooks, m._backward_pre_hooks) for m in module.modules())
+    each = ((m._backward_hooks, m._backward_pre_hooks) for m in contents.modules(module))
     return any(map(any, (everywhere, *each)))
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core import contents
 from ..core.context import transforming
 from ..modules.base import OwnBatchDim, PSLayer
 from ..torch_api import AdaptiveOutput
@@ -46,7 +47,9 @@ class PSAdaptiveLogSoftmaxWithLoss(
     def _ps_needed(self) -> bool:
         """Where one of the layers below needs it."""
         return any(
-            layer._ps_needed() for layer in self.modules() if isinstance(layer, PSLayer) and layer is not self
+            layer._ps_needed()
+            for layer in contents.modules(self)
+            if isinstance(layer, PSLayer) and layer is not self
         )
 
     def _ps_plain(self, ps_forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

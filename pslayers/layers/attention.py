@@ -11,6 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .. import functional as PF
 from .. import torch_api
+from ..core import contents
 from ..core.context import LayerCall, clear, local
 from ..functional.common import for_rows
 from ..modules.base import OwnBatchDim, PSLayer
@@ -76,7 +77,7 @@ class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.Multi
         out.__class__ = PSNonDynamicallyQuantizableLinear
         assert isinstance(out, PSLinear)
         out._ps = State(self._ps_state().settings, "out_proj", out)
-        for param in out.parameters():
+        for param in contents.parameters(out):
             clear(param)
 
     @classmethod
@@ -84,7 +85,9 @@ class PSMultiheadAttention(OwnBatchDim, nn.MultiheadAttention, replaces=nn.Multi
         """An ``out_proj`` that has been replaced: torch uses its weight without calling it."""
         out: Any = module.out_proj
         known = isinstance(out, PSLinear) or type(out) in (nn.Linear, NonDynamicallyQuantizableLinear)
-        if (known and "weight" in out._parameters) or not any(p.requires_grad for p in out.parameters()):
+        if (known and "weight" in out._parameters) or not any(
+            p.requires_grad for p in contents.parameters(out)
+        ):
             return None
         return (
             f"has an `out_proj` of type {type(out).__name__}, whose forward it does not call: put its weight"

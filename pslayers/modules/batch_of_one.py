@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import torch_api
+from ..core import contents
 from ..core.context import Place, Settings, by_original_layers, in_place_of, other_places, there
 from ..core.expansion import Op, of_one, take_data, will_execute
 from ..core.recorder import Recorder, recorder_of
@@ -108,7 +109,7 @@ class Trained:
         for i, recorder in enumerate(self.recorders):
             parts.setdefault(id(recorder.settings), []).append(i)
         self.parts = list(parts.values())
-        others = other_places(model.modules(), known, self.places)
+        others = other_places(contents.modules(model), known, self.places)
         self.places += [(held, name, self.params[at], at) for held, name, at in others]
 
     def aliased(self, op: type[_Alone]) -> list[Place]:

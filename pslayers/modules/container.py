@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from .. import compiled, general, torch_api
+from ..core.contents import trainable_parameters
 from ..core.context import by_original_layers, local, transforming
 from ..core.converted_module import entry
-from ..core.trees import trainable_parameters
 from ..parameters.per_sample import NoRuleError
 from .converted import Converted
 

@@ -21,13 +21,14 @@ from ..attribution.graph import parameters_given
 from ..attribution.ragged import Alone, Seen, of_jagged
 from ..attribution.snapshot import Randomness, Snapshot
 from ..attribution.tracking import Layout, batch_dim, run_tracked
-from ..core import sharding
+from ..core import contents, sharding
+from ..core.contents import own_parameters
 from ..core.context import Batch, Form, Settings, changed, clear, form_of, local, transforming
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import refuse_rows
 from ..core.recorder import Recorder, let_go
 from ..core.switches import setting, settings_of_hooks
-from ..core.trees import Call, own_parameters, tensors_in, tensors_of
+from ..core.trees import Call, tensors_in, tensors_of
 from .batch_of_one import run_alone, run_plain
 from .call_ways import Ways
 from .first_call import Kind, ModelCall
@@ -99,7 +100,9 @@ class State:
         self.ndims = {name: p.ndim for name, p in own_parameters(module)}
         # what the weights are computed from
         if (makers := module._modules.get("parametrizations")) is not None:
-            self.ndims |= {f"parametrizations.{name}": p.ndim for name, p in makers.named_parameters()}
+            self.ndims |= {
+                f"parametrizations.{name}": p.ndim for name, p in contents.named_parameters(makers)
+            }
         # that was set on the instance, where it was one of its own methods
         self.forward: MethodType | None = None
         self.layouts: dict[LayoutKey, Layout] = {}  # as tracked
@@ -263,7 +266,7 @@ class Converted(_Mixin):
         carry is swapped, too.
         """
         swaps = torch.__future__.get_swap_module_params_on_conversion()
-        params = list(self.parameters()) if swaps else []
+        params = list(contents.parameters(self)) if swaps else []
         for param in params:
             let_go(param)
         yield
@@ -340,7 +343,7 @@ class Converted(_Mixin):
     def _ps_check_parts(self, settings: Settings) -> None:
         """ValueError where more is called than the part that a block around the call was given."""
         for of, part in local.parts:
-            if of is settings and all(module is not self for module in part.modules()):
+            if of is settings and all(module is not self for module in contents.modules(part)):
                 name, given = self._ps_state().path, part._ps_state().path
                 raise ValueError(
                     f"`{name}` ({type(self).__name__}) is called inside of a ps.recording or ps.accumulating"
@@ -350,7 +353,12 @@ class Converted(_Mixin):
 
     def _ps_has_tangents(self, inputs: Call) -> bool:
         """Whether anything in a call is a tensor with a tangent, of torch.autograd.forward_ad."""
-        return any(map(torch_api.is_dual, chain(tensors_of(inputs), self.parameters(), self.buffers())))
+        return any(
+            map(
+                torch_api.is_dual,
+                chain(tensors_of(inputs), contents.parameters(self), contents.buffers(self)),
+            )
+        )
 
     def _ps_in_turn(self, run: Callable[..., Any], inputs: Call, recorded: bool) -> Any:
         settings, (args, kwargs) = self._ps_state().settings, inputs
@@ -567,7 +575,7 @@ class Converted(_Mixin):
         state, inventory = self._ps_state(), self._ps_inventory()
         if inventory.rebuilt and not state.prefix:
             # rows of what is not in the model any more are not to line up with its own
-            here = {id(p) for p in self.parameters()}
+            here = {id(p) for p in contents.parameters(self)}
             recorded = state.settings.recorded
             state.settings.recorded = {key: ref for key, ref in recorded.items() if key in here}
         if state.settings.partial:
@@ -684,7 +692,7 @@ class Converted(_Mixin):
         with self._ps_state().settings.turns.reading():  # not while something stands in a parameter's place
             if not set_to_none:
                 super().zero_grad(set_to_none=False)
-            for param in self.parameters():
+            for param in contents.parameters(self):
                 if set_to_none:
                     param.grad = None
                 if "grad_sample" in param.__dict__:

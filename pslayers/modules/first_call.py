@@ -39,7 +39,7 @@ from ..attribution.snapshot import (
     unchanged,
 )
 from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, run_plainly, track
-from ..core import sharding
+from ..core import contents, sharding
 from ..core.context import Batch, Form, changed, local, transforming
 from ..core.trees import Call, cloned, tensors_in, tensors_of
 from ..parameters.kept import Kept
@@ -351,7 +351,7 @@ class ModelCall:
 
     def _hooked(self) -> bool:
         """Whether somebody looks at the gradients that flow through a call."""
-        modules = self.model.modules()
+        modules = contents.modules(self.model)
         return self.state.hooks or any(m._backward_hooks or m._backward_pre_hooks for m in modules)
 
     def _taught_beside(self, nodes: int) -> bool:
@@ -452,9 +452,11 @@ class ModelCall:
         """
         stored = [[*held.values()] if isinstance(held, dict) else held for held in held_by(self.model)]
         output = output, [t for values in stored for t in values if isinstance(t, Tensor)]
-        layers = (m for m in self.model.modules() if getattr(m, "_ps_layer", False))
+        layers = (m for m in contents.modules(self.model) if getattr(m, "_ps_layer", False))
         of_layers = (p for layer in layers for p in layer._parameters.values() if p is not None)
-        return past_expansions(output, list(of_layers if self.settings.partial else self.model.parameters()))
+        return past_expansions(
+            output, list(of_layers if self.settings.partial else contents.parameters(self.model))
+        )
 
     def _few(self) -> "ModelCall | None":
         """This call for a few of its samples; None where these are not worth it."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import general
 from ..attribution.tracking import FIRST, MIXED, PICKED, TABLE, Layout, Tracker, parameters_used
+from ..core import contents
 from ..core.context import Batch, in_place_of, places_of
 from ..core.trees import Call, tensors_in
 from ..general.plan import Plan
@@ -25,7 +26,9 @@ def choose_how_modules_run(model: "Converted", inputs: Call, tracker: Tracker, b
         ValueError: one has no caller, or the model itself cannot be run.
     """
     modules, names = tracker.modules, model._ps_given()
-    first = {name: nn.Parameter(p.detach()[0]) for name, p in model.named_parameters() if name in names}
+    first = {
+        name: nn.Parameter(p.detach()[0]) for name, p in contents.named_parameters(model) if name in names
+    }
     with in_place_of(places_of(model, first, tied=True)):
         used, recorded = parameters_used(model, *inputs)
         for user, params in used.items():  # past their layers: by whoever holds them all
@@ -40,7 +43,7 @@ def choose_how_modules_run(model: "Converted", inputs: Call, tracker: Tracker, b
     for (key, call, _, _), x in tracker.seen.items():
         layer = modules[key]
         mixed = layer._ps_layer and layer._ps_layout(call, FIRST, x.ndim) == MIXED
-        if mixed and any(p.requires_grad for p in layer.parameters()):
+        if mixed and any(p.requires_grad for p in contents.parameters(layer)):
             _whole_caller(tracker, (key, call), layer)
             why = why or layer._ps_not_attributable(x, batch.size)
     _keep_shared_whole(tracker, model._ps_state().shared)
@@ -140,7 +143,7 @@ def _holder(tracker: Tracker, key: int | None, params: set[int]) -> int | None:
     """This module or the first of its callers that holds all of these parameters: a part may be called by a
     module that was given it.
     """
-    while key is not None and not params <= {id(p) for p in tracker.modules[key].parameters()}:
+    while key is not None and not params <= {id(p) for p in contents.parameters(tracker.modules[key])}:
         key = next((c for (k, _), c in tracker.callers.items() if k == key and c is not None), None)
     return key
 
@@ -152,7 +155,7 @@ def _whole_caller(
     why: str = "its rows are picked by data",
 ) -> None:
     """Let what has called a module be run whole, with it; ValueError if nothing has."""
-    params = {id(p) for p in module.parameters()}
+    params = {id(p) for p in contents.parameters(module)}
     caller = _holder(tracker, tracker.callers.get(call), params)
     if caller is None:
         raise ValueError(

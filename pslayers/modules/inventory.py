@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..core import contents
 from ..core.recorder import Recorder, recorder_of
 from ..core.trees import is_parameter
 
@@ -57,14 +58,14 @@ class Inventory:
         ndims: dict[tuple[int, str], int] = {}
         recorded: set[tuple[int, str]] = set()
         whole: list[str] = []  # modules that record whatever is below them
-        for path, module in root.named_modules():
+        for path, module in contents.named_modules(root):
             held, children = module._parameters, module._modules
             self.modules.append((children, tuple(children.values())))
             if children or isinstance(module, nn.Sequential | nn.ModuleList):
                 self.parents.append((weakref.ref(module), children))
             self.names.append((held, tuple(held)))
             if hasattr(module, "_ps_state"):
-                state = module._ps_state()
+                state = module._ps_state()  # type: ignore[operator]
                 if all(state.settings is not known for known in self.settings):
                     self.settings.append(state.settings)
                 records = module._ps_layer or state.per_sample_forward
@@ -161,7 +162,7 @@ class Inventory:
 
 def states(model: nn.Module) -> list[tuple[nn.Module, Any]]:
     """The converted modules of a model, itself included, that have a state, and these states."""
-    return [(m, state) for m in model.modules() if (state := getattr(m, "_ps", None)) is not None]
+    return [(m, state) for m in contents.modules(model) if (state := getattr(m, "_ps", None)) is not None]
 
 
 def _below(module: nn.Module | None, path: list[str]) -> nn.Module | None:

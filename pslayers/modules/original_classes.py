@@ -12,6 +12,7 @@ from torch import nn
 
 from ..attribution.proof import disagreement
 from ..attribution.snapshot import trial
+from ..core import contents
 from ..core.converted_module import is_entry
 from ..core.trees import cloned
 
@@ -37,7 +38,7 @@ def of_original_classes(model: nn.Module) -> Iterator[None]:
     """Inside the block modules are of the classes that they had before conversion, with the forwards of
     their own, but for parametrized and sharded ones, whose class is made of the present one.
     """
-    held: list[tuple[Any, type]] = [(m, type(m)) for m in model.modules()]
+    held: list[tuple[Any, type]] = [(m, type(m)) for m in contents.modules(model)]
     states = [(m, m.__dict__["_ps"]) for m, _ in held if "_ps" in m.__dict__ and "forward" not in m.__dict__]
     own = [(module, state.forward) for module, state in states if state.forward is not None]
     try:
@@ -61,7 +62,7 @@ def check_classes(model: Any, output: Any, call: tuple[Any, Any], rewind: Callab
     Raises:
         ValueError: they do not.
     """
-    if not any(map(_asks_for_classes, {type(m) for m in model.modules()})):
+    if not any(map(_asks_for_classes, {type(m) for m in contents.modules(model)})):
         return
     with trial(model), torch.no_grad(), of_original_classes(model):
         rewind()

@@ -8,7 +8,7 @@ from ..attribution.graph import past_expansions
 from ..attribution.proof import quiet_hooks
 from ..attribution.ragged import RaggedCall
 from ..attribution.snapshot import Randomness, Snapshot, trial
-from ..core import sharding
+from ..core import contents, sharding
 from ..core.context import Batch, local, transforming
 from ..core.trees import Call
 from .batch_of_one import run_alone
@@ -65,7 +65,7 @@ def _first_call(
     """
     state = model._ps_state()
     random, before = Randomness(), Snapshot(model, inputs)
-    params = list(model.parameters())
+    params = list(contents.parameters(model))
     asked: set[str] = set()  # what was found out of
     forget = model._ps_count_from_here()
     while True:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..core import contents
 from ..core.context import NoRuleError, Place, in_place_of, local, places_of
 from ..core.converted_module import ConvertedModule
 from ..core.expansion import refuse_rows
@@ -84,7 +85,7 @@ def held_by(module: nn.Module) -> list[Any]:
     """The dicts that hold the attributes, parameters and buffers of all modules below, and the dicts, lists,
     deques and attributes of objects that are reached from these.
     """
-    held: list[Any] = [d for m in module.modules() for d in (vars(m), m._parameters, m._buffers)]
+    held: list[Any] = [d for m in contents.modules(module) for d in (vars(m), m._parameters, m._buffers)]
     own = [value for each in held for name, value in each.items() if name not in _OF_MODULES]
     for value in [one.value for one in reached(own) if isinstance(one, Held)]:
         held += [value] if isinstance(value, (list, dict, deque)) else []

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import pslayers as ps
 from pslayers import general
+from pslayers.core.context import local
 
 from ..oracle import assert_rows, assert_rows_right, loop, square, squares, true_rows
 
@@ -924,3 +925,34 @@ def test_an_output_that_is_squeezed(outputs: int, steps: int, inside: bool) -> N
         y.reshape(size, -1).square().sum(1).mean().backward()
         rows = true_rows(lambda i, x=x: model(x[i : i + 1]).square().sum(), model, size)
         assert_rows(ours, rows)
+
+
+class WithoutPaths(nn.Module):
+    """It does not say what is where, once it is told not to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.gate, self.tells = nn.Linear(4, 2), nn.Parameter(torch.randn(2)), True
+
+    def get_submodule(self, target: str) -> nn.Module:
+        if not self.tells:
+            raise AttributeError(target)
+        return super().get_submodule(target)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.fc(x)) * self.gate
+
+
+def test_a_proof_that_cannot_begin_leaves_nothing_behind() -> None:
+    """What was set for it is as before, `.grad` too, and the next call is right."""
+    model = WithoutPaths().double()
+    plain, x = copy.deepcopy(model), torch.randn(3, 4, dtype=torch.float64)
+    ps.convert_model(model)
+    model.fc.bias.grad = before = torch.ones(2, dtype=torch.float64)
+    state, model.tells = dict(vars(local)), False
+    with pytest.raises(ValueError, match="cannot be called by itself again"):
+        model(x)
+    assert vars(local) == state
+    assert model.fc.bias.grad is before
+    model.tells, model.fc.bias.grad = True, None
+    assert_rows_right(plain, x, converted=model)
