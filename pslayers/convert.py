@@ -168,7 +168,7 @@ def _watch(module: Any, settings: Settings) -> None:
     """
     for name, param in own_parameters(module):
         if is_parameter(param) and param.requires_grad and not is_lazy(param):
-            holder = module.get_submodule(name.rpartition(".")[0])
+            holder = contents.submodule(module, name.rpartition(".")[0])
             recorder_of(param, f"{module._ps_state().prefix}{name}", settings, holder)
 
 

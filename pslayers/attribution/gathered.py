@@ -492,7 +492,7 @@ def following(size: int, inputs: Iterable[tuple[Any, Layout]]) -> Iterator[None]
                 picks.tag_packed(t)
             elif layout in (BATCH_MAJOR, ("dim", 0)):
                 picks.tag_batch(t)
-            elif layout in (SHARED, TABLE):  # also where a first call has taken it for the batch's by its shape
+            elif layout in (SHARED, TABLE):  # where a first call took it for the batch's by its shape, too
                 if (known := picks.owners(t)) is not None:
                     set_aside.append((t, known))
                     picks.tags[t] = None

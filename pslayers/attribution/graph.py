@@ -59,13 +59,25 @@ def given_to_functions(output: Any) -> set[int]:
     return {id(node.variable) for node in _given(output) if hasattr(node, "variable")}
 
 
+def leaves_of(output: Any) -> set[int]:
+    """The ids of the leaves that an output is made of by anything but the library's own ops."""
+    nodes = (node for node in _nodes_of(output) if not _is_ours(node))
+    before = (leaf for node in nodes for leaf, _ in node.next_functions)
+    return {id(leaf.variable) for leaf in before if hasattr(leaf, "variable")}
+
+
+def _is_ours(node: Any) -> bool:
+    cls: Any = getattr(type(node), "_forward_cls", type(None))
+    return cls.__module__.startswith(_PACKAGE)  # type: ignore[no-any-return]
+
+
 def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
     """Whether one of these parameters is reached, in the graph of an output, by anything but the library's
     own ops with rows of it, which come after it.
     """
     watched = {id(p) for p in params if p.requires_grad}
     for node in _nodes_of(output):
-        ours = getattr(type(node), "_forward_cls", type(None)).__module__.startswith(_PACKAGE)
+        ours = _is_ours(node)
         functions = [following for following, _ in node.next_functions]
         for following, after in zip_longest(functions, functions[1:]):
             reached = id(getattr(following, "variable", None)) in watched

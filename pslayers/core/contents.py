@@ -50,6 +50,15 @@ def buffers(module: nn.Module) -> Iterator[Tensor]:
     return (t for part in modules(module) for t in part._buffers.values() if t is not None)
 
 
+def submodule(module: nn.Module, path: str) -> nn.Module:
+    """That which lies there below a module."""
+    for name in path.split(".") if path else ():
+        below = module._modules[name]
+        assert below is not None
+        module = below
+    return module
+
+
 def own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(name, parameter) of a module's own: its direct ones, and those of children that are never called
     (ParameterList).

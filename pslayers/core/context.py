@@ -21,7 +21,7 @@ from . import contents
 from .converted_module import ConvertedLayer, ConvertedModule
 from .switches import Switches
 from .thread_turns import Turns
-from .trees import is_parameter, stand_in, structure, tensors_of
+from .trees import is_parameter, map_tensors, stand_in, structure, tensors_of
 
 if TYPE_CHECKING:
     from .sinks import Sink
@@ -200,7 +200,8 @@ class Settings:
 
     def check_bare(self) -> None:
         """An error where the pass that ends has given a parameter a gradient, and no row of it, though it has
-        given rows to others, or a block takes all that there are (`.grad` would be what was not clipped).
+        given rows to others, or a block takes all that there are (`.grad` would be what was not clipped), or
+        nobody has called the model so far (other passes may be of a penalty alone).
         """
         found, self.bare = self.bare, []
         gave = self.pass_id == self.bare_pass
@@ -210,15 +211,18 @@ class Settings:
             # where no sums are wanted, nothing comes by way of expansions
             if (not self.sums if gave and r.pass_id == self.pass_id else not self.partial)
         ]
-        if names and (gave or (self.recording_in_pass and not (self.grad and self.sink is None))):
+        taken = not (self.grad and self.sink is None)
+        uncalled = self.pass_id == -1 and not self.graphs
+        if names and (gave or (self.recording_in_pass and (taken or uncalled))):
             some = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
-            where = "that gave rows to other parameters" if gave else "inside of a block that takes its rows"
+            where = "inside of a block that takes its rows" if taken else "of a model that was never called"
+            where = "that gave rows to other parameters" if gave else where
             raise RuntimeError(
-                f"{some} received a gradient, and no row of it, in a backward pass {where}: a part of the"
-                " forward was not recorded (under ps.recording(model, False), or past the model's own modules"
-                " as they are called, model(x)), or the loss uses the parameter itself. Have the forward do"
-                " it, or compute that part of the loss in a backward pass of its own, without recording:"
-                " ps.recording(model, False). A"
+                f"{some} received a gradient, and no row of it, in a backward pass {where}: rows are recorded"
+                " of calls of the model itself, model(x). What another method does (log_prob) is to be done"
+                " by its forward, or that of a module around it. What was computed under ps.recording(model,"
+                " False), or of the parameter itself in the loss, takes a backward pass of its own, without"
+                " recording: ps.recording(model, False). A"
                 " torch.autograd.Function that is given parameters, as by odeint_adjoint, has no rows: call"
                 " the module itself, as odeint does. Nor has a call by torch.func (jvp, vmap): take"
                 " torch.autograd.grad(..., create_graph=True)."
@@ -475,12 +479,13 @@ def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) ->
     found: list[Place] = []
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")
-        found.append((module.get_submodule(path)._parameters, last, tensor))
+        found.append((contents.submodule(module, path)._parameters, last, tensor))
     known = {id(held[name]): tensor for held, name, tensor in found if held[name] is not None}
     return [*found, *other_places(contents.modules(module) if tied else (module,), known, found)]
 
 
 # attributes of every module that hold no parameter of its own, and what recurrent layers renew
+NESTED = 3  # lists, tuples and dicts in which parameters are looked for, one in the other
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"_parameters"} | {"_flat_weights"}
 
 
@@ -488,20 +493,27 @@ def other_places(
     modules: Iterable[nn.Module], known: Mapping[int, Any], places: Sequence[tuple[Any, ...]]
 ) -> Iterator[Place]:
     """Where else than at these places modules hold the `known` parameters, by their ids: among their
-    attributes, and in the lists and dicts among these, of which one is that of their own parameters.
+    attributes, and in the lists, tuples and dicts among these, of which one is that of their own parameters.
     """
     named = {(id(place[0]), place[1]) for place in places}
     for module in modules:
         attributes = vars(module)
-        for name, value in attributes.items():
-            if name in _OF_MODULES:
-                continue
-            if id(value) in known:
-                yield attributes, name, known[id(value)]
-            elif isinstance(value, (dict, list)):
-                for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-                    if id(one) in known and (id(value), key) not in named:
-                        yield value, key, known[id(one)]
+        own = [(name, value) for name, value in attributes.items() if name not in _OF_MODULES]
+        yield from _places_in(attributes, own, known, named, NESTED)
+
+
+def _places_in(
+    held: Any, items: Iterable[tuple[Any, Any]], known: Mapping[int, Any], named: set[Any], depth: int
+) -> Iterator[Place]:
+    for key, value in items:
+        if id(value) in known:
+            if (id(held), key) not in named:
+                yield held, key, known[id(value)]
+        elif depth and isinstance(value, (dict, list)):
+            inner = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from _places_in(value, inner, known, named, depth - 1)
+        elif depth and isinstance(value, tuple) and any(id(t) in known for t in tensors_of(value)):
+            yield held, key, map_tensors(lambda t: known.get(id(t), t), value)
 
 
 # ----------------------------------------------------------------------------------------- computed once more

@@ -208,7 +208,7 @@ def _weights(module: ConvertedModule, given: set[str], own: bool, plan: Plan | N
             module._ps_check_given(name, param, batch.size)
             weights[name] = param
         elif state.settings.records(param):
-            holder = module.get_submodule(name.rpartition(".")[0])
+            holder = contents.submodule(module, name.rpartition(".")[0])
             recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
             recorder.unexpanded = name in idle
             if name not in idle:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import torch_api
+from ..attribution.graph import leaves_of
 from ..attribution.proof import quiet_hooks, quiet_pass, separating_groups
 from ..attribution.snapshot import Randomness, Snapshot, trial
 from ..attribution.tracking import (
@@ -177,6 +178,12 @@ class _Proof:
             random = Randomness(["torch"])
             with coarsest:
                 output = module._ps_forward()(module, *args, **kwargs)
+            leaves = leaves_of(output)
+            if past := [name for name, p in found.items() if id(p) in leaves]:
+                raise ValueError(
+                    f"its forward comes to {past} otherwise than by attributes of modules and the lists,"
+                    " tuples and dicts among these, where what is each sample's own stands for them"
+                )
             self.draws = bool(random.drawn())
             self.plain = self._outputs(output, (args, kwargs), given)
             self.orders = tuple(map(filled_order, tensors_of(output)))

@@ -110,7 +110,8 @@ class Trained:
             parts.setdefault(id(recorder.settings), []).append(i)
         self.parts = list(parts.values())
         others = other_places(contents.modules(model), known, self.places)
-        self.places += [(held, name, self.params[at], at) for held, name, at in others]
+        # a call that comes to them by tuples is one for functions of somebody's, see `_ps_alone`
+        self.places += [(held, name, self.params[at], at) for held, name, at in others if type(at) is int]
 
     def aliased(self, op: type[_Alone]) -> list[Place]:
         """Aliases of the parameters for a call, by `op`, in their places.

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import compiled, torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
-from ..attribution.graph import parameters_given
+from ..attribution.graph import leaves_of, parameters_given
 from ..attribution.ragged import Alone, Seen, of_jagged
 from ..attribution.snapshot import Randomness, Snapshot
 from ..attribution.tracking import Layout, batch_dim, run_tracked
@@ -439,7 +439,9 @@ class Converted(_Mixin):
         else:
             if not (before.differs() or before.inputs_differ() or self._ps_given()):
                 check_classes(self, output, inputs, random.restore)
-            given = parameters_given(output)
+            leaves = leaves_of(output)  # of parameters there is but what stands for them
+            past = any(id(p) in leaves and p.requires_grad for p in contents.parameters(self))
+            given = past or parameters_given(output)
         state.functions[local.form] = given
         if given:
             before.restore()

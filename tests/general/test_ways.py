@@ -1,9 +1,10 @@
 """Modules without a replacement: every pattern of public architectures, against the loop over samples."""
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 import pslayers as ps
 from pslayers import general
 from pslayers.core.context import local
+from pslayers.general import choice
 
 from ..oracle import assert_rows, assert_rows_right, loop, square, squares, true_rows
 
@@ -927,32 +929,110 @@ def test_an_output_that_is_squeezed(outputs: int, steps: int, inside: bool) -> N
         assert_rows(ours, rows)
 
 
-class WithoutPaths(nn.Module):
-    """It does not say what is where, once it is told not to."""
+def test_a_proof_that_cannot_begin_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was set for it is as before, `.grad` too, and the next call is right."""
+    plain, x = nn.Sequential(RMSNorm(), nn.Linear(4, 2)).double(), torch.randn(3, 4, dtype=torch.float64)
+    model = ps.convert_model(copy.deepcopy(plain))
+    model[0].weight.grad = before = torch.ones(4, dtype=torch.float64)
+    state = dict(vars(local))
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "places_of", lambda *_, **__: 1 / 0)
+        with pytest.raises(ValueError, match="cannot be called by itself again"):
+            model(x)
+    assert vars(local) == state
+    assert model[0].weight.grad is before
+    model[0].weight.grad = None
+    assert_rows_right(plain, x, converted=model)
+
+
+class Pair(NamedTuple):
+    """Two parameters that belong together."""
+
+    w: Tensor
+    b: Tensor
+
+
+class Keeps:
+    """An object of somebody's own."""
+
+    def __init__(self, *params: Tensor) -> None:
+        self.params = params
+
+
+class Beside(nn.Module):
+    """Its forward comes to its parameters by what it holds beside them."""
+
+    def __init__(self, keep: Callable[..., Any], get: Callable[[Any], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.w, self.b, self.get = nn.Parameter(torch.randn(2, 4)), nn.Parameter(torch.randn(2)), get
+        self.kept = keep(self.w, self.b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, *self.get(self.kept)))
+
+
+NESTED: dict[str, tuple[Any, Any]] = {
+    "list": (lambda w, b: [w, b], lambda kept: kept),
+    "pairs": (lambda w, b: [(w, b)], lambda kept: kept[0]),
+    "named-tuple": (Pair, lambda kept: (kept.w, kept.b)),
+    "dict-of-lists": (lambda w, b: {"w": [w], "b": [b]}, lambda kept: (kept["w"][0], kept["b"][0])),
+    "tuple-of-dicts": (lambda w, b: ({"w": w}, b), lambda kept: (kept[0]["w"], kept[1])),
+    "lists-in-lists": (lambda w, b: [[[w]], b], lambda kept: (kept[0][0][0], kept[1])),
+}
+OTHERWISE: dict[str, tuple[Any, Any]] = {
+    "object": (Keeps, lambda kept: kept.params),
+    "closure": (lambda w, b: lambda: (w, b), lambda kept: kept()),
+    "partial": (lambda w, b: functools.partial(tuple, (w, b)), lambda kept: kept()),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", NESTED)
+def test_parameters_in_lists_tuples_and_dicts(name: str, size: int) -> None:
+    """Also one in the other; what a module holds is as before after a call."""
+    model = Beside(*NESTED[name]).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    kept = ours.kept
+    for n in (size, 4, size):
+        ours.zero_grad()
+        assert_rows_right(model, torch.randn(n, 4, dtype=torch.float64), converted=ours)
+    assert ours.kept is kept
+    assert ours.get(kept)[0] is ours.w
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["itself", "inside"])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_parameters_that_are_come_to_otherwise_are_an_error(name: str, size: int, inner: bool) -> None:
+    """No rows without a word; the first call says so, and of which parameters."""
+    made = Beside(*OTHERWISE[name])
+    model = ps.convert_model(nn.Sequential(made, nn.Linear(2, 2)) if inner else made)
+    with pytest.raises(ValueError, match=r"comes to \['(0\.)?w', '(0\.)?b'\] otherwise than by"):
+        model(torch.randn(size, 4))
+
+
+class Density(nn.Module):
+    """It is called by another method than forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.gate, self.tells = nn.Linear(4, 2), nn.Parameter(torch.randn(2)), True
-
-    def get_submodule(self, target: str) -> nn.Module:
-        if not self.tells:
-            raise AttributeError(target)
-        return super().get_submodule(target)
+        self.shift = nn.Parameter(torch.randn(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.fc(x)) * self.gate
+        return self.log_prob(x)
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        return -(x - self.shift).square().sum(1)
 
 
-def test_a_proof_that_cannot_begin_leaves_nothing_behind() -> None:
-    """What was set for it is as before, `.grad` too, and the next call is right."""
-    model = WithoutPaths().double()
-    plain, x = copy.deepcopy(model), torch.randn(3, 4, dtype=torch.float64)
-    ps.convert_model(model)
-    model.fc.bias.grad = before = torch.ones(2, dtype=torch.float64)
-    state, model.tells = dict(vars(local)), False
-    with pytest.raises(ValueError, match="cannot be called by itself again"):
-        model(x)
-    assert vars(local) == state
-    assert model.fc.bias.grad is before
-    model.tells, model.fc.bias.grad = True, None
-    assert_rows_right(plain, x, converted=model)
+def test_a_model_of_which_only_another_method_is_called_is_an_error() -> None:
+    """Not once it has been called: then other passes may be of a penalty."""
+    model, x = ps.convert_model(Density()), torch.randn(3, 4)
+    with pytest.raises(RuntimeError, match=r"`shift` received a gradient, and no row of it.*never called"):
+        model.log_prob(x).mean().backward()
+    for n in (1, 3):
+        model.zero_grad()
+        model(x[:n]).mean().backward()
+        rows = model.shift.grad_sample
+        model.shift.square().sum().backward()
+        assert model.shift.grad_sample is rows
