@@ -498,7 +498,7 @@ def other_places(
     named = {(id(place[0]), place[1]) for place in places}
     for module in modules:
         attributes = vars(module)
-        own = [(name, value) for name, value in attributes.items() if name not in _OF_MODULES]
+        own = ((name, value) for name, value in attributes.items() if name not in _OF_MODULES)
         yield from _places_in(attributes, own, known, named, NESTED)
 
 

@@ -141,15 +141,16 @@ def structure(value: Any, batch: int = 0, seen: set[int] | None = None) -> Any:
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, Any] | None = None) -> Any:
     """A copy of a value with `fn` applied to every tensor in its containers and objects; what is one object
-    stays one.
+    stays one, tensors too: forwards ask whether ``query is key``.
     """
-    if isinstance(value, Tensor):
-        return fn(value)
     if type(value) in _LEAVES:
         return value
+    copies = {} if copies is None else copies
+    if isinstance(value, Tensor):
+        found = fn(value)  # called of each, as one that takes what it gives from a list must be
+        return copies.setdefault(id(value), found)
     if isinstance(value, PackedSequence):
         return value._replace(data=fn(value.data))
-    copies = {} if copies is None else copies
     if isinstance(value, tuple):
         parts = [map_tensors(fn, v, copies) for v in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

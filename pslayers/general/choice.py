@@ -4,7 +4,7 @@ are proved right on the very inputs of the call.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -89,14 +89,33 @@ def choose(
 
 def _fastest(proof: "_Proof", layouts: Layouts, picks: bool) -> Plan:
     """The fastest way that is proved right for these layouts."""
-    includes_children, module = proof.includes_children, proof.module
-    others = frozenset[str]() if includes_children else proof.of_layers()
-    for idle in (frozenset[str](), *proof.idle()):
-        for follows in (True,) if includes_children or picks else (False, True):
-            names = proof.names - idle - others
-            plan = Plan("direct", layouts, names, includes_children, follows, idle=idle, others=others)
-            if proved := proof.of(plan):
-                return proved
+    if proved := _directly(proof, layouts, picks, frozenset()):
+        return proved
+    idle = proof.idle()
+    if idle and proof.mixes_but_numbers():  # what reaches but these (a loss) may have rows by another way
+        with suppress(NoWayError):
+            return _one_by_one(proof, layouts)
+    for names in idle:
+        if proved := _directly(proof, layouts, picks, names):
+            return proved
+    return _one_by_one(proof, layouts)
+
+
+def _directly(proof: "_Proof", layouts: Layouts, picks: bool, idle: frozenset[str]) -> Plan | None:
+    """A direct run without these parameters, if it is right."""
+    whole = proof.includes_children
+    others = frozenset[str]() if whole else proof.of_layers()
+    names = proof.names - idle - others
+    for follows in (True,) if whole or picks else (False, True):
+        plan = Plan("direct", layouts, names, whole, follows, idle=idle, others=others)
+        if proved := proof.of(plan):
+            return proved
+    return None
+
+
+def _one_by_one(proof: "_Proof", layouts: Layouts) -> Plan:
+    """By vmap, or a loop; NoWayError if neither is right."""
+    module = proof.module
     if {MIXED, PICKED} & {*layouts.inputs, *layouts.written} or PICKED in layouts.outputs:
         listed = any(isinstance(v, list) for v in (*proof.call[0], *proof.call[1].values()))
         hint = ", or, of a list with a tensor for each, say `with ps.sample_ids(torch.arange(n), n):`"
@@ -106,7 +125,7 @@ def _fastest(proof: "_Proof", layouts: Layouts, picks: bool) -> Plan:
     if MIXED in layouts.outputs and {SHARED, TABLE} >= {*layouts.inputs}:
         # each run would be of the whole batch, and their mean the same, whoever's the rows were
         raise NoWayError("nothing that it is given holds a row for each sample: give it tensors that do")
-    if not includes_children:
+    if not proof.includes_children:
         proof = _Proof(module, proof.call, layouts, proof.size, True, proof.differ)
     ndims = tuple(t.ndim for t in proof.plain)
     plan = Plan("vmap", layouts, proof.names, True, counts=proof.counts, ndims=ndims, draws=proof.draws)
@@ -256,6 +275,10 @@ class _Proof:
         names = [*of, *(f"{INPUT}{i}" for i in range(len(taken)))]
         return {name: g for name, g in zip(names, found, strict=True) if g is not None}
 
+    def mixes_but_numbers(self) -> bool:
+        """Whether the outputs in which samples interact are numbers of the whole batch (losses)."""
+        return all(t.numel() == 1 for t, _ in self._parts(self.plain, True))
+
     def idle(self) -> list[frozenset[str]]:
         """The parameters that reach but outputs in which samples interact, if there are any beside others;
         with these, those that reach none at all, as codes that follow a moving average.
@@ -341,7 +364,7 @@ class _Proof:
         """The call with other numbers in the place of these samples', and the next one's ids and masks, if
         what comes of it has no rows, which might lie in another order then.
         """
-        layouts, numbers = iter(self.inputs), all(t.numel() == 1 for t, _ in self._parts(self.plain, True))
+        layouts, numbers = iter(self.inputs), self.mixes_but_numbers()
 
         def change(t: Tensor) -> Tensor:
             layout = next(layouts)

@@ -588,31 +588,44 @@ def test_backward_hooks_that_scale_where_a_part_is_called_with_a_parameter(where
 class Quantizer(nn.Module):
     """Looks values up in a table that a layer makes of a buffer, and passes gradients straight through."""
 
-    def __init__(self) -> None:
+    def __init__(self, mixes: bool) -> None:
         super().__init__()
         self.register_buffer("frozen", torch.randn(6, 4))
-        self.transform = nn.Linear(4, 4)
+        self.transform, self.mixes = nn.Linear(4, 4), mixes
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         table = self.transform(self.frozen)
         if type(table) is not Tensor or table.ndim != 2:  # as libraries of einsum notations do
             raise ValueError("A table is a tensor of two dims.")
         found = table[torch.cdist(x.detach(), table.detach()).argmin(-1)]
-        return (found - x).detach() + x, F.mse_loss(found, x.detach())
+        scale = x.detach().square().mean() if self.mixes else 1.0
+        return (found - x).detach() + x, scale * F.mse_loss(found, x.detach())
 
 
 class Quantized(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, mixes: bool = False) -> None:
         super().__init__()
-        self.first, self.quantizer, self.last = nn.Linear(4, 4), Quantizer(), nn.Linear(4, 3)
+        self.first, self.quantizer, self.last = nn.Linear(4, 4), Quantizer(mixes), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h, commitment = self.quantizer(self.first(x))
         return self.last(h), commitment
 
 
-def test_a_layer_that_reaches_no_samples_output_computes_as_it_is() -> None:
+def test_a_layer_that_reaches_but_a_mean_loss_has_rows() -> None:
+    """Beside outputs of each sample, with which the loss is added up."""
     model = Quantized().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in (3, 2, 1, 4):
+        x = torch.randn(n, 5, 4).double()
+        ours.zero_grad()
+        out, commitment = ours(x)
+        (squares(out).mean() + commitment).backward()
+        assert_rows(ours, loop(model, lambda out, i: square(out[0], i) + out[1], (x,)))
+
+
+def test_a_layer_that_reaches_no_samples_output_computes_as_it_is() -> None:
+    model = Quantized(mixes=True).double()
     ours = ps.convert_model(copy.deepcopy(model))
     for n in (3, 2, 1, 3):
         x = torch.randn(n, 5, 4).double()
@@ -1036,3 +1049,46 @@ def test_a_model_of_which_only_another_method_is_called_is_an_error() -> None:
         rows = model.shift.grad_sample
         model.shift.square().sum().backward()
         assert model.shift.grad_sample is rows
+
+
+class ByWhatIsGiven(nn.Module):
+    """Attention that projects all at once where query, key and value are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.out = nn.Parameter(torch.randn(12, 4)), nn.Linear(4, 2)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q is k and k is v:  # in another order than the parts
+            q, v, k = F.linear(q, self.w).chunk(3, -1)
+        else:
+            q, k, v = (F.linear(t, w) for t, w in zip((q, k, v), self.w.chunk(3), strict=True))
+        return self.out(F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["itself", "inside"])
+def test_one_tensor_that_is_given_several_times_stays_one(inner: bool) -> None:
+    """Also in the runs that find out and prove; several tensors are several."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.attention = nn.Linear(4, 4), ByWhatIsGiven()
+
+        def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.attention(h, h if y is x else y, h if z is x else z)
+
+    model = (Around() if inner else ByWhatIsGiven()).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for n in (3, 4, 1, 10):
+        x, *others = torch.randn(3, n, 5, 4, dtype=torch.float64)
+        for given in ((x, x, x), (x, *others)):
+            ours.zero_grad()
+            squares(ours(*given)).mean().backward()
+
+            def of_sample(i: int, given: tuple[Tensor, ...] = given) -> Tensor:
+                alone = {id(t): t[i : i + 1] for t in given}
+                return square(model(*(alone[id(t)] for t in given)), i)
+
+            assert_rows(ours, true_rows(of_sample, model, n))
