@@ -2,7 +2,6 @@
 not.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from .checking.comparison import Comparison
 from .checking.losses import RealCall
 from .checking.samples import each_leaf, fresh, in_dtype
-from .checking.trials import Trials
+from .checking.trials import Trials, copied
 from .convert import convert_model, wholly_converted
 from .core import contents
 from .core.context import local
@@ -130,15 +129,15 @@ def check_model(
         False
     """
     call = RealCall(loss_fn, targets, closure)
-    plain, twin = copy.deepcopy(model), copy.deepcopy(model)
+    plain, twin = copied(model), copied(model)
     if not any(isinstance(m, Converted) for m in contents.modules(twin)):
         convert_model(twin)
     twin = wholly_converted(twin)
     if local.explicit is None and local.ragged is None and not tensors_in((inputs, keywords)):
         raise ValueError("check_model was given no tensor, so the batch size is unknown.")
     if dtype is not None:
-        for copied in filter(None, (plain, twin, call.module)):
-            copied._apply(lambda t: in_dtype(t, dtype))
+        for module in filter(None, (plain, twin, call.module)):
+            module._apply(lambda t: in_dtype(t, dtype))
     value = each_leaf(lambda leaf: fresh(leaf, dtype), ((inputs, keywords), targets))
     trials = Trials(plain, twin, call, value, seed, tolerance)
     comparison = Comparison(trials)

@@ -152,3 +152,45 @@ def test_a_detached_mean_over_the_batch_is_seen() -> None:
 
     answer = ps.check_model(Centred().double(), torch.randn(4, 4, dtype=torch.float64))
     assert not answer and "samples interact in the model" in str(answer)
+
+
+class Keeping(nn.Module):
+    """It keeps what it has computed, in an attribute and in a list of pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+        self.last: Tensor | None = None
+        self.all: list[tuple[int, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.fc(x)
+        self.all = [*self.all, (len(self.all), self.last.tanh())][-2:]
+        return self.last.tanh()
+
+
+def test_a_model_that_keeps_what_it_has_computed() -> None:
+    model, x = Keeping(), torch.randn(4, 3)
+    model(x)
+    kept = model.last
+    assert ps.check_model(model, x)
+    assert model.last is kept
+    assert kept.requires_grad
+
+
+class WhatIsGiven(nn.Module):
+    """Samples interact where query and key are two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 2)
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:
+        h = self.fc(query)
+        return h if query is key else h - h.mean(0)
+
+
+def test_a_tensor_that_is_given_twice_stays_one() -> None:
+    x = torch.randn(4, 3)
+    assert ps.check_model(WhatIsGiven(), x, x)
+    assert not ps.check_model(WhatIsGiven(), x, x.clone())

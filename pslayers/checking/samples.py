@@ -16,15 +16,18 @@ from ..attribution.tracking import moved
 from ..core.trees import map_tensors
 
 
-def each_leaf(fn: Callable[[Any], Any], value: Any) -> Any:
-    """A copy of a value with `fn` applied to every tensor and every packed sequence in it, in order."""
+def each_leaf(fn: Callable[[Any], Any], value: Any, copies: dict[int, Any] | None = None) -> Any:
+    """A copy of a value with `fn` applied to every tensor and every packed sequence in it, in order; one
+    tensor stays one.
+    """
     if isinstance(value, PackedSequence):
         return fn(value)
+    copies = {} if copies is None else copies
     if type(value) in (tuple, list):
-        return type(value)([each_leaf(fn, v) for v in value])
+        return type(value)([each_leaf(fn, v, copies) for v in value])
     if type(value) is dict:
-        return {k: each_leaf(fn, v) for k, v in value.items()}
-    return map_tensors(fn, value)
+        return {k: each_leaf(fn, v, copies) for k, v in value.items()}
+    return map_tensors(fn, value, copies)
 
 
 def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .. import torch_api
 from ..attribution.snapshot import trial
@@ -25,6 +26,8 @@ from ..modules.converted import Converted
 from .losses import LowestPrecision, RealCall, floating, overlap, project, real, samples_dims
 from .samples import Samples
 
+M = TypeVar("M")
+
 
 @dataclass
 class Run:
@@ -34,6 +37,22 @@ class Run:
     losses: Tensor  # (B,), or the one loss, ()
     grads: dict[str, Tensor | None]  # of that loss, or of the sum of the losses
     rows: dict[str, Tensor | None]
+
+
+class _OfGraphs(TorchFunctionMode):
+    """Tensors of a graph, of which torch makes no copies, are copied without it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__ or args[0].is_leaf:
+            return func(*args, **(kwargs or {}))
+        t, memo = args
+        return memo.setdefault(id(t), t.detach().clone())
+
+
+def copied(models: M) -> M:
+    """Copies of models, which may keep what an earlier call has computed."""
+    with _OfGraphs():
+        return copy.deepcopy(models)
 
 
 class Trials:
@@ -307,7 +326,7 @@ class Trials:
             ("with dropout switched off", _switch_dropout_off),
             ("in eval mode", nn.Module.eval),
         ):
-            self.plain, self.twin = copy.deepcopy(before)
+            self.plain, self.twin = copied(before)
             still(self.plain)
             still(self.twin)
             try:
