@@ -195,6 +195,7 @@ class Use:
                 " take the loss of what the model returns, no second derivatives, and checkpoints with"
                 " use_reentrant=False."
             )
+        call.differentiated = call.differentiated or torch.is_grad_enabled()
         with torch.no_grad(), torch_api.without_torch_function():
             found = _signature(grad.movedim(self.dim, 0) if grad.ndim > self.dim else grad)
             call.norms[-1].append(found[:, 2])
@@ -293,11 +294,17 @@ class Use:
 
     def _mixed(self, call: "RaggedCall", what: str) -> "InteractionError":
         few = self.rows == 1 and call.batch.size > 1
+        if call.differentiated:
+            return InteractionError(
+                f"`{self.name}` {what} whose samples cannot be told in a second derivative (of forces, of a"
+                " gradient penalty), of which ps.sample_ids gives no rows: pad samples to one size, or batch"
+                " those of one size, inside of `with ps.batch_size(n):`, and leave ps.sample_ids away."
+            )
         return InteractionError(
             f"`{self.name}` {what} on which the losses of more than one of the {call.batch.size} samples"
             " depend: samples interact (by a mean or a norm over all rows, an edge between two graphs,"
-            " attention without a mask), several share a row of what it is given, the ids given to"
-            " ps.sample_ids are not those of the outputs' rows, or this is a second derivative."
+            " attention without a mask), several share a row of what it is given, or the ids given to"
+            " ps.sample_ids are not those of the outputs' rows."
             + (" Give rows to layers in dim 0, or in dim 1 of what has a first dim of 1." if few else "")
         )
 
@@ -370,6 +377,7 @@ class RaggedCall:
         self.proved: Callable[[], object] | None = None  # called when a pass has come by
         self.pass_id, self.beside, self.entering = -1, False, False
         self.half = False  # gradients of float16 are met
+        self.differentiated = False  # a pass has made a graph of its own, of which a loss may be
         self.letters, self.passes = torch.ones(1, device="cpu"), 0  # factors, and how many passes beside
         self.learned: list[Owners] = []  # of other rows than those that were told, or likely
         self.marked: dict[int, list[Tensor]] = {}  # of owners, the factors of their rows in each pass

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .. import torch_api
-from ..attribution.graph import leaves_of
+from ..attribution.graph import given_to_functions, leaves_of
 from ..attribution.proof import quiet_hooks, quiet_pass, separating_groups
 from ..attribution.snapshot import Randomness, Snapshot, trial
 from ..attribution.tracking import (
@@ -134,7 +134,11 @@ def _one_by_one(proof: "_Proof", layouts: Layouts) -> Plan:
             if way == "loop":
                 warnings.warn(f"{module._ps_name} is run sample by sample.", stacklevel=2)
             return proved
-    raise NoWayError(proof.problem)
+    hint = (
+        "; it gives parameters to a torch.autograd.Function that is not torch's (as odeint_adjoint does, and"
+        " reversible layers): take what autograd differentiates itself, as odeint"
+    )
+    raise NoWayError(f"{proof.problem}{hint * proof.to_functions}")
 
 
 def _other_layouts(call: Call, returned: Sequence[Tensor], layouts: Layouts, size: int) -> Iterator[Layouts]:
@@ -203,6 +207,7 @@ class _Proof:
                     f"its forward comes to {past} otherwise than by attributes of modules and the lists,"
                     " tuples and dicts among these, where what is each sample's own stands for them"
                 )
+            self.to_functions = bool(given_to_functions(output))
             self.draws = bool(random.drawn())
             self.plain = self._outputs(output, (args, kwargs), given)
             self.orders = tuple(map(filled_order, tensors_of(output)))

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,7 +199,20 @@ class ModelCall:
                     before.restore()
             state.per_sample_forward, state.includes_children = by_itself
         # a refusal says more than what an attempt has met on its way, as a shape that did not broadcast
-        raise next((error for error in errors if isinstance(error, ValueError)), errors[0])
+        ours = [error for error in errors if _is_ours(error)]
+        if ours:
+            raise next((error for error in ours if isinstance(error, ValueError)), ours[0])
+        problem = errors[0]
+        self._rewind()
+        with trial(self.model), without_gathered_rows():
+            run_plainly(self.model, *cloned(self.inputs))  # raises it, if it is of this call
+        name = type(problem).__name__
+        raise ValueError(
+            f"{self.model._ps_name} cannot be called again, with other samples or parameters for each, to"
+            f" find out which rows are whose ({name + f': {problem}' * bool(str(problem))}): have its forward"
+            " go the same way for any number of samples and other values, or write a layer for the part that"
+            " does not (ps.PSLayer)."
+        ) from problem
 
     # -------------------------------------------------------------------------------------------------- parts
     def _telling(self) -> AbstractContextManager[None]:
@@ -701,3 +715,9 @@ class ModelCall:
             raise
         finally:
             local.batch = None
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether this package has raised it, and no forward."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].partition(".")[0] == __name__.partition(".")[0]

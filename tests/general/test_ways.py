@@ -1092,3 +1092,38 @@ def test_one_tensor_that_is_given_several_times_stays_one(inner: bool) -> None:
                 return square(model(*(alone[id(t)] for t in given)), i)
 
             assert_rows(ours, true_rows(of_sample, model, n))
+
+
+class Squeezes(nn.Module):
+    """Weights for each sample: a list of them for one, a list of such lists for several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, c: Tensor) -> list[Any]:
+        found = [list(h.split(3)) for h in torch.tanh(c @ self.w.T)]
+        return found[0] if len(found) == 1 else found
+
+
+class CallsForEach(nn.Module):
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.weights, self.fails = Squeezes(), fails
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        each = []
+        for x_i, c_i in zip(x, c.split(1), strict=True):
+            assert not self.fails
+            w, b = self.weights(c_i)
+            each.append(x_i * w + b)
+        return torch.stack(each)
+
+
+def test_what_a_forward_raises_in_other_runs_than_the_users_says_where() -> None:
+    """What it raises in the user's own is raised as it is."""
+    x, c = torch.randn(3, 3), torch.randn(3, 3)
+    with pytest.raises(ValueError, match=r"`CallsForEach` .*cannot be called again.*too many values"):
+        ps.convert_model(CallsForEach(fails=False))(x, c)
+    with pytest.raises(AssertionError):
+        ps.convert_model(CallsForEach(fails=True))(x, c)
