@@ -468,7 +468,12 @@ def test_a_pass_of_which_nothing_has_rows_is_an_error(block: str, called: bool) 
     with BLOCKS[block](ours), ps.recording(ours, False):  # as one may want
         squares(ours.predict(x)).mean().backward()
     assert ours.weight.grad is not None
-    squares(ours.predict(x)).mean().backward()  # outside, it is a pass like any other
+    loss = squares(ours.predict(x)).mean()
+    if called:
+        loss.backward()  # outside, it is a pass like any other
+    else:
+        with pytest.raises(RuntimeError, match="of a model that was never called"):
+            loss.backward()
 
 
 def test_a_pass_that_broke_off_says_nothing_of_the_next_one() -> None:
