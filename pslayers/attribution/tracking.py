@@ -599,10 +599,10 @@ def _changed(
     """The inputs with those of some samples changed, to values that are as valid: ids become another
     sample's, or others where all samples have the same; whole numbers, too, where others were not `valid`.
     """
-    dim_of, packed = _dims_of(given, dims), _packed(given)
+    count, packed, dim_of = itertools.count(), _packed(given), _of_aliases(given, dims)
 
     def change(t: Tensor) -> Tensor:
-        if (dim := dim_of.get(id(t))) is None:
+        if (dim := dim_of.get(next(count))) is None:
             return t
         numbers = t.is_floating_point() or t.is_complex()
         if (owners := packed.get(id(t))) is not None:
@@ -623,11 +623,11 @@ def _changed(
     return map_tensors(change, given) if dims else None
 
 
-def _dims_of(given: Call, dims: dict[int, int]) -> dict[int, int]:
-    """The same by the ids of tensors, of which one may be given several times."""
+def _of_aliases(given: Call, dims: dict[int, int]) -> dict[int, int]:
+    """The same for every place of a tensor that is given several times."""
     tensors = list(tensors_in(given))
-    placed = {place: tensors[place] for place in dims}
-    return {id(t.data if isinstance(t, PackedSequence) else t): dims[place] for place, t in placed.items()}
+    dim_of = {id(tensors[place]): dim for place, dim in dims.items()}
+    return {place: dim_of[id(t)] for place, t in enumerate(tensors) if id(t) in dim_of}
 
 
 def moved(t: Tensor) -> Tensor:
@@ -649,10 +649,10 @@ def _turned(given: Call, dims: dict[int, int], batch: Batch) -> Call | None:
     """The inputs with each sample in the place of the one before it."""
     if _packed(given):
         return None
-    dim_of = _dims_of(given, dims)
+    count, dim_of = itertools.count(), _of_aliases(given, dims)
 
     def turn(t: Tensor) -> Tensor:
-        dim = dim_of.get(id(t))
+        dim = dim_of.get(next(count))
         return t if dim is None else t.roll(-(t.shape[dim] // batch.size), dim)
 
     return map_tensors(turn, given)

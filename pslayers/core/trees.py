@@ -148,7 +148,7 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, An
     copies = {} if copies is None else copies
     if isinstance(value, Tensor):
         found = fn(value)  # called of each, as one that takes what it gives from a list must be
-        return copies.setdefault(id(value), found)
+        return copies.setdefault(id(value), (value, found))[1]  # held: it may be made for this look alone
     if isinstance(value, PackedSequence):
         return value._replace(data=fn(value.data))
     if isinstance(value, tuple):
@@ -205,10 +205,10 @@ def assign(
     tensor's form.
     """
     done = {} if done is None else done
+    if isinstance(source, Tensor):
+        return map_tensors(tensor, source, done)
     if id(source) in done:
         return done[id(source)]
-    if isinstance(source, Tensor):
-        return tensor(source)
     if isinstance(source, tuple) and type(source) is type(target) and len(source) == len(target):
         parts = [assign(t, s, tensor, done) for t, s in zip(target, source, strict=True)]
         return type(source)(*parts) if hasattr(source, "_fields") else type(source)(parts)

@@ -784,6 +784,11 @@ def test_second_derivatives_are_refused() -> None:
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         with pytest.raises(RuntimeError, match="second derivative"):
             slope.square().sum().backward()
+        with ps.sample_ids(IDS, SIZE):
+            out = model(x.requires_grad_())
+        (slope,) = torch.autograd.grad(losses(out).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"second derivative.* pad samples to one size"):
+            (losses(out).sum() + slope.square().sum()).backward()  # an energy, and forces
 
 
 def test_random_numbers_and_what_is_not_recorded_are_the_plain_models() -> None:

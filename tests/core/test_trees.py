@@ -2,6 +2,7 @@
 
 import types
 from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
-from pslayers.core.trees import map_tensors, tensors_in
+from pslayers.core.trees import assign, map_tensors, tensors_in
 
 from ..oracle import squares
 
@@ -93,3 +94,37 @@ def test_a_model_takes_it(form: str) -> None:
     squares(ours(FORMS[form](x))).mean().backward()
     for p, *rows in zip(ours.parameters(), *each, strict=True):
         torch.testing.assert_close(p.grad_sample, torch.stack(rows))
+
+
+class Made(Mapping[str, Tensor]):
+    """Its tensors are made anew in each look."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, of: Mapping[str, Any]) -> None:
+        self.numbers = {key: float(torch.as_tensor(value).max()) for key, value in of.items()}
+
+    def __getitem__(self, key: str) -> Tensor:
+        return torch.full((2,), self.numbers[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+def test_one_tensor_stays_one() -> None:
+    """In a copy, and where what a call has changed is written back; what lies where another did is new."""
+    x, y = torch.ones(2), torch.zeros(2)
+    copied = map_tensors(lambda t: t + 1, [x, y, {"x": x}, (x, Pair(y, x))])
+    assert copied[0] is copied[2]["x"] is copied[3][0] is copied[3][1].y
+    assert copied[1] is copied[3][1].x
+    assert copied[0] is not copied[1]
+    target = {"a": [y, y], "b": 3}
+    assign(target, {"a": [x, x, [x]], "b": (x, x)}, lambda t: t + 1)
+    assert target["a"][0] is target["a"][1] is target["a"][2][0] is target["b"][0] is target["b"][1]
+    torch.testing.assert_close(target["b"][0], x + 1)
+    doubled = [torch.full((2,), 2.0 * i) for i in range(20)]
+    found = map_tensors(lambda t: doubled[int(t[0])], Made({str(i): i for i in range(20)}))
+    assert list(found.numbers.values()) == [2.0 * i for i in range(20)]
