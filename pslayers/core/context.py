@@ -216,7 +216,8 @@ class Settings:
         if names and (gave or (self.recording_in_pass and (taken or uncalled))):
             some = ", ".join(names[:5]) + (" and others" if len(names) > 5 else "")
             where = "inside of a block that takes its rows" if taken else "of a model that was never called"
-            where = "that gave rows to other parameters" if gave else where
+            if gave:
+                where = "that gave rows to other parameters"
             raise RuntimeError(
                 f"{some} received a gradient, and no row of it, in a backward pass {where}: rows are recorded"
                 " of calls of the model itself, model(x). What another method does (log_prob) is to be done"
@@ -473,8 +474,8 @@ def there(held: Any, name: Any) -> bool:
 
 
 def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) -> list[Place]:
-    """Where a module holds the parameters that are given tensors by their names, also in lists and dicts
-    among its attributes; `tied`: also under other names, anywhere below.
+    """Where a module holds the parameters that are given tensors by their names, also in lists, tuples and
+    dicts among its attributes; `tied`: also under other names, anywhere below.
     """
     found: list[Place] = []
     for name, tensor in tensors.items():
@@ -484,8 +485,8 @@ def places_of(module: nn.Module, tensors: dict[str, Any], tied: bool = False) ->
     return [*found, *other_places(contents.modules(module) if tied else (module,), known, found)]
 
 
-# attributes of every module that hold no parameter of its own, and what recurrent layers renew
 NESTED = 3  # lists, tuples and dicts in which parameters are looked for, one in the other
+# attributes of every module that hold no parameter of its own, and what recurrent layers renew
 _OF_MODULES = frozenset(nn.Module().__dict__) - {"_parameters"} | {"_flat_weights"}
 
 

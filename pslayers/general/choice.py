@@ -4,7 +4,7 @@ are proved right on the very inputs of the call.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -91,13 +91,17 @@ def _fastest(proof: "_Proof", layouts: Layouts, picks: bool) -> Plan:
     """The fastest way that is proved right for these layouts."""
     if proved := _directly(proof, layouts, picks, frozenset()):
         return proved
-    idle = proof.idle()
-    if idle and proof.mixes_but_numbers():  # what reaches but these (a loss) may have rows by another way
-        with suppress(NoWayError):
+    problem: NoWayError | None = None
+    if proof.has_a_loss():  # what reaches but that may have rows by another way
+        try:
             return _one_by_one(proof, layouts)
-    for names in idle:
+        except NoWayError as error:
+            problem = error
+    for names in proof.idle():
         if proved := _directly(proof, layouts, picks, names):
             return proved
+    if problem is not None:
+        raise problem
     return _one_by_one(proof, layouts)
 
 
@@ -280,9 +284,15 @@ class _Proof:
         names = [*of, *(f"{INPUT}{i}" for i in range(len(taken)))]
         return {name: g for name, g in zip(names, found, strict=True) if g is not None}
 
-    def mixes_but_numbers(self) -> bool:
+    def _mixes_but_numbers(self) -> bool:
         """Whether the outputs in which samples interact are numbers of the whole batch (losses)."""
         return all(t.numel() == 1 for t, _ in self._parts(self.plain, True))
+
+    def has_a_loss(self) -> bool:
+        """Whether some parameters reach but such numbers, beside outputs that are samples'."""
+        by_sample, of_mixed = self.sums
+        alone = any(n in of_mixed and n not in by_sample for n in self.names)
+        return alone and self._mixes_but_numbers() and any(layout != MIXED for layout in self.layouts)
 
     def idle(self) -> list[frozenset[str]]:
         """The parameters that reach but outputs in which samples interact, if there are any beside others;
@@ -369,7 +379,7 @@ class _Proof:
         """The call with other numbers in the place of these samples', and the next one's ids and masks, if
         what comes of it has no rows, which might lie in another order then.
         """
-        layouts, numbers = iter(self.inputs), self.mixes_but_numbers()
+        layouts, numbers = iter(self.inputs), self._mixes_but_numbers()
 
         def change(t: Tensor) -> Tensor:
             layout = next(layouts)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from ..attribution.tracking import BATCH_MAJOR, MIXED, SHARED, owners_of_packed
+from ..core.contents import own_parameters
 from ..core.context import in_ragged, local
 from ..functional import rnn as PF
 from ..modules.base import OwnBatchDim
@@ -173,7 +174,7 @@ class PSRecurrent(OwnBatchDim, nn.RNNBase, fused=True):
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
         """Complex weights: the walk over time takes no conjugates."""
-        if any(p.is_complex() for p in module.parameters(recurse=False)):
+        if any(p.is_complex() for _, p in own_parameters(module)):
             return (
                 "holds complex weights, whose gradients its walk over time does not know: call the cell of"
                 " its kind step by step"

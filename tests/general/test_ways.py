@@ -1051,6 +1051,26 @@ def test_a_model_of_which_only_another_method_is_called_is_an_error() -> None:
         assert model.shift.grad_sample is rows
 
 
+class Looks(nn.Module):
+    """It looks values up among codes that no gradient goes to, and that are taken as they are alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.scale = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(self.codes) not in (Tensor, nn.Parameter):
+            raise ValueError("Codes are one tensor.")
+        found = self.codes.detach()[torch.cdist(x.detach(), self.codes.detach()).argmin(-1)]
+        return x * self.scale + (found - x).detach()
+
+
+def test_parameters_that_reach_nothing_are_left_as_they_are() -> None:
+    """The others go the fast way."""
+    ours = assert_rows_right(nn.Sequential(nn.Linear(4, 4), Looks()), torch.randn(3, 5, 4).double())
+    assert [row.way for row in ps.report(ours).rows if row.path == "1"] == ["direct"]
+
+
 class ByWhatIsGiven(nn.Module):
     """Attention that projects all at once where query, key and value are one tensor."""
 
