@@ -250,7 +250,8 @@ def outer_pass() -> int:
     """
     task, here = current_pass(), thread()
     if task == -1:
-        _end_of_outer_pass()  # also after a pass that broke off, and called nobody back
+        if here.task != -1:
+            _end_of_outer_pass()  # of a pass that broke off, and called nobody back
     elif here.task == -1:
         here.task = task
         after_pass(_end_of_outer_pass)

@@ -35,6 +35,8 @@ class Traced(Batch):
     on at run time.
     """
 
+    traced = True
+
     def __init__(self, size: int, settings: Settings, trackable: bool, form: Form) -> None:
         self.size, self.settings, self.trackable, self.form = size, settings, trackable, form
         self.calls, self.outputs, self.root, self.given, self.scale = {}, None, None, None, UNSCALED

@@ -94,7 +94,9 @@ def _deliver(rows: Tensor, token: Tensor, name: str, use: int, sums: bool) -> Te
 
 
 class Delivered(Expansion):
-    """An expansion in compiled code, which uses its memory again."""
+    """An expansion in compiled code."""
+
+    compiled = True
 
     def deliver(self, factor: Factor, sums: bool) -> Tensor | None:
         """The plain gradient, if the code was compiled to give it (`sums`); the rows go to the sink."""
@@ -110,10 +112,6 @@ class Delivered(Expansion):
             recorder.leave_blank()
             recorder.note(total := torch.zeros_like(self.weight), compiled=True)
         return total
-
-    def note(self, recorder: Recorder, weight_grad: Tensor) -> None:
-        """By its value."""
-        recorder.note(weight_grad, compiled=True)
 
     def at_once(self, recorder: Recorder) -> bool:
         """Always: compiled code has no rows leaf."""

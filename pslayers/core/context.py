@@ -248,6 +248,8 @@ class Batch:
     ``trackable`` says whether the outermost module can run again to find out which rows are whose.
     """
 
+    traced = False  # by torch.compile
+
     def __init__(self, size: int, settings: Settings, trackable: bool = False) -> None:
         self.size, self.settings, self.trackable = size, settings, trackable
         self.undecided = False  # some layer could not tell whose the rows of its input are
@@ -437,7 +439,7 @@ def picked_samples(t: Any) -> Tensor | None:
 
 def transforming() -> bool:
     """Whether a transform of torch.func (grad, vmap, jvp, ...) is running, or what is the same without it."""
-    return not torch.compiler.is_compiling() and (torch_api.peek() is not None or local.dual)
+    return (torch_api.peek() is not None or local.dual) and not torch.compiler.is_compiling()
 
 
 # --------------------------------------------------------------------------------- in the place of parameters

@@ -126,6 +126,7 @@ class Expansion:
     """
 
     __slots__ = ("joined", "names", "recorder", "rows", "scale", "use", "weight")
+    compiled = False  # by compiled code, which uses its memory again
 
     def __init__(
         self, weight: Tensor, rows: Tensor | None, scale: Scale = UNSCALED, recorder: "Recorder | None" = None
@@ -190,17 +191,18 @@ class Expansion:
         if need_rows:
             sink = UNRECORDED if recorder is None else recorder.sink
             at_once = recorder is not None and self.at_once(recorder)
-            rows = (sink.put if at_once else sink.make)(recorder, factor, self.rows, scale.rows)  # type: ignore[arg-type]
+            owed = scale.rows
+            rows = (sink.put if at_once else sink.make)(recorder, factor, self.rows, owed)  # type: ignore[arg-type]
         if need_weight and recorder is not None and not recorder.settings.sums:
             total = self.nothing(recorder)
         elif need_weight:
-            total = plain.total() if rows is None else plain.total_of(rows, scale.rows)
+            total = plain.total() if rows is None else plain.total_of(rows, owed)
             if total.dtype is not self.weight.dtype:
                 total = total.to(self.weight.dtype)
             if scale.inside != 1:
                 total = total * number(scale.weight, total)
             if recorder is not None:
-                self.note(recorder, total)
+                recorder.note(total, self.compiled)
         return total, None if at_once else rows
 
     def finish_differentiable(
@@ -213,7 +215,7 @@ class Expansion:
         elif weight_grad is not None:
             weight_grad = rescale_grad(weight_grad, self.scale, False, self.scale.weight)
             if recorder is not None:
-                self.note(recorder, weight_grad)
+                recorder.note(weight_grad, self.compiled)
         if rows_grad is not None:
             rows_grad = rescale_grad(rows_grad, self.scale, False, self.scale.rows)
         if recorder is None:
@@ -233,15 +235,9 @@ class Expansion:
         ):
             return None
         zeros = weight.new_zeros(()).expand_as(weight)
-        self.note(recorder, zeros)
+        recorder.note(zeros, self.compiled)
         recorder.leave_blank(passed_on=True)
         return zeros
-
-    def note(self, recorder: "Recorder", weight_grad: Tensor) -> None:
-        """Note a summed gradient, scaled, on its way to the parameter: that nothing else reaches it is
-        checked.
-        """
-        recorder.note(weight_grad)
 
     def at_once(self, recorder: "Recorder") -> bool:
         """Whether rows go to the parameter now: to where they add up, those of its only use, and those that

@@ -163,7 +163,7 @@ MANY_ROWS, LARGE, CHAIN = 32, 1 << 21, 1 << 10
 def summed(rows: Tensor, scale: float = 1.0) -> Tensor:
     """``scale * rows.sum(0)``: rows (B, *S), result (*S)."""
     if (
-        MANY_ROWS <= len(rows) <= CHAIN
+        MANY_ROWS <= rows.shape[0] <= CHAIN
         and rows.numel() >= LARGE
         and rows.is_cpu
         and rows.dtype in (torch.float32, torch.float64)

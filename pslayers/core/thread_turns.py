@@ -5,7 +5,7 @@ something in their place runs alone.
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Condition
+from threading import Condition, RLock
 
 from ..torch_api import thread_id
 
@@ -16,7 +16,8 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self.free = Condition()
+        self.lock = RLock()
+        self.free = Condition(self.lock)
         self.readers = Counter[int]()  # by their threads
         self.writes = 0  # that are running; a writer may have begun several
         self.writer = -1  # the thread of the last one
@@ -26,37 +27,39 @@ class Turns:
     def reading(self) -> Iterator[None]:
         """Wait until nobody else writes, and read inside the block."""
         me = thread_id()
-        with self.free:
-            if not (self.readers[me] or (self.writes and self.writer == me)):
+        with self.lock:
+            mine = self.readers[me] or (self.writes and self.writer == me)
+            if (self.writes or self.waiting) and not mine:
                 self._wait(lambda: not self.writes)
             self.readers[me] += 1
         try:
             yield
         finally:
-            with self.free:
+            with self.lock:
                 self.readers[me] -= 1
                 if not self.readers[me]:
                     del self.readers[me]
-                self.free.notify_all()
+                if self.waiting:
+                    self.free.notify_all()
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Wait until nobody else reads or writes, and write inside the block."""
+    def writing(self) -> "Turns":
+        """Wait until nobody else reads or writes, and write inside the block: every call of a model does."""
+        return self
+
+    def __enter__(self) -> None:
         me = thread_id()
-        with self.free:
-            if not (self.writes and self.writer == me):
+        with self.lock:
+            if (self.writes or self.readers or self.waiting) and not (self.writes and self.writer == me):
                 self._wait(lambda: not (self.writes or self.readers))
             self.writes, self.writer = self.writes + 1, me
-        try:
-            yield
-        finally:
-            with self.free:
-                self.writes -= 1
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            self.writes -= 1
+            if self.waiting:
                 self.free.notify_all()
 
     def _wait(self, free: Callable[[], bool]) -> None:
-        if free() and not self.waiting:
-            return
         self.waiting.append(ticket := object())
         try:
             self.free.wait_for(lambda: self.waiting[0] is ticket and free())

@@ -14,10 +14,10 @@ from ..core.products import of_dtype
 
 def check_rows(op: str, x: Tensor, weight: Tensor | None) -> None:
     """The rows of `x` must be k for each of the weight's samples, batch-major."""
-    if weight is None or in_ragged():
+    if weight is None:
         return
     n, size = x.shape[0], weight.shape[0]
-    if n != size and (size == 0 or n % size):
+    if n != size and (size == 0 or n % size) and not in_ragged():
         raise ValueError(
             f"ps.functional.{op} got an input of shape {tuple(x.shape)} with per-sample weights of shape"
             f" {tuple(weight.shape)}: expected {size} rows in dim 0, one for each sample's weight, or a"

@@ -406,7 +406,6 @@ class PSLayer(_Layer):
             and x.shape[0] == size > 1
             and x.is_floating_point()
             and not (self._ps or self._ps_state()).layouts
-            and not torch.compiler.is_compiling()
         )
 
     def to_rows(self, x: Tensor, size: int) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
@@ -493,14 +492,16 @@ class PSLayer(_Layer):
         """The parameter `name` in the form that ``ps.functional`` takes, at its cheapest; B weights. None
         stays None.
         """
-        if torch.compiler.is_compiling():
+        batch = local.batch
+        # of calls that are traced there is no other batch
+        if (batch is None or batch.traced) and torch.compiler.is_compiling():
             return compiled.weights(self, name)
         weight: Tensor | None = self._parameters[name] if name in self._parameters else getattr(self, name)
         if weight is None:
             return None
         if name not in self._parameters and hasattr(weight, "_ps_each"):  # made of parameters
             return weight
-        state, batch = self._ps or self._ps_state(), local.batch
+        state = self._ps or self._ps_state()
         # per-sample weights were given in place of the parameter
         if weight.ndim != state.ndims.get(name, weight.ndim):
             if batch is not None:

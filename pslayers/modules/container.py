@@ -42,7 +42,7 @@ class PSContainer(Converted):
 
     def _ps_run(self, *args: Any, **kwargs: Any) -> Any:
         """A call inside a batch."""
-        state, batch, original = self._ps_state(), local.batch, self._ps_forward()
+        state, batch, original = self._ps or self._ps_state(), local.batch, self._ps_forward()
         # whose parameters, too, are the samples' own
         if local.stand_ins is not None and local.stand_ins.includes_children:
             return original(self, *args, **kwargs)

@@ -237,7 +237,7 @@ class Converted(_Mixin):
 
     def _ps_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form:
         """The form of an outermost call: of which module, what it is given, and how switches are set."""
-        state = self._ps_state()
+        state = self._ps or self._ps_state()
         settings, batch = state.settings, 0 if state.settings.batch_first else 1
         if settings.switches.now and not torch.compiler.is_compiling():
             settings.switches.look()
@@ -282,7 +282,7 @@ class Converted(_Mixin):
 
     def _ps_sizes(self, inputs: Call) -> list[tuple[int, int]]:
         """(dims, the size of the one that would be the batch's) of every tensor that has dims."""
-        settings, found, (args, kwargs) = self._ps_state().settings, [], inputs
+        settings, found, (args, kwargs) = (self._ps or self._ps_state()).settings, [], inputs
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor and args[0].ndim:  # by far the most
             return [(args[0].ndim, args[0].shape[batch_dim(args[0], settings)])]
         for t in tensors_in(inputs):
@@ -314,7 +314,8 @@ class Converted(_Mixin):
     @torch_api.leave_alone
     def _ps_outermost(self, run: Callable[..., Any], inputs: Call) -> Any:
         """Run an outermost call, its batch size known to every layer below."""
-        settings, nested = self._ps_state().settings, local.again or torch_api.current_pass() != -1
+        settings = (self._ps or self._ps_state()).settings
+        nested = local.again or torch_api.current_pass() != -1
         if local.parts and not nested and torch.is_grad_enabled():
             self._ps_check_parts(settings)
         recorded = settings.recording and torch.is_grad_enabled()
@@ -361,7 +362,8 @@ class Converted(_Mixin):
         )
 
     def _ps_in_turn(self, run: Callable[..., Any], inputs: Call, recorded: bool) -> Any:
-        settings, (args, kwargs) = self._ps_state().settings, inputs
+        state, (args, kwargs) = self._ps or self._ps_state(), inputs
+        settings = state.settings
         self._ps_tell_of_call(settings, recorded)
         # by far the most are: no jagged one
         ordinary = len(args) == 1 and not kwargs and type(args[0]) is Tensor
@@ -394,12 +396,11 @@ class Converted(_Mixin):
             return run(*args, **kwargs)
         apart = sharding.apart(self)
         small = size == 1 or (size == 0 and not self._ps_layer)
-        functions = self._ps_state().functions
         alone = small and not (apart or transforming() or recomputed)
         if alone:
-            if not functions.get(local.form):
+            if not state.functions.get(local.form):
                 output = self._ps_alone(inventory or self._ps_inventory(), inputs, size, recorded)
-                if not functions.get(local.form):
+                if not state.functions.get(local.form):
                     return output
             if size:  # what is found out of one sample says nothing of several
                 local.form = (*local.form, size)
@@ -407,7 +408,7 @@ class Converted(_Mixin):
         unproved = recorded and kind is not None and not local.again and not self._ps_proved(kind)
         if apart and unproved:
             raise self._ps_apart()
-        if recorded and size != self._ps_state().preallocated_size:
+        if recorded and size != state.preallocated_size:
             self._ps_make_room(size)
         if kind is not None:
             call = ModelCall(self, inputs, size, kind)
@@ -415,7 +416,7 @@ class Converted(_Mixin):
                 return call.again()
             output = call.first()
             if not inventory.holds(self, inventory.conversions):
-                self._ps_state().rebuilds, self._ps_inventory().rebuilt = True, False
+                state.rebuilds, self._ps_inventory().rebuilt = True, False
             return output
         # what has followed the rows of a call that is proved does not see what runs in its backward pass
         with without_gathered_rows() if recomputed else nullcontext():
@@ -490,13 +491,13 @@ class Converted(_Mixin):
 
     def _ps_kind(self, sizes: list[tuple[int, int]], size: int) -> Kind:
         """The kind of a call with inputs of these sizes."""
-        return self.training, local.form, tuple((ndim, n == size) for ndim, n in sizes)
+        return self.training, local.form, tuple([(ndim, n == size) for ndim, n in sizes])
 
     def _ps_proved(self, kind: Kind) -> bool:
         """Whether a kind of call was proved, with such weights: per-sample ones that were given tell nothing
         of the model's own.
         """
-        proved = self._ps_state().proved
+        proved = (self._ps or self._ps_state()).proved
         return (*kind, False) in proved or ((*kind, True) in proved and bool(self._ps_given()))
 
     def _ps_look_at_trained(self) -> None:
@@ -504,7 +505,7 @@ class Converted(_Mixin):
         layer, or behind it samples may interact. What was proved while these very ones were trained comes
         first.
         """
-        state = self._ps_state()
+        state = self._ps or self._ps_state()
         if not (state.unproved or state.aside):
             return
         frozen = self._ps_inventory().frozen()
@@ -671,7 +672,7 @@ class Converted(_Mixin):
 
     def _ps_inventory(self) -> Inventory:
         """What lies below now."""
-        state = self._ps_state()
+        state = self._ps or self._ps_state()
         known = state.inventory
         if known is not None and known.holds(self, State.conversions):
             return known

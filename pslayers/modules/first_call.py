@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,7 @@ ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
 FEW, WORTH_IT = 3, 8
 TELL_EVERY = 5.0  # seconds
 MANY = 1000  # things that data have told, after which they are forgotten
+NOTHING, NONE_DRAWN = nullcontext(), Randomness(())
 _log = logging.getLogger(__name__.partition(".")[0])
 
 
@@ -85,8 +86,12 @@ class ModelCall:
         self.state = model._ps_state()
         self.settings = self.state.settings
         self.recorded = self.settings.recording and torch.is_grad_enabled()
+        self.apart = sharding.apart(model)  # it cannot be run once more
+        # with proved ones, for the way that it goes
+        self.compared = self.recorded and not (self.apart or transforming())
         # what is drawn is to be drawn again by a further run
-        self.random = Randomness(self.state.draws.get(kind, ["torch"]))
+        draws = self.state.draws.get(kind, ("torch",))
+        self.random = Randomness(draws) if draws else NONE_DRAWN
         self.forget: Callable[[], None] | None = None  # earlier runs of a first call, which are no uses
         self.told = 0  # by data, of which rows are whose: their digest
         self.ordered = False  # whether data may have said in which order samples go
@@ -148,7 +153,7 @@ class ModelCall:
         last the whole model. An error leaves all as it was: what was learned is kept only if the outputs are
         those of the plain model.
         """
-        if sharding.apart(self.model):
+        if self.apart:
             raise self.model._ps_apart()
         before = before or Snapshot(self.model, self.inputs)
         try:
@@ -238,7 +243,7 @@ class ModelCall:
     def _check_classes(self, output: Any) -> None:
         """An error where a forward goes by the classes of modules, if that can be seen by a further run."""
         state = self.state
-        if not (state.keeps or state.writes or self.model._ps_given() or sharding.apart(self.model)):
+        if not (state.keeps or state.writes or self.model._ps_given() or self.apart):
             try:
                 check_classes(self.model, output, self.inputs, self._rewind)
             except ValueError:
@@ -278,12 +283,8 @@ class ModelCall:
         try:
             noting = proving or told is not None
             ways = None if noting else self._ways()
-            with ExitStack() as around:
-                if noting or self.settings.has_gathered_rows:
-                    picks = around.enter_context(gathering(self.size, self.model, *self.inputs, noting))
-                if before is not None:
-                    around.enter_context(self._quietly())
-                    around.enter_context(before.watching())
+            watched = noting or self.settings.has_gathered_rows
+            with self._watching(before, noting) if watched else NOTHING as picks:
                 output = self._returned(batch, self.run(*args, **kwargs))
                 self._note_order(picks)  # before a proof reads values
                 if before is not None:
@@ -310,6 +311,18 @@ class ModelCall:
             if batch.outputs is not None:
                 batch.outputs.close()
 
+    @contextmanager
+    def _watching(self, before: Snapshot | None, noting: bool) -> Iterator[GatheredRows | None]:
+        """Follow the rows that masks pick inside the block, and note what is told by data; and what a first
+        run changes of what was there `before`.
+        """
+        with gathering(self.size, self.model, *self.inputs, noting) as picks:
+            if before is None:
+                yield picks
+            else:
+                with self._quietly(), before.watching():
+                    yield picks
+
     def _note_order(self, picks: GatheredRows | None) -> None:
         self.ordered = self.ordered or (picks is not None and picks.tells_order)
 
@@ -317,7 +330,7 @@ class ModelCall:
         """What proved calls have gone through, where a call is to be compared with these: of layers that it
         meets beside theirs, shapes would tell whose the rows are.
         """
-        if not self.recorded or transforming() or sharding.apart(self.model):
+        if not self.compared:
             return None
         if local.again and torch_api.saved_tensors_packed():
             return None  # it is the same as the one before
@@ -680,9 +693,7 @@ class ModelCall:
         """What data have told in calls of this kind that were proved; None if they do not tell which rows are
         whose.
         """
-        if not self.recorded or local.again or sharding.apart(self.model) or transforming():
-            return None
-        return self.state.by_data.get(self.kind)
+        return self.state.by_data.get(self.kind) if self.compared and not local.again else None
 
     def _note_proved(self, given: bool, batch: Batch, anew: bool) -> None:
         """Note that calls of this kind are right, by what was learned `anew` or is known."""
