@@ -308,16 +308,10 @@ def without_saved_tensors_hooks() -> Iterator[None]:
             _push_hooks(*pair)
 
 
-_is_several: Callable[[Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor")
+# whether a tensor is several, for which torch.autograd.grad(is_grads_batched=True) goes backward at once
+is_several: Callable[[Tensor], bool] = _find("_C._functorch.is_legacy_batchedtensor")
 _deeper, _back_up = _find("_C._vmapmode_increment_nesting"), _find("_C._vmapmode_decrement_nesting")
 _one_of, _several = _find("_remove_batch_dim"), _find("_add_batch_dim")
-
-
-def is_several(t: Tensor | None) -> bool:
-    """Whether a tensor is several, for which ``torch.autograd.grad(is_grads_batched=True)`` goes backward at
-    once.
-    """
-    return t is not None and _is_several(t)
 
 
 def in_one_of_several() -> bool:
@@ -444,8 +438,8 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 def held_elsewhere(t: Tensor) -> bool:
     """Whether anything but this one tensor lies in its memory."""
-    storage = t.untyped_storage()
-    return _uses(storage) != _ALONE
+    storage = t.untyped_storage()  # which has a name while it is counted, see `_uses`
+    return _use_count(storage._cdata) != _ALONE
 
 
 # ---------------------------------------------------------------------------------------------------- classes

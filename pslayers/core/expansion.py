@@ -36,7 +36,7 @@ def _anywhere(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def passed(ctx: Any, *grads: Tensor) -> Any:
         for grad in grads:
-            if torch_api.is_several(grad):
+            if grad is not None and torch_api.is_several(grad):
                 return torch_api.one_by_one(functools.partial(passed, ctx), grads)
         if not torch_api.any_autocast():
             return backward(ctx, *grads)
@@ -189,9 +189,9 @@ class Expansion:
         if scale.spent is None and recorder is not None and not torch_api.graph_is_retained():
             scale.spent = torch_api.running_pass()
         if need_rows:
-            sink = UNRECORDED if recorder is None else recorder.sink
-            at_once = recorder is not None and self.at_once(recorder)
-            owed = scale.rows
+            sink, owed = UNRECORDED, scale.rows
+            if recorder is not None:
+                sink, at_once = recorder.settings.sink or recorder.dense, self.at_once(recorder)
             rows = (sink.put if at_once else sink.make)(recorder, factor, self.rows, owed)  # type: ignore[arg-type]
         if need_weight and recorder is not None and not recorder.settings.sums:
             total = self.nothing(recorder)
@@ -245,7 +245,10 @@ class Expansion:
         where they are wanted whole, are for autograd to pass on: they meet in the rows leaf.
         """
         settings = recorder.settings
-        if settings.collecting_grads or torch_api.thread().quiet:  # of a proof nothing is kept
+        # of a proof nothing is kept; it begins no pass
+        if settings.collecting_grads or (
+            settings.pass_id != torch_api.current_pass() and torch_api.thread().quiet
+        ):
             return False
         if (not self.scale.sums and settings.sums) or (self.scale.streams and settings.sink is None):
             raise recorder.of_another_block()

@@ -162,13 +162,12 @@ class Recorder:
 
     def came_alone(self, grad: Tensor) -> bool:
         """Whether it is the only gradient that was passed on: most are, and `check` has no more to say."""
-        notes = self.notes.get(pass_id := torch_api.current_pass(), ())
-        if (
-            len(notes) != 1
-            or not isinstance(notes[0], tuple)
-            or not _has_arrived(notes[0], grad)
-            or self.single.pass_id == pass_id
-        ):
+        notes = self.notes.get(pass_id := torch_api.current_pass())
+        if notes is None or len(notes) != 1 or self.single.pass_id == pass_id:
+            return False
+        note = notes[0]
+        # as in `_has_arrived`
+        if type(note) is not tuple or note[0] != grad.data_ptr() or note[1] != grad._version:
             return False
         del self.notes[pass_id]
         self.checked = True
@@ -380,7 +379,8 @@ class _Arrival(_WeakHook):
         owner = self.owner()
         if owner is None or tensor is None:
             return None
-        if torch_api.in_nested_pass():
+        # the pass that gives rows is no nested one
+        if torch_api.current_pass() != owner.settings.pass_id and torch_api.in_nested_pass():
             owner.pass_on(tensor)
         if owner.came_alone(tensor):
             return None

@@ -136,21 +136,24 @@ class DenseRows(Sink):
 
     def put(self, recorder: "Recorder", factor: Factor, like: Tensor, scale: float) -> Tensor | None:
         """Rows of a pass, which replace others', without a detour: most rows are."""
-        pass_id, memory = torch_api.running_pass(), self.memory
+        settings, memory, pass_id = recorder.settings, self.memory, torch_api.current_pass()
+        if pass_id != settings.pass_id:
+            pass_id = torch_api.running_pass()
         first = recorder.pass_id != pass_id
         if (
             memory is None
             or like is not self.leaf
             or (first and factor.entries is not None)
-            or recorder.settings.accumulation != "replace"
+            or settings.accumulation != "replace"
             or (holder := recorder.enter(pass_id)) is None
-            or recorder.settings.captured
+            or settings.captured
         ):
             return super().put(recorder, factor, like, scale)
         if not first:
             added = self._added(holder, factor, scale)
             return None if added else super().put(recorder, factor, like, scale)
-        recorder.count(like.shape[0])
+        if settings.rows != like.shape[0]:
+            recorder.count(like.shape[0])
         holder.grad_sample = None  # type: ignore[attr-defined]
         if torch_api.held_elsewhere(memory):
             self.memory = memory = torch.empty_like(memory)
@@ -342,8 +345,8 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
     it arrives. What goes on to the parameters.
     """
     settings, pass_id = recorders[0].settings, torch_api.current_pass()
-    sink = settings.sink
-    if sink is not None and sink.adds_up and not settings.sums:
+    sink, sums = settings.sink, settings.sums
+    if sink is not None and sink.adds_up and not sums:
         # nothing arrives, as of larger batches: FSDP2 reduces what does, and waits for other processes; but
         # for parameters with hooks of the user's
         left: list[Tensor | None] = []
@@ -373,9 +376,9 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
             or memory is None
             or param is None
             or dense.leaf is not recorder.leaf
-            or len(memory) != 1
+            or memory.shape[0] != 1
             or held_elsewhere(memory)
-            or (not settings.sums and has_hooks(param))  # which are not to see None
+            or (not sums and has_hooks(param))  # which are not to see None
         ):
             recorder.single.pass_id = pass_id
             continue
@@ -388,7 +391,7 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
     if rows:
         settings.rows = 1
         torch_api.copy_each(rows, taken)
-    if settings.sums:
+    if sums:
         return grads
     others: list[Tensor | None] = []
     for recorder, grad in zip(recorders, grads, strict=True):

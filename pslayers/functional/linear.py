@@ -117,4 +117,5 @@ class _Linear(Op):
 
 def weight_factor(x: Tensor, gy: Tensor, w: Expansion) -> Outer:
     """A weight's, from the input (..., I) and the gradient of the output (..., O)."""
-    return Outer(of_dtype(gy, w.weight.dtype), of_dtype(x, w.weight.dtype), w.shape)
+    dtype = w.weight.dtype
+    return Outer(of_dtype(gy, dtype), of_dtype(x, dtype), w.shape)

@@ -4,6 +4,7 @@ empty batches, and calls that are not recorded.
 
 import functools
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..core.recorder import Recorder, recorder_of
 from ..core.sinks import has_hooks, store_single
 from ..core.trees import Call
 from ..parameters.standing import replace_held
-from .inventory import Inventory
+from .inventory import Inventory, Slot
 
 
 class _Alone(Op):
@@ -156,9 +157,9 @@ def run_alone(model: Any, inventory: Inventory, inputs: Call, size: int, recorde
     """A call for one sample, or for none, by the original layers; weights that were given for each sample are
     that one's.
     """
-    given, trained = inventory.given_slots(), inventory.trained
-    new = given or trained is None or not trained.holds()
-    if new:
+    given, trained = list[Slot](), inventory.trained
+    if new := trained is None or not trained.holds():
+        given = inventory.given_slots()
         inventory.check_given(size)
         trained = Trained(model, inventory, model._ps_state().settings)
         if not given:
@@ -172,7 +173,7 @@ def run_alone(model: Any, inventory: Inventory, inputs: Call, size: int, recorde
         return own + (trained.aliased(_Alone if size else _OfNone) if recorded else [])
 
     flat, put = functools.partial(_flat_weights, inventory), places()
-    with in_place_of(put, places), in_place_of(flat(), flat):
+    with in_place_of(put, places), in_place_of(flat(), flat) if inventory.recurrent else nullcontext():
         output = run_plain(model, inputs)
     if recorded and size:
         for (_, _, alias), (_, _, param, _) in zip(put[len(own) :], trained.places, strict=True):
