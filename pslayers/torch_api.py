@@ -347,6 +347,7 @@ without_subclasses = _find("_C.DisableTorchFunctionSubclass")  # a context in wh
 without_autocast = _find("_C._DisableAutocast")
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled")
 copy_each = _find("_foreach_copy_")  # several tensors, by one call
+_lazy_clone = _find("_lazy_clone")
 # a context in which a module has other parameters
 reparametrized = _find("nn.utils.stateless._reparametrize_module")
 _parametrize = _find("nn.utils.parametrize")
@@ -434,6 +435,20 @@ def equal(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one layout hold the same; torch.equal knows no sparse ones."""
     parts = _PARTS.get(a.layout)
     return torch.equal(a, b) if parts is None else all(torch.equal(part(a), part(b)) for part in parts)
+
+
+def copied_when_written(t: Tensor) -> Tensor | None:
+    """A tensor on a CPU, once more: the values are copied when one of both is first written to. None where
+    torch has no such copy, or another one would be larger: of memory that it has not allocated, of a part of
+    some, in an order of its own.
+    """
+    whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes
+    if not (whole and t.is_cpu and type(t) is Tensor):
+        return None
+    try:
+        return _lazy_clone(t)
+    except RuntimeError:
+        return None
 
 
 def held_elsewhere(t: Tensor) -> bool:

@@ -105,14 +105,15 @@ class DenseRows(Sink):
     def fit(self, recorder: "Recorder", leaf: Tensor) -> None:
         """Have memory for the rows of a new leaf: the old one's where it fits.
 
-        On CPUs it is allocated now, but for rows that are kept beside others: in the backward pass it would
-        lie where the next forward pass wants its activations again.
+        On CPUs it is allocated now, but for one sample's and for rows that are kept beside others: in the
+        backward pass it would lie where the next forward pass wants its activations again.
         """
         memory, form = self.memory, (leaf.shape, leaf.dtype, leaf.device)
         if memory is not None and (memory.shape, memory.dtype, memory.device) == form:
             self.leaf = leaf
         elif recorder.settings.accumulation == "replace" and leaf.device.type == "cpu":
-            memory = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
+            alone = leaf.shape[0] == 1
+            memory = None if alone else torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
             self.memory, self.leaf, self.written = memory, leaf, None
 
     def release(self) -> None:
@@ -369,27 +370,32 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
         if grad is None:
             continue
         dense, param = recorder.dense, recorder.param()
-        memory = dense.memory
+        row = memory = None
         if (
-            not early
-            or recorder.pass_id == pass_id  # not the only one of this pass
-            or memory is None
-            or param is None
-            or dense.leaf is not recorder.leaf
-            or memory.shape[0] != 1
-            or held_elsewhere(memory)
-            or (not sums and has_hooks(param))  # which are not to see None
+            early
+            and recorder.pass_id != pass_id  # the only one of this pass
+            and param is not None
+            and (sums or not has_hooks(param))  # which are not to see None
         ):
-            recorder.single.pass_id = pass_id
+            row, memory = torch_api.copied_when_written(grad), dense.memory
+            if (
+                row is None
+                and memory is not None
+                and dense.leaf is recorder.leaf
+                and memory.shape[0] == 1
+                and not held_elsewhere(memory)
+            ):
+                row = memory[0]
+                rows.append(row)
+                taken.append(grad)
+        recorder.single.pass_id = pass_id
+        if row is None or param is None:
             continue
         recorder.pass_id, dense.offset, dense.written = pass_id, 0, None
-        recorder.single.pass_id, recorder.single.taken = pass_id, grad
-        recorded[id(param)] = recorder.param
-        param.grad_sample = memory.detach()  # type: ignore[attr-defined]
-        rows.append(memory)
-        taken.append(grad)
-    if rows:
+        recorder.single.taken, recorded[id(param)] = grad, recorder.param
+        param.grad_sample = row.unsqueeze(0)  # type: ignore[attr-defined]
         settings.rows = 1
+    if rows:
         torch_api.copy_each(rows, taken)
     if sums:
         return grads

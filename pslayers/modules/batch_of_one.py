@@ -61,7 +61,7 @@ def _apart(grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     places, found = set[int](), list[Tensor | None]()
     for grad in grads:
         if grad is not None and grad.layout is torch.strided and grad.numel():
-            place = grad.untyped_storage().data_ptr()
+            place = grad.untyped_storage()._cdata  # by its address it would be copied, if that waits
             if place in places:
                 grad = grad.clone()
             places.add(place)

@@ -103,19 +103,79 @@ def test_no_side_effects_of_autograd_grad() -> None:
     assert ours.scale.grad_sample is not None
 
 
-def test_memory_is_reused_unless_it_is_kept() -> None:
+@pytest.mark.parametrize("change", ["grad", "rows", "another pass", "another pass, which adds"])
+def test_rows_and_gradients_share_memory_until_one_is_written_to(change: str) -> None:
     _, ours, ids = _pair()
-    places = []
-    for keep in (False, False, True, False):
+    squares(ours(ids)).mean().backward()
+    params = [p for p in ours.parameters() if p.grad is not None]
+    before = [p.grad.clone() for p in params]
+    assert all(torch._C._is_cow_tensor(t) for p in params for t in (p.grad, p.grad_sample))
+    rows, grads = [p.grad_sample for p in params], [p.grad for p in params]
+    if change == "grad":
+        grads = [g.mul_(2) / 2 for g in grads]
+    elif change == "rows":
+        rows = [r.add_(1) - 1 for r in rows]
+    else:
+        ours.zero_grad() if change == "another pass" else None
+        squares(ours(torch.randint(0, 9, (1, 5)))).mean().backward()
+        for p, old in zip(params, before, strict=True):
+            whole = p.grad_sample[0] + (old if change != "another pass" else 0)
+            torch.testing.assert_close(p.grad, whole)
+            assert not torch.equal(p.grad_sample[0], old)
+        grads = before
+    for row, grad, old in zip(rows, grads, before, strict=True):
+        torch.testing.assert_close(row, old.unsqueeze(0))
+        torch.testing.assert_close(grad, old)
+
+
+class Given(torch.autograd.Function):
+    """A factor whose gradient lies where torch has not allocated it, in an order of its own, or in a larger
+    memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        found = (grads[0] * x).sum(0)
+        if ctx.how == "numpy":
+            found = torch.from_numpy(found.numpy().copy())
+        elif ctx.how == "turned":
+            found = found.t().contiguous().t()
+        elif ctx.how == "part":
+            found = torch.stack([found, found])[1]
+        elif ctx.how == "expanded":
+            found = found.mean().expand_as(found)
+        return grads[0] * weight, found, None
+
+
+@pytest.mark.parametrize("how", ["numpy", "turned", "part", "expanded"])
+def test_gradients_of_which_torch_makes_no_copy_when_written(how: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Given.apply(x, self.weight.t().t(), how).flatten(1)
+
+    model = Net()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for _ in range(3):
+        x = torch.randn(1, 3, 3, dtype=torch.float64)
+        (grad,) = torch.autograd.grad(squares(model(x)).mean(), model.parameters())
         ours.zero_grad()
-        squares(ours(ids)).mean().backward()
-        places.append(ours.scale.grad_sample.data_ptr())
-        kept = ours.scale.grad_sample if keep else None
-    assert places[0] == places[1] == places[2] and kept is None
-    kept = ours.scale.grad_sample
-    before = kept.clone()
-    squares(ours(torch.randint(0, 9, (1, 5)))).mean().backward()
-    assert ours.scale.grad_sample.data_ptr() != kept.data_ptr() and torch.equal(kept, before)
+        squares(ours(x)).mean().backward()
+        torch.testing.assert_close(ours.weight.grad, grad)
+        torch.testing.assert_close(ours.weight.grad_sample, grad.unsqueeze(0))
+        ours.weight.grad.zero_()
+        torch.testing.assert_close(ours.weight.grad_sample, grad.unsqueeze(0))
+        assert ours.weight.grad_sample.is_contiguous()
 
 
 def test_rows_of_rows() -> None:
