@@ -73,7 +73,7 @@ def _guard(ps_forward: Callable[..., Any]) -> Callable[..., Any]:
             return self._ps_plain(ps_forward, args, kwargs)
         if (batch := local.batch) is not None:
             batch.count(self)
-            if torch_api.peek() is not None and torch_api.level() > batch.level:
+            if torch_api.level() > batch.level:  # an error where that is traced, and this is not
                 self._ps_transformed(batch)
                 if batch.undecided:
                     return self._ps_plain(ps_forward, args, kwargs)
