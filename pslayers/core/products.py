@@ -16,7 +16,9 @@ from .. import torch_api
 from .tuning import Key, tuning
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and torch_api.onednn_linear is not None
-WORTH_IT = 1 << 20  # multiplications, from which oneDNN's dearer call may have paid
+# multiplications, from which oneDNN's dearer call may have paid: of many products one after the other, and of
+# a single one, among torch's, which have the caches
+WORTH_IT, SINGLE = 1 << 20, 1 << 24
 NARROW = 16  # columns, below which it never does
 # of a product that is measured: as many multiplications, or rows, or one part of so many if that is most
 MEASURED, FEWEST, PARTS = 1 << 25, 64, 16
@@ -61,7 +63,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     differentiable.
     """
     width, inner = weight.shape
-    if width >= NARROW and x.numel() * width >= WORTH_IT and has_onednn(x) and weight.dtype == x.dtype:
+    if width >= NARROW and x.numel() * width >= SINGLE and has_onednn(x) and weight.dtype == x.dtype:
         rows = x.numel() // inner
 
         def some() -> Tensor:
@@ -121,7 +123,7 @@ def outer(left: Tensor, right: Tensor) -> Tensor:
     if left.ndim != 2:
         left, right = left.flatten(0, -2), right.flatten(0, -2)
     wide = left.shape[1], right.shape[1]
-    if min(wide) >= NARROW and left.numel() * wide[1] >= WORTH_IT and has_onednn(left):
+    if min(wide) >= NARROW and left.numel() * wide[1] >= SINGLE and has_onednn(left):
         n = _part(len(left), wide[0] * wide[1])
         ways = (lambda: left[:n].t() @ right[:n]), (lambda: _onednn(left[:n].t(), right[:n].t(), None))
         if _by_onednn(("outer", len(left).bit_length(), *wide), *ways):

@@ -18,6 +18,7 @@ def onednn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     chosen = "onednn" if request.param else "torch"
     monkeypatch.setattr(tuning, "fastest", lambda key, ways, rule: chosen if chosen in ways else rule)
     monkeypatch.setattr(products, "WORTH_IT", 1 << 12)
+    monkeypatch.setattr(products, "SINGLE", 1 << 12)
     return request.param
 
 
