@@ -347,7 +347,7 @@ without_subclasses = _find("_C.DisableTorchFunctionSubclass")  # a context in wh
 without_autocast = _find("_C._DisableAutocast")
 any_autocast: Callable[[], bool] = _find("_C._is_any_autocast_enabled")
 copy_each = _find("_foreach_copy_")  # several tensors, by one call
-_lazy_clone = _find("_lazy_clone")
+_lazy_clone: Any = getattr(torch, "_lazy_clone", None)  # a copy that is made when one of both is written to
 # a context in which a module has other parameters
 reparametrized = _find("nn.utils.stateless._reparametrize_module")
 _parametrize = _find("nn.utils.parametrize")
@@ -443,7 +443,7 @@ def copied_when_written(t: Tensor) -> Tensor | None:
     some, in an order of its own.
     """
     whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes
-    if not (whole and t.is_cpu and type(t) is Tensor):
+    if _lazy_clone is None or not (whole and t.is_cpu and type(t) is Tensor):
         return None
     try:
         return _lazy_clone(t)
