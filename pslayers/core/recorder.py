@@ -382,10 +382,10 @@ class _Arrival(_WeakHook):
         # the pass that gives rows is no nested one
         if torch_api.current_pass() != owner.settings.pass_id and torch_api.in_nested_pass():
             owner.pass_on(tensor)
-        if owner.came_alone(tensor):
-            return None
         if tensor is owner.single.taken:
             owner.single.taken, owner.single.pass_id = None, -1
+            return None
+        if owner.came_alone(tensor):
             return None
         # the one sample's, which is kept as its row, and not wanted as a plain gradient
         kept = not owner.settings.sums and owner.single.pass_id == torch_api.current_pass()
