@@ -442,8 +442,9 @@ def copied_when_written(t: Tensor) -> Tensor | None:
     torch has no such copy, or another one would be larger: of memory that it has not allocated, of a part of
     some, in an order of its own.
     """
-    whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes
-    if _lazy_clone is None or not (whole and t.is_cpu and type(t) is Tensor):
+    if _lazy_clone is None or not t.is_cpu or type(t) is not Tensor:
+        return None
+    if not t.is_contiguous() or t.untyped_storage().nbytes() != t.nbytes:
         return None
     try:
         return _lazy_clone(t)

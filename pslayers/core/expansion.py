@@ -191,7 +191,7 @@ class Expansion:
         if need_rows:
             sink, owed = UNRECORDED, scale.rows
             if recorder is not None:
-                sink, at_once = recorder.settings.sink or recorder.dense, self.at_once(recorder)
+                sink, at_once = recorder.sink, self.at_once(recorder)
             rows = (sink.put if at_once else sink.make)(recorder, factor, self.rows, owed)  # type: ignore[arg-type]
         if need_weight and recorder is not None and not recorder.settings.sums:
             total = self.nothing(recorder)

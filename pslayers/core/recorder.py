@@ -165,9 +165,7 @@ class Recorder:
         notes = self.notes.get(pass_id := torch_api.current_pass())
         if notes is None or len(notes) != 1 or self.single.pass_id == pass_id:
             return False
-        note = notes[0]
-        # as in `_has_arrived`
-        if type(note) is not tuple or note[0] != grad.data_ptr() or note[1] != grad._version:
+        if not isinstance(note := notes[0], tuple) or not _has_arrived(note, grad):
             return False
         del self.notes[pass_id]
         self.checked = True

@@ -153,8 +153,7 @@ class DenseRows(Sink):
         if not first:
             added = self._added(holder, factor, scale)
             return None if added else super().put(recorder, factor, like, scale)
-        if settings.rows != like.shape[0]:
-            recorder.count(like.shape[0])
+        recorder.count(like.shape[0])
         holder.grad_sample = None  # type: ignore[attr-defined]
         if torch_api.held_elsewhere(memory):
             self.memory = memory = torch.empty_like(memory)
@@ -370,27 +369,26 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
         if grad is None:
             continue
         dense, param = recorder.dense, recorder.param()
-        row = memory = None
-        if (
-            early
-            and recorder.pass_id != pass_id  # the only one of this pass
-            and param is not None
-            and (sums or not has_hooks(param))  # which are not to see None
-        ):
-            row, memory = torch_api.copied_when_written(grad), dense.memory
-            if (
-                row is None
-                and memory is not None
-                and dense.leaf is recorder.leaf
-                and memory.shape[0] == 1
-                and not held_elsewhere(memory)
-            ):
-                row = memory[0]
-                rows.append(row)
-                taken.append(grad)
         recorder.single.pass_id = pass_id
-        if row is None or param is None:
+        if (
+            not early
+            or recorder.pass_id == pass_id  # not the only one of this pass
+            or param is None
+            or (not sums and has_hooks(param))  # which are not to see None
+        ):
             continue
+        if (row := torch_api.copied_when_written(grad)) is None:
+            memory = dense.memory
+            if (
+                memory is None
+                or dense.leaf is not recorder.leaf
+                or len(memory) != 1
+                or held_elsewhere(memory)
+            ):
+                continue
+            row = memory[0]
+            rows.append(row)
+            taken.append(grad)
         recorder.pass_id, dense.offset, dense.written = pass_id, 0, None
         recorder.single.taken, recorded[id(param)] = grad, recorder.param
         param.grad_sample = row.unsqueeze(0)  # type: ignore[attr-defined]

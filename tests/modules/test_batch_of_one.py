@@ -116,10 +116,12 @@ def test_rows_and_gradients_share_memory_until_one_is_written_to(change: str) ->
     elif change == "rows":
         rows = [r.add_(1) - 1 for r in rows]
     else:
-        ours.zero_grad() if change == "another pass" else None
+        adds = change != "another pass"
+        if not adds:
+            ours.zero_grad()
         squares(ours(torch.randint(0, 9, (1, 5)))).mean().backward()
         for p, old in zip(params, before, strict=True):
-            whole = p.grad_sample[0] + (old if change != "another pass" else 0)
+            whole = p.grad_sample[0] + (old if adds else 0)
             torch.testing.assert_close(p.grad, whole)
             assert not torch.equal(p.grad_sample[0], old)
         grads = before
@@ -156,6 +158,8 @@ class Given(torch.autograd.Function):
 
 @pytest.mark.parametrize("how", ["numpy", "turned", "part", "expanded"])
 def test_gradients_of_which_torch_makes_no_copy_when_written(how: str) -> None:
+    """Rows lie in memory that is used again, unless they are kept."""
+
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -166,7 +170,9 @@ def test_gradients_of_which_torch_makes_no_copy_when_written(how: str) -> None:
 
     model = Net()
     ours = ps.convert_model(copy.deepcopy(model))
-    for _ in range(3):
+    kept: list[tuple[Tensor, Tensor]] = []
+    places = []
+    for keep in (False, False, True, False):
         x = torch.randn(1, 3, 3, dtype=torch.float64)
         (grad,) = torch.autograd.grad(squares(model(x)).mean(), model.parameters())
         ours.zero_grad()
@@ -176,6 +182,10 @@ def test_gradients_of_which_torch_makes_no_copy_when_written(how: str) -> None:
         ours.weight.grad.zero_()
         torch.testing.assert_close(ours.weight.grad_sample, grad.unsqueeze(0))
         assert ours.weight.grad_sample.is_contiguous()
+        places.append(ours.weight.grad_sample.data_ptr())
+        kept += [(ours.weight.grad_sample, grad)] if keep else []
+    assert places[0] == places[1] == places[2] != places[3]
+    torch.testing.assert_close(kept[0][0], kept[0][1].unsqueeze(0))
 
 
 def test_rows_of_rows() -> None:
