@@ -294,9 +294,13 @@ def saved_tensors_packed() -> bool:
     return top_saved_tensors_hooks(False) is not None
 
 
-@contextmanager
-def without_saved_tensors_hooks() -> Iterator[None]:
+def without_saved_tensors_hooks() -> AbstractContextManager[None]:
     """Inside the block nobody does."""
+    return _unhooked() if saved_tensors_packed() else nullcontext()
+
+
+@contextmanager
+def _unhooked() -> Iterator[None]:
     hooks = []
     while (pair := top_saved_tensors_hooks(False)) is not None:
         hooks.append(pair)

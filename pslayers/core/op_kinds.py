@@ -127,6 +127,8 @@ PUT = _names("index_copy index_add index_reduce scatter scatter_add scatter_redu
 MADE_LIKE = _names("zeros ones empty full", "{}_like", "new_{}")
 MADE = [*_names("zeros ones empty full"), *MADE_LIKE]
 DRAWN_LIKE = _names("rand randn randint", "{}_like")
+# of which it is known that they draw no random numbers
+DRAW_NOTHING = frozenset([*OF_ONE, *OF_SEVERAL, *PRODUCTS, *REDUCED, *RESHAPED, *TURNED, *JOINED, *CONVERTED])
 
 # ---------------------------------------------------------------------------------------- what a tensor says
 # whatever its values are

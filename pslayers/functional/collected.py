@@ -40,7 +40,9 @@ def each_of(source: Source, token: "Token | None" = None) -> Tensor:
     with torch_api.without_saved_tensors_hooks():  # a checkpoint computes it again, perhaps elsewhere
         found: Tensor = _Handle.apply(source, calls, leaves, collector, begin, *handles)
     if collector is not None:
-        found._ps_expansion = Collected(source, leaves, collector)  # type: ignore[attr-defined]
+        found._ps_expansion = Collected(  # type: ignore[attr-defined]
+            source, leaves, collector, source.value.detach()
+        )
     return found
 
 
@@ -89,13 +91,18 @@ class Collected(Expansion):
     __slots__ = ("collector", "leaves", "source")
 
     def __init__(
-        self, source: Source, leaves: Sequence[Leaf], collector: "Collector", rows: Tensor | None = None
+        self,
+        source: Source,
+        leaves: Sequence[Leaf],
+        collector: "Collector",
+        weight: Tensor,
+        rows: Tensor | None = None,
     ) -> None:
-        super().__init__(source.value.detach(), rows)
+        super().__init__(weight, rows)
         self.source, self.leaves, self.collector = source, leaves, collector
 
     def over(self, rows: Tensor) -> Expansion:
-        return Collected(self.source, self.leaves, self.collector, rows)
+        return Collected(self.source, self.leaves, self.collector, self.weight, rows)
 
     def take(self, factor: Factor, need_weight: bool, need_rows: bool) -> tuple[Tensor | None, Tensor | None]:
         """Hands it over; with a graph, of one of several gradients, or where a pass proves something, dense

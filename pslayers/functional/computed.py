@@ -5,7 +5,7 @@ B samples; S the shape of a parameter, S' that of what is computed.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import torch_api
+from ..core import op_kinds
 from ..core.expansion import Expansion, Weight
 from ..core.products import summed
-from ..core.trees import tensors_of
+from ..core.trees import map_tensors, tensors_of
 from .each import autocast, generator_of
 
 
@@ -75,33 +76,47 @@ Source = Leaf | Computed
 
 
 class Call:
-    """A call of a function, which may be made again with other values in the place of the leaves'."""
+    """A call of a function, which may be made again with other values in the place of its inputs'."""
 
-    __slots__ = ("autocast", "inputs", "number", "random", "run")
+    __slots__ = ("args", "autocast", "func", "inputs", "kwargs", "number", "random")
     numbers = itertools.count()
 
     def __init__(
-        self, run: Callable[..., Any], inputs: Sequence[Source], random: Tensor | None, device: torch.device
+        self, func: Callable[..., Any], inputs: list[Source], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.run, self.inputs, self.random = run, inputs, random
-        self.number, self.autocast = next(self.numbers), autocast(device.type)
+        self.func, self.inputs, self.args, self.kwargs = func, inputs, args, kwargs
+        self.number, self.autocast = next(self.numbers), autocast(inputs[0].value.device.type)
+        self.random: Tensor | None = None  # the state of the generator before, if it draws
+
+    def again(self, values: Iterable[Tensor]) -> list[Tensor]:
+        """The tensors that it returns with these values."""
+        instead = dict(zip((id(source.value) for source in self.inputs), values, strict=True))
+        args, kwargs = map_tensors(lambda t: instead.get(id(t), t), (self.args, self.kwargs))
+        return tensors_of(self.func(*args, **kwargs))
 
 
-def compute(run: Callable[..., Any], inputs: Sequence[Source]) -> tuple[Any, Iterator[Computed]]:
-    """What ``run(*values)`` returns, and of each tensor therein what it was computed of.
+def compute(
+    func: Callable[..., Any], sources: Mapping[int, Source], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Iterator[Computed]]:
+    """What ``func(*args, **kwargs)`` returns with values in the place of tensors, of which their ids tell the
+    sources; and of each tensor therein what it was computed of.
 
     Raises:
         ValueError: the function has written to one of these values.
     """
-    values = [source.value for source in inputs]
-    generator = generator_of(values[0].device)
-    versions, before = [t._version for t in values], generator.get_state()
+    values = {key: source.value for key, source in sources.items()}
+    args, kwargs = map_tensors(lambda t: values.get(id(t), t), (args, kwargs))
+    call = Call(func, list(sources.values()), args, kwargs)
+    given = [(t, t._version) for t in values.values()]
+    draws = getattr(func, "__name__", "") not in op_kinds.DRAW_NOTHING
+    generator = generator_of(given[0][0].device)
+    before = generator.get_state() if draws else None
     with torch_api.without_saved_tensors_hooks():  # of what is no larger than the parameters themselves
-        result = run(*values)
-    if versions != [t._version for t in values]:
+        result = func(*args, **kwargs)
+    if any(t._version != version for t, version in given):
         raise ValueError("it writes to what it is given")
-    random = None if torch.equal(before, generator.get_state()) else before
-    call = Call(run, inputs, random, values[0].device)
+    if before is not None and not torch.equal(before, generator.get_state()):
+        call.random = before
     return result, (Computed(call, i, t) for i, t in enumerate(tensors_of(result)))
 
 
@@ -165,7 +180,7 @@ def with_a_graph(
 
         for call in calls:
             with _drawn_again(call.random, values[0].device), call.autocast():
-                found[call] = tensors_of(call.run(*map(value, call.inputs)))
+                found[call] = call.again(map(value, call.inputs))
         return value(source)
 
     def at_once() -> Tensor:

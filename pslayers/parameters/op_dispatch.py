@@ -24,7 +24,17 @@ from ..core import op_kinds
 from ..core.context import NoRuleError, in_ragged, local
 from ..functional.contraction import terms_of
 from .letters import of_einsum, of_matmul, of_tensordot
-from .per_sample import OPS, PerSample, behind, expansion_of, followed, is_vector, names_of, of_the_input
+from .per_sample import (
+    OPS,
+    PerSample,
+    all_same,
+    behind,
+    expansion_of,
+    followed,
+    is_vector,
+    names_of,
+    of_the_input,
+)
 
 Op = Callable[..., Tensor]
 
@@ -64,13 +74,11 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
         rows = (expansion_of(t) if isinstance(t, PerSample) else t for t in (weight, bias))
         return NotImplemented if isinstance(x, PerSample) else op(x, *rows)
     given = [t.given if isinstance(t, PerSample) else t for t in (weight, bias)]
-    names = names_of(own)
-    if local.stand_ins is not None:
+    if (standing := local.stand_ins) is not None and standing.proving:
         computed = (
             t for t in own if t is not x and t.samples > 1 and t.given.stride(0) and not is_vector(t.sizes)
         )
-        local.stand_ins.slow |= names_of(computed)  # for each sample
-    same = all(t.same for t in own)
+        standing.slow |= names_of(computed)  # for each sample
 
     def run(x: Tensor, of_the_batch: bool = False) -> Tensor:
         y = op(x, *given)
@@ -83,14 +91,14 @@ def _call(op: Op, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Any:
         return y
 
     if isinstance(x, PerSample):
-        return NotImplemented if same else PerSample.of(run(x.each), False, names)
+        return NotImplemented if all_same(own) else PerSample.of(run(x.each), False, names_of(own))
     if (picks := followed()) is None:
         return run(x, True) if of_the_input(x) else NotImplemented
     owners = picks.owners(x)
     if owners is None and picks.copied(x):
         return run(x, True)
-    if owners is None and not same:  # what all samples share
-        return PerSample.of(run(x.expand(own[0].samples, *x.shape)), False, names)
+    if owners is None and not all_same(own):  # what all samples share
+        return PerSample.of(run(x.expand(own[0].samples, *x.shape)), False, names_of(own))
     if owners is None or owners.sample_ids is None:
         return NotImplemented
     if owners.picked:

@@ -66,8 +66,14 @@ class Standing:
     met: set[Hashable] = field(default_factory=set)
     level: int = field(default_factory=torch_api.level)  # of transforms around the forward
     in_loss: bool = False  # after the forward: what is no batch's is known by its shape
-    slow: set[str] = field(default_factory=set)  # parameters that some op used as truly different ones
+    # parameters that some op used as truly different ones, in the run that proves this
+    slow: set[str] = field(default_factory=set)
     again: bool = False  # its weights have been stood for, in a part of the forward that is run again
+
+    @property
+    def proving(self) -> bool:
+        """Whether this run proves how the forward may run."""
+        return self.choices is None
 
     def mark(self) -> Callable[[], "Standing"]:
         """What gives the same for a part of the forward that begins here, and is computed again."""
@@ -116,7 +122,7 @@ class Standing:
         """Note a way in which a parameter meets the batch; NoRuleError where none did so when this was
         proved: a forward may take another path, in which what has as many rows is no batch.
         """
-        if self.choices is None:
+        if self.proving:
             self.met.add(how)
         elif how not in self.known:
             raise NoRuleError("it does what it did not when it was proved")
@@ -437,9 +443,15 @@ def trained(others: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(t.requires_grad for t in others)
 
 
+def all_same(own: Iterable[PerSample]) -> bool:
+    """Whether all samples' values of each of these are the same."""
+    return all(t.same for t in own)
+
+
 def names_of(own: Iterable[PerSample]) -> frozenset[str]:
     """Of the parameters that all of these were made of."""
-    return frozenset[str]().union(*(t.names for t in own))
+    names = [t.names for t in own]
+    return names[0] if len(names) == 1 else frozenset[str]().union(*names)
 
 
 def followed() -> Any:
@@ -498,9 +510,9 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function without a rule gives, run for each sample; of parameters that are all the same, run
     once.
     """
-    given = list({id(t): t for t in tensors_of((args, kwargs))}.values())
+    given = {id(t): t for t in tensors_of((args, kwargs))}.values()
     own = [t for t in given if isinstance(t, PerSample)]
-    same, name = all(t.same for t in own), getattr(func, "__name__", str(func))
+    same, name = all_same(own), getattr(func, "__name__", str(func))
     writes = op_kinds.writes(name)
     if writes and not args:  # as torch.nn.init's are handed on
         raise NoRuleError(f"`{name}` has no rule for a parameter of each sample's own")
@@ -532,14 +544,15 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     of_batch = {id(t) for t, _ in batch}
     # what all samples share gets the sum of what each has to say
     shared = [t for t in others if t.requires_grad and id(t) not in of_batch]
-    one = function_of([*own, *shared, *(t for t, _ in batch)], func, args, kwargs)
     if (stand_ins := local.stand_ins if batch else None) is not None:
         stand_ins.meet(func, names_of(own), *(t.ndim for t in (*own, *shared)), *(t.ndim for t, _ in batch))
     try:
-        with torch_api.without_torch_function(), torch_api.quiet_vmap():
+        with torch_api.without_torch_function():
             if same and not batch and not torch_api.functions_transformed():
-                return once(one, own, shared)
-            found = _run_for_each(one, rows, own, shared, batch)
+                return once(func, args, kwargs, own, shared)
+            one = function_of([*own, *shared, *(t for t, _ in batch)], func, args, kwargs)
+            with torch_api.quiet_vmap():
+                found = _run_for_each(one, rows, own, shared, batch)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise NoRuleError(f"`{name}` cannot be run for each sample ({error})".splitlines()[0]) from error
     if not batch:
@@ -549,11 +562,18 @@ def _for_each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return map_tensors(rows.back, found)
 
 
-def once(one: Callable[..., Any], own: Sequence[PerSample], shared: Sequence[Tensor] = ()) -> Any:
-    """What `one`, a function of these, all samples' values of which are the same, gives: computed once."""
+def once(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    own: Sequence[PerSample],
+    shared: Sequence[Tensor] = (),
+) -> Any:
+    """What a function gives of these, all samples' values of which are the same: computed once."""
     size, names, token = own[0].samples, names_of(own), own[0]._token
-    others = [Leaf(t.expand(size, *t.shape), size) for t in shared]
-    found, computed = compute(one, [*(t.source for t in own), *others])
+    sources: dict[int, Source] = {id(t): t.source for t in own}
+    sources |= {id(t): Leaf(t.expand(size, *t.shape), size) for t in shared}
+    found, computed = compute(_INSTEAD.get(func, func), sources, args, kwargs)
     return map_tensors(lambda _: PerSample.computed(next(computed), size, names, token), found)
 
 
@@ -568,7 +588,7 @@ def _run_for_each(
     are rows of the `batch`, all rows.
     """
     size, together = rows.size, [held for _, held in batch]
-    each, same = [t.each for t in own], all(t.same for t in own)
+    each, same = [t.each for t in own], all_same(own)
     if batch and rows.batch is None and rows.name in op_kinds.OF_SEVERAL:
         each = [_own_rows(t, batch[0][0], size) for t in own]
         same = same and all(one is t.each for one, t in zip(each, own, strict=True))
@@ -584,7 +604,7 @@ def _run_for_each(
         proving = local.batch is not None and local.batch.proving
         if proving or rows.name in PUTS:
             _check(one, each, together, found, range(size))
-        elif local.stand_ins.choices is None:
+        elif local.stand_ins.proving:
             _check(one, each, together, found, range(min(size, 2)))
     return found
 

@@ -143,9 +143,8 @@ def _past_its_layer(t: Tensor) -> Tensor:
 def _of_parameters(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], own: Sequence[PerSample]) -> Any:
     """Of parameters, and what all samples share: for each sample, or once where these are the same."""
     own = list({id(t): t for t in own}.values())
-    one = function_of(own, func, args, kwargs)
     with torch_api.without_torch_function():
-        return once(one, own)
+        return once(func, args, kwargs, own)
 
 
 def _leading(t: Tensor, shape: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ then the function is run for each sample by itself.
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .per_sample import (
     BY_FUNCTION,
     PerSample,
     Rule,
+    all_same,
     followed,
     is_vector,
     names_of,
@@ -91,11 +92,11 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> Sequence[int]:
     return [max(sizes) for sizes in itertools.zip_longest(*turned, fillvalue=1)]
 
 
-def _once(own: Sequence[PerSample], small: bool) -> bool:
+def _once(own: Sequence[PerSample], small: Callable[[], bool]) -> bool:
     """Whether what is made of these alone is computed once for all samples: not where it is `small`, and each
     sample's own values cost nothing.
     """
-    return all(t.same for t in own) and (not small or any(t.is_computed for t in own))
+    return all_same(own) and (any(t.is_computed for t in own) or not small())
 
 
 def _of_the_batch(index: Any) -> bool:
@@ -145,7 +146,7 @@ def _of_each(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
     given = (*args, *kwargs.values())
     if any(isinstance(a, PerSample) for a in given) or kwargs.get("out") is not None:
         return NotImplemented
-    if not isinstance(t, PerSample) or _once([t], is_vector(t.sizes)):
+    if not isinstance(t, PerSample) or _once([t], lambda: is_vector(t.sizes)):
         return NotImplemented
     return t.like(func(t.each, *args, **kwargs))
 
@@ -156,7 +157,7 @@ def _converted(func: Any, t: Any = None, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if (like := plainly(func, t, *args, **kwargs)) is t:
         return t
-    if not _once([t], is_vector(t.sizes)):
+    if not _once([t], lambda: is_vector(t.sizes)):
         return _of_each(func, t, *args, **kwargs)
     if t.is_computed:
         return NotImplemented
@@ -174,11 +175,11 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     own = [a for a in args if isinstance(a, PerSample)]
     others = [a for a in args if isinstance(a, Tensor) and not isinstance(a, PerSample)]
-    ndim = max(*(len(t.sizes) for t in own), *(t.ndim for t in others), 0)
     batch = [t for t in others if t.ndim]
+    if not batch and _once(own, lambda: is_vector(_broadcast([t.sizes for t in own]))):
+        return NotImplemented
+    ndim = max(t.ndim for t in (*own, *batch))
     if not batch:
-        if _once(own, is_vector(_broadcast([t.sizes for t in own]))):
-            return NotImplemented
         aligned = [
             a.each.reshape(a.samples, *(1,) * (ndim - len(a.sizes)), *a.sizes)
             if isinstance(a, PerSample)
@@ -216,7 +217,7 @@ def _owners(batch: Sequence[Tensor]) -> Any:
 
 
 def _of_own(own: Sequence[PerSample], each: Tensor) -> PerSample:
-    return PerSample.of(each, all(t.same for t in own), names_of(own))
+    return PerSample.of(each, all_same(own), names_of(own))
 
 
 def _joined(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
@@ -225,8 +226,9 @@ def _joined(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     if kwargs or (followed() is not None and any(followed().owners(t) is not None for t in tensors)):
         return NotImplemented
     trained = any(t.requires_grad for t in tensors if not isinstance(t, PerSample))  # a loss of all samples
-    vectors = func is not torch.stack and all(is_vector(t.shape) for t in tensors)
-    if _once(own, vectors) and not trained:
+    if not trained and _once(
+        own, lambda: func is not torch.stack and all(is_vector(t.shape) for t in tensors)
+    ):
         return NotImplemented
     size, ndim = own[0].samples, tensors[0].ndim + (func is torch.stack)
     return _of_own(
@@ -278,7 +280,7 @@ def _trained(func: Any, t: Any, requires_grad: bool = True) -> Any:
 def _set(func: Any, t: Any, index: Any, value: Any) -> Any:
     """A sample's own values written to rows of the batch that a mask or an index picks."""
     own = [p for p in tensors_of((t, index, value)) if isinstance(p, PerSample)]
-    if isinstance(t, PerSample) and all(p.same for p in own) and not recorded(own):
+    if isinstance(t, PerSample) and all_same(own) and not recorded(own):
         return NotImplemented  # nothing of each sample's own
     owners = NotImplemented if followed() is None or isinstance(t, PerSample) else _owners([t])
     if not isinstance(value, PerSample) or owners is NotImplemented:

@@ -82,6 +82,8 @@ def test_rules_are_made_of_all_that_they_are_for() -> None:
     assert not {torch.rand_like, torch.randn_like} & op_dispatch._MAKERS
     random = op_kinds.functions([*op_kinds.RANDOM, *op_kinds.with_in_place(op_kinds.DRAWN_LIKE)])
     assert F.dropout in random and {BY_FUNCTION.get(f) for f in random} == {None, rules._made_like}
+    draws = {*op_kinds.RANDOM, *op_kinds.DRAWN_LIKE, "gumbel_softmax", "multinomial", "normal"}
+    assert not draws & op_kinds.DRAW_NOTHING
 
 
 TRANSFORMS = [f for f in vars(torch.fft).values() if getattr(f, "__name__", "") in op_kinds.ALONG]

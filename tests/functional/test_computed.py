@@ -1,18 +1,26 @@
 """What is computed of expanded weights alone, against the same function of each sample's own weight."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pslayers.functional import computed as calls
 from pslayers.functional.collected import each_of
-from pslayers.functional.computed import Leaf, compute
+from pslayers.functional.computed import Computed, Leaf, Source
 
 from .ops import floats
 
 Chain = Callable[..., Tensor]
+
+
+def compute(function: Callable[..., Any], sources: Sequence[Source]) -> tuple[Any, Iterator[Computed]]:
+    """A call with what stands for these, one after the other."""
+    stand_ins = tuple(torch.empty(0) for _ in sources)
+    return calls.compute(function, dict(zip(map(id, stand_ins), sources, strict=True)), stand_ins, {})
 
 
 def ours(steps: Chain, *rows: Tensor) -> Tensor:
