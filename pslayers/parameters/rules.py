@@ -178,7 +178,7 @@ def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     batch = [t for t in others if t.ndim]
     if not batch and _once(own, lambda: is_vector(_broadcast([t.sizes for t in own]))):
         return NotImplemented
-    ndim = max(t.ndim for t in (*own, *batch))
+    ndim = max((t.ndim for t in (*own, *batch)), default=0)
     if not batch:
         aligned = [
             a.each.reshape(a.samples, *(1,) * (ndim - len(a.sizes)), *a.sizes)
