@@ -21,7 +21,7 @@ from . import contents
 from .converted_module import ConvertedLayer, ConvertedModule
 from .switches import Switches
 from .thread_turns import Turns
-from .trees import is_parameter, map_tensors, stand_in, structure, tensors_of
+from .trees import exchanged, is_parameter, stand_in, structure, tensors_of
 
 if TYPE_CHECKING:
     from .sinks import Sink
@@ -516,7 +516,7 @@ def _places_in(
             inner = value.items() if isinstance(value, dict) else enumerate(value)
             yield from _places_in(value, inner, known, named, depth - 1)
         elif depth and isinstance(value, tuple) and any(id(t) in known for t in tensors_of(value)):
-            yield held, key, map_tensors(lambda t: known.get(id(t), t), value)
+            yield held, key, exchanged(value, known)
 
 
 # ----------------------------------------------------------------------------------------- computed once more

@@ -139,6 +139,11 @@ def structure(value: Any, batch: int = 0, seen: set[int] | None = None) -> Any:
     return tuple([(k if isinstance(k, str) else None, structure(v, batch, seen)) for k, v in held])
 
 
+def exchanged(value: Any, instead: Mapping[int, Any]) -> Any:
+    """A copy of a value with others in the place of the tensors that have these ids."""
+    return map_tensors(lambda t: instead.get(id(t), t), value)
+
+
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any, copies: dict[int, Any] | None = None) -> Any:
     """A copy of a value with `fn` applied to every tensor in its containers and objects; what is one object
     stays one, tensors too: forwards ask whether ``query is key``.

@@ -16,7 +16,7 @@ from .. import torch_api
 from ..core import op_kinds
 from ..core.expansion import Expansion, Weight
 from ..core.products import summed
-from ..core.trees import map_tensors, tensors_of
+from ..core.trees import exchanged, tensors_of
 from .each import autocast, generator_of
 
 
@@ -91,7 +91,7 @@ class Call:
     def again(self, values: Iterable[Tensor]) -> list[Tensor]:
         """The tensors that it returns with these values."""
         instead = dict(zip((id(source.value) for source in self.inputs), values, strict=True))
-        args, kwargs = map_tensors(lambda t: instead.get(id(t), t), (self.args, self.kwargs))
+        args, kwargs = exchanged((self.args, self.kwargs), instead)
         return tensors_of(self.func(*args, **kwargs))
 
 
@@ -105,7 +105,7 @@ def compute(
         ValueError: the function has written to one of these values.
     """
     values = {key: source.value for key, source in sources.items()}
-    args, kwargs = map_tensors(lambda t: values.get(id(t), t), (args, kwargs))
+    args, kwargs = exchanged((args, kwargs), values)
     call = Call(func, list(sources.values()), args, kwargs)
     given = [(t, t._version) for t in values.values()]
     draws = getattr(func, "__name__", "") not in op_kinds.DRAW_NOTHING

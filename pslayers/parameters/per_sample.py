@@ -27,7 +27,7 @@ from .. import torch_api
 from ..core import op_kinds
 from ..core.context import UNSCALED, NoRuleError, in_ragged, local, transforming
 from ..core.expansion import Expansion, Op, Weight
-from ..core.trees import map_tensors, tensors_of
+from ..core.trees import exchanged, map_tensors, tensors_of
 from ..functional.collected import Token, each_of
 from ..functional.computed import Computed, Leaf, Source, compute
 from ..functional.each import for_each
@@ -652,12 +652,12 @@ def function_of(
         with torch_api.without_torch_function():
             _MARKS.extend(Tensor() for _ in range(missing))
     marks = dict(zip(map(id, given), _MARKS, strict=False))
-    marked = map_tensors(lambda t: marks.get(id(t), t), (args, kwargs))
+    marked = exchanged((args, kwargs), marks)
     order, func = list(map(id, marks.values())), _INSTEAD.get(func, func)
 
     def run(*tensors: Tensor) -> Any:
         parts = dict(zip(order, tensors, strict=True))
-        args, kwargs = map_tensors(lambda t: parts.get(id(t), t), marked)
+        args, kwargs = exchanged(marked, parts)
         return func(*args, **kwargs)
 
     return run

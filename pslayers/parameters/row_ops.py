@@ -16,7 +16,7 @@ from .. import torch_api
 from ..core import op_kinds
 from ..core.context import NoRuleError, by_samples, local
 from ..core.expansion import Op, needed_grads
-from ..core.trees import is_parameter, map_tensors, memory_order, tensors_of
+from ..core.trees import exchanged, is_parameter, map_tensors, memory_order, tensors_of
 from .op_dispatch import RULES, looked_up
 from .per_sample import (
     RAGGED,
@@ -66,7 +66,7 @@ def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rule: Callabl
         expand = _to_be_written if func in _WRITING else _in_rows  # `_any` cannot write
         expanded = {id(t): rows for t in own if (rows := expand(t, shape)) is not None}
         if len(expanded) == len({id(t) for t in own}):
-            args, kwargs = map_tensors(lambda t: expanded.get(id(t), t), (args, kwargs))
+            args, kwargs = exchanged((args, kwargs), expanded)
             return func(*args, **kwargs)
     if writes:
         if (function := getattr(Tensor, op_kinds.apart(name), None)) is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import pslayers as ps
-from pslayers.core.trees import assign, map_tensors, tensors_in
+from pslayers.core.trees import assign, exchanged, map_tensors, tensors_in
 
 from ..oracle import squares
 
@@ -112,6 +112,14 @@ class Made(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+
+def test_tensors_are_exchanged_by_what_they_are() -> None:
+    one, alike, other = torch.ones(2), torch.ones(2), torch.zeros(2)
+    value = [one, {"a": (alike, one)}, 3]
+    found = exchanged(value, {id(one): other})
+    assert found[0] is found[1]["a"][1] is other and found[1]["a"][0] is alike and found[2] == 3
+    assert value[0] is one
 
 
 def test_one_tensor_stays_one() -> None:
