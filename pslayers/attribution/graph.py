@@ -72,15 +72,17 @@ def _is_ours(node: Any) -> bool:
 
 
 def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
-    """Whether one of these parameters is reached, in the graph of an output, by anything but the library's
-    own ops with rows of it, which come after it.
+    """Whether one of these parameters, or of the tensors that torch.func.functional_call has put in their
+    place, is reached, in the graph of an output, by anything but the library's own ops with rows of it, which
+    come after it.
     """
-    watched = {id(p) for p in params if p.requires_grad}
+    watched = {id(p) for p in params if p.requires_grad and p.is_leaf}
+    given = {p.grad_fn for p in params if p.grad_fn is not None}
     for node in _nodes_of(output):
         ours = _is_ours(node)
         functions = [following for following, _ in node.next_functions]
         for following, after in zip_longest(functions, functions[1:]):
             reached = id(getattr(following, "variable", None)) in watched
-            if reached and not (ours and leads_to_rows(after)):
+            if (reached and not (ours and leads_to_rows(after))) or (following in given and not ours):
                 return True
     return False

@@ -38,7 +38,7 @@ from ..core.converted_module import ConvertedLayer, entry
 from ..core.expansion import Expansion, rescale_grad
 from ..core.recorder import recorder_of
 from ..core.trees import is_parameter, map_tensors, tensors_in, tensors_of
-from ..parameters.per_sample import NoRuleError, PerSample, Standing, followed, names_of
+from ..parameters.per_sample import NoRuleError, PerSample, Standing, all_same, followed, names_of
 from ..parameters.row_ops import as_rows
 from .converted import Converted, State
 
@@ -300,7 +300,8 @@ class PSLayer(_Layer):
             with in_place_of([(held, name, _marked(t.each)) for held, name, t in own]):
                 if shared is None:
                     return forward(*args, **kwargs)
-                return self._ps_of_shared(forward, args, kwargs, x, shared)
+                same = all_same(t for t in (x, *(t for *_, t in own)) if isinstance(t, PerSample))
+                return self._ps_of_shared(forward, args, kwargs, x, shared, same)
 
         return run
 
@@ -314,9 +315,11 @@ class PSLayer(_Layer):
             held += [layer.__dict__ for layer in layers]
         return [(where, name, value) for where in held for name, value in where.items()]
 
-    def _ps_of_shared(self, forward: Callable[..., Any], args: Any, kwargs: Any, x: Any, each: Tensor) -> Any:
+    def _ps_of_shared(
+        self, forward: Callable[..., Any], args: Any, kwargs: Any, x: Any, each: Tensor, same: bool
+    ) -> Any:
         """A call for what all samples share, or what stands for each sample's own, `each` (B, *S): what
-        stands for the results.
+        stands for the results, the `same` of all samples or not.
         """
         rows, k = each, each.shape[1] if each.ndim > 2 else 0
         if k and (self._ps_channels or (self.event_dims is not None and each.ndim - 2 == self.event_dims)):
@@ -327,7 +330,6 @@ class PSLayer(_Layer):
         with by_samples(rows):
             output = forward(*args, **kwargs)
             dims = {id(t): dim for t, dim, _ in self._ps_owned(output, len(rows))}  # of states another
-        same = not isinstance(x, PerSample) or x.same
 
         def apart(t: Tensor) -> Tensor:
             dim = dims.get(id(t), 0)

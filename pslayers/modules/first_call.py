@@ -627,8 +627,10 @@ class ModelCall:
                 plain = run_plainly(model, *self.inputs)
                 plain = [t.detach() for t in tensors_of(plain)]
         output, batch = self._watched(self.inputs)
-        problem = None if given else disagreement(output, plain)
         tensors, layouts, told = tensors_in(output), self._layouts(output), self._told_layouts(output)
+        problem = None if given else disagreement(output, plain)
+        if given and any(isinstance(t, Tensor) and not at for t, at in zip(tensors, layouts, strict=True)):
+            problem = "outputs of more or less dims than with weights that all samples share"
         own = batched_outputs(output, batch, told)
         numbers = all(
             isinstance(t, Tensor) and t.numel() == 1
@@ -650,6 +652,8 @@ class ModelCall:
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:
             where = f"{model._ps_name} returned {problem}"
+            if given:
+                where += " (weights were given; call it before with its own, or convert with example=)"
             if not tensors_in(self.inputs):
                 raise ValueError(
                     f"{where}: it is given no tensor, and it is not followed whose it is what it makes of"

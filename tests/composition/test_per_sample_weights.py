@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 import pslayers as ps
 from pslayers.modules.base import REGISTRY
@@ -182,3 +183,87 @@ def test_some_weights_per_sample_and_the_others_shared() -> None:
     true, rows = members(lambda own, i: square(functional_call(model, own, (x[i : i + 1],)), 0), noise)
     torch.testing.assert_close(losses.detach(), true)
     torch.testing.assert_close({k: w.grad for k, w in noise.items()}, rows)
+
+
+def assert_own_weights_right(model: nn.Module, ours: nn.Module, own: Params, x: Tensor) -> None:
+    """Losses and gradients of weights (B, *S), against a call for each sample."""
+    losses = squares(functional_call(ours, own, (x,)))
+    found = torch.autograd.grad(losses.sum(), list(own.values()))
+    true, rows = members(lambda each, i: square(functional_call(model, each, (x[i : i + 1],)), 0), own)
+    torch.testing.assert_close(losses.detach(), true)
+    torch.testing.assert_close(dict(zip(own, found, strict=True)), rows)
+
+
+class Past(nn.Module):
+    """A layer whose parameters are used past it, too."""
+
+    def __init__(self, use: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.use = nn.Linear(6, 6), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self.fc, x)
+
+
+PAST: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "norm": lambda fc, x: fc(x) / fc.weight.norm(),
+    "softmax": lambda fc, x: fc(x) + x @ fc.weight.softmax(0),
+    "normalized": lambda fc, x: fc(x) + x @ F.normalize(fc.weight),
+    "bias": lambda fc, x: fc(x) * fc.bias.softmax(0),
+    "product": lambda fc, x: fc(x) @ (fc.weight @ fc.weight.mT),
+}
+
+
+@pytest.mark.parametrize("differ", [False, True])
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("name", PAST)
+def test_weights_that_are_used_past_their_layer(name: str, called_before: bool, differ: bool) -> None:
+    model = Past(PAST[name]).double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), floats(4, 6)
+    if called_before:
+        ours(floats(4, 6))
+    own = ps.expand_params(ours, 4)
+    if differ:
+        own = {k: (w + 0.1 * torch.randn_like(w)).detach().requires_grad_() for k, w in own.items()}
+    assert_own_weights_right(model, ours, own, x)
+
+
+class OfConstants(nn.Module):
+    """A network that is given what all samples share, as positions are."""
+
+    constants: Tensor
+
+    def __init__(self, use: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.use = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6)), use
+        self.register_buffer("constants", torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(x, self.net(self.constants))
+
+
+OF_CONSTANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda x, w: x * w.mean(0),
+    "sum": lambda x, w: x * w.sum(-1),
+    "softmax": lambda x, w: x @ w.softmax(-1),
+    "transpose": lambda x, w: F.linear(x, w.mT.cumsum(0)),
+    "weight": F.linear,
+}
+
+
+@pytest.mark.parametrize("n", [3, 6])
+@pytest.mark.parametrize("differ", [False, True])
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("name", OF_CONSTANTS)
+def test_layers_that_are_given_what_all_samples_share(
+    name: str, called_before: bool, differ: bool, n: int
+) -> None:
+    model = OfConstants(OF_CONSTANTS[name]).double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    if called_before:
+        ours(floats(n, 6))
+    own = ps.expand_params(ours, n)
+    if differ:
+        own = {k: (w + 0.3 * torch.randn_like(w)).detach().requires_grad_() for k, w in own.items()}
+    for _ in range(2):
+        assert_own_weights_right(model, ours, own, floats(n, 6))
