@@ -76,7 +76,7 @@ def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:
     place, is reached, in the graph of an output, by anything but the library's own ops with rows of it, which
     come after it.
     """
-    watched = {id(p) for p in params if p.requires_grad and p.is_leaf}
+    watched = {id(p) for p in params if p.requires_grad}
     given = {p.grad_fn for p in params if p.grad_fn is not None}
     for node in _nodes_of(output):
         ours = _is_ours(node)

@@ -39,9 +39,20 @@ from ..attribution.snapshot import (
     trial,
     unchanged,
 )
-from ..attribution.tracking import MIXED, SHARED, TABLE, Layout, run_plainly, track
+from ..attribution.tracking import (
+    BATCH_MAJOR,
+    MIXED,
+    SHARED,
+    TABLE,
+    TIME_MAJOR,
+    Layout,
+    apart,
+    run_plainly,
+    track,
+)
 from ..core import contents, sharding
 from ..core.context import Batch, Form, changed, local, transforming
+from ..core.expansion import of_one
 from ..core.trees import Call, cloned, tensors_in, tensors_of
 from ..parameters.kept import Kept
 from ..parameters.standing import held_by
@@ -620,17 +631,12 @@ class ModelCall:
         Raises:
             ValueError: the outputs or the owners of rows differ.
         """
-        model = self.model
-        given, plain = model._ps_given(), None
-        if not given:  # per-sample weights have no plain counterpart
-            with without_gathered_rows():
-                plain = run_plainly(model, *self.inputs)
-                plain = [t.detach() for t in tensors_of(plain)]
+        model, plain = self.model, self._told_plainly()
         output, batch = self._watched(self.inputs)
         tensors, layouts, told = tensors_in(output), self._layouts(output), self._told_layouts(output)
-        problem = None if given else disagreement(output, plain)
-        if given and any(isinstance(t, Tensor) and not at for t, at in zip(tensors, layouts, strict=True)):
-            problem = "outputs of more or less dims than with weights that all samples share"
+        given = bool(model._ps_given())
+        differ = (disagreement(self._told_of(i, output), theirs) for i, theirs in plain.items())
+        problem = next(filter(None, differ), None)
         own = batched_outputs(output, batch, told)
         numbers = all(
             isinstance(t, Tensor) and t.numel() == 1
@@ -671,8 +677,29 @@ class ModelCall:
                 " each sample, in order."
             )
         if agree:
-            self._note_proved(bool(given), batch, anew=True)
+            self._note_proved(given, batch, anew=True)
         return output
+
+    def _told_plainly(self) -> dict[int | None, list[Tensor]]:
+        """What outputs of the original layers tell (`_told_of`): by None, of all samples; of weights that
+        were given for each sample, by the numbers of the first one and of the last one, with those of these.
+        """
+        slots, told = self.model._ps_inventory().given_slots(), dict[int | None, list[Tensor]]()
+        for i in {0, max(self.size - 1, 0)} if slots else (None,):
+            own = {slot.path: of_one(slot.held[slot.name].detach()[i:]) for slot in slots}
+            with without_gathered_rows(), torch_api.reparametrized(self.model, own):
+                told[i] = self._told_of(i, run_plainly(self.model, *self.inputs))
+        return told
+
+    def _told_of(self, i: int | None, output: Any) -> list[Tensor]:
+        """The rows of a sample in an output, as tracked; all that there is of None."""
+        if i is None or not self.size:
+            return [t.detach() for t in tensors_of(output)]
+        return [
+            apart(t.detach(), at, self.size)[i]
+            for t, at in zip(tensors_in(output), self._layouts(output), strict=True)
+            if isinstance(t, Tensor) and at and (at[0] == "dim" or at in (BATCH_MAJOR, TIME_MAJOR))
+        ]
 
     def _anew(self, told: Sequence[Layout | None]) -> tuple[GradientProbe, Outputs]:
         """What another run is watched by, and its outputs."""

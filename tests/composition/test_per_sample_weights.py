@@ -185,15 +185,6 @@ def test_some_weights_per_sample_and_the_others_shared() -> None:
     torch.testing.assert_close({k: w.grad for k, w in noise.items()}, rows)
 
 
-def assert_own_weights_right(model: nn.Module, ours: nn.Module, own: Params, x: Tensor) -> None:
-    """Losses and gradients of weights (B, *S), against a call for each sample."""
-    losses = squares(functional_call(ours, own, (x,)))
-    found = torch.autograd.grad(losses.sum(), list(own.values()))
-    true, rows = members(lambda each, i: square(functional_call(model, each, (x[i : i + 1],)), 0), own)
-    torch.testing.assert_close(losses.detach(), true)
-    torch.testing.assert_close(dict(zip(own, found, strict=True)), rows)
-
-
 class Past(nn.Module):
     """A layer whose parameters are used past it, too."""
 
@@ -225,7 +216,7 @@ def test_weights_that_are_used_past_their_layer(name: str, called_before: bool, 
     own = ps.expand_params(ours, 4)
     if differ:
         own = {k: (w + 0.1 * torch.randn_like(w)).detach().requires_grad_() for k, w in own.items()}
-    assert_own_weights_right(model, ours, own, x)
+    assert_each_member_right(model, ours, own, x)
 
 
 class OfConstants(nn.Module):
@@ -248,6 +239,10 @@ OF_CONSTANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "softmax": lambda x, w: x @ w.softmax(-1),
     "transpose": lambda x, w: F.linear(x, w.mT.cumsum(0)),
     "weight": F.linear,
+    "column": lambda x, w: x * w[:, 0],
+    "mean of columns": lambda x, w: x * w.mean(1),
+    "len": lambda x, w: x * w.sum(-1) / len(w),
+    "numel": lambda x, w: x * w.sum(-1) * w.numel(),
 }
 
 
@@ -266,4 +261,4 @@ def test_layers_that_are_given_what_all_samples_share(
     if differ:
         own = {k: (w + 0.3 * torch.randn_like(w)).detach().requires_grad_() for k, w in own.items()}
     for _ in range(2):
-        assert_own_weights_right(model, ours, own, floats(n, 6))
+        assert_each_member_right(model, ours, own, floats(n, 6))
