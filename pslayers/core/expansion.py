@@ -13,7 +13,7 @@ factor of a mean needs a further pass over the B x P memory, and whoever asks fo
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ def _anywhere(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *grads)
 
     return passed
+
+
+Destination = Literal["sink", "leaf", "nowhere"]
 
 
 class Op(torch.autograd.Function):
@@ -125,13 +128,14 @@ class Expansion:
             Its gradient is the per-sample gradient, times ``scale.rows``.
     """
 
-    __slots__ = ("joined", "names", "recorder", "rows", "scale", "use", "weight")
+    __slots__ = ("joined", "leaf", "names", "recorder", "rows", "scale", "use", "weight")
     compiled = False  # by compiled code, which uses its memory again
 
     def __init__(
         self, weight: Tensor, rows: Tensor | None, scale: Scale = UNSCALED, recorder: "Recorder | None" = None
     ) -> None:
         self.weight, self.rows, self.scale, self.recorder = weight, rows, scale, recorder
+        self.leaf = rows  # that these rows were made of
         self.joined = False  # an ordinary tensor stands for it, which several ops may take
         self.use: Any = None  # by the rows of a ragged batch (`ragged.Use`)
         self.names: frozenset[str] | None = None  # of the parameters it was made of, where it is no one's
@@ -147,7 +151,7 @@ class Expansion:
     def again(self, weight: Tensor, rows: Tensor | None) -> "Expansion":
         """The same over these tensors."""
         other = Expansion(weight, rows, self.scale, self.recorder)
-        other.use, other.joined, other.names = self.use, self.joined, self.names
+        other.use, other.joined, other.names, other.leaf = self.use, self.joined, self.names, self.leaf
         return other
 
     def share(self) -> None:
@@ -185,14 +189,17 @@ class Expansion:
             total = plain.total() if need_weight else None
             return self.finish_differentiable(total, factor.rows() if need_rows else None)
         total = rows = None
-        recorder, scale, at_once = self.recorder, self.scale, False
+        recorder, scale = self.recorder, self.scale
+        goes_to: Destination = "leaf"
         if scale.spent is None and recorder is not None and not torch_api.graph_is_retained():
             scale.spent = torch_api.running_pass()
         if need_rows:
             sink, owed = UNRECORDED, scale.rows
             if recorder is not None:
-                sink, at_once = recorder.sink, self.at_once(recorder)
-            rows = (sink.put if at_once else sink.make)(recorder, factor, self.rows, owed)  # type: ignore[arg-type]
+                sink, goes_to = recorder.sink, self.destination(recorder)
+            if goes_to != "nowhere":
+                form = sink.put if goes_to == "sink" else sink.make
+                rows = form(recorder, factor, self.rows, owed)  # type: ignore[arg-type]
         if need_weight and recorder is not None and not recorder.settings.sums:
             total = self.nothing(recorder)
         elif need_weight:
@@ -203,7 +210,7 @@ class Expansion:
                 total = total * number(scale.weight, total)
             if recorder is not None:
                 recorder.note(total, self.compiled)
-        return total, None if at_once else rows
+        return total, rows if goes_to == "leaf" else None
 
     def finish_differentiable(
         self, weight_grad: Tensor | None, rows_grad: Tensor | None
@@ -220,10 +227,11 @@ class Expansion:
             rows_grad = rescale_grad(rows_grad, self.scale, False, self.scale.rows)
         if recorder is None:
             return weight_grad, rows_grad
-        if rows_grad is not None and self.at_once(recorder):
+        if rows_grad is None or (goes_to := self.destination(recorder)) == "leaf":
+            return weight_grad, rows_grad
+        if goes_to == "sink":
             recorder.store(rows_grad)
-            rows_grad = None
-        return weight_grad, rows_grad
+        return weight_grad, None
 
     def nothing(self, recorder: "Recorder") -> Tensor | None:
         """Zeros, for a torch.autograd.Function that asks for a gradient which is not wanted, by
@@ -239,25 +247,28 @@ class Expansion:
         recorder.leave_blank(passed_on=True)
         return zeros
 
-    def at_once(self, recorder: "Recorder") -> bool:
-        """Whether rows go to the parameter now: to where they add up, those of its only use, and those that
-        ``loss.backward(inputs=...)`` lets not go anywhere else. Those with a graph, and those of several uses
-        where they are wanted whole, are for autograd to pass on: they meet in the rows leaf.
+    def destination(self, recorder: "Recorder") -> Destination:
+        """Where rows go in the pass that runs.
+
+        To the sink go those of the parameter's only use, and those that ``loss.backward(inputs=...)`` lets
+        not go anywhere else. Those with a graph, and those of several uses where they are wanted whole, are
+        for autograd to pass on: they meet in the rows leaf. torch.autograd.grad fills nothing.
         """
         settings = recorder.settings
         # of a proof nothing is kept; it begins no pass
         if settings.collecting_grads or (
             settings.pass_id != torch_api.current_pass() and torch_api.thread().quiet
         ):
-            return False
+            return "leaf"
         if (not self.scale.sums and settings.sums) or (self.scale.streams and settings.sink is None):
             raise recorder.of_another_block()
         if not torch.is_grad_enabled():
-            alone = recorder.uses <= 1 and not self.joined
-            if alone or recorder.sink.adds_up or not recorder.whole_pass(self.rows):
-                return True
+            if not recorder.whole_pass(self.leaf):
+                return "sink" if recorder.is_filled() else "nowhere"
+            if (recorder.uses <= 1 and not self.joined) or recorder.sink.adds_up:
+                return "sink"
         recorder.listen()
-        return False
+        return "leaf"
 
 
 Weight = Tensor | Expansion  # as an op takes one: the samples' own, or one for all

@@ -184,7 +184,7 @@ class Recorder:
             return
         if not noted:
             if not (self.unexpanded and self.settings.recording_in_pass):
-                if self._is_filled():
+                if self.is_filled():
                     self.settings.arrived(self)
                 return
             whole = False
@@ -211,10 +211,12 @@ class Recorder:
         if not whole and grad.numel():
             raise self.of_past_layer()
 
-    def _is_filled(self) -> bool:
-        """Whether what arrives goes to `.grad`, as by torch.autograd.grad it does not."""
-        param = self.param()
-        return param is None or will_execute(torch.autograd.graph.get_gradient_edge(param).node, False)
+    def is_filled(self) -> bool:
+        """Whether what arrives in the pass that runs goes to `.grad`, as by torch.autograd.grad it does not,
+        but by that of a torch.autograd.Function, which returns it.
+        """
+        param, returned = self.param(), torch_api.in_nested_pass() and not torch_api.thread().quiet
+        return param is None or will_execute(torch.autograd.graph.get_gradient_edge(param).node, returned)
 
     def _gets_rows(self) -> bool:
         """Whether the pass that runs gives the parameter rows, as torch.autograd.grad does not."""

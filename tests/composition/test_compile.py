@@ -109,6 +109,35 @@ def test_a_layer_used_several_times(backend: str) -> None:
     assert_right(compiled(ours, backend), ours, model, floats(11, 3))
 
 
+def test_autograd_grad_has_no_side_effects() -> None:
+    """Nor does a backward pass to the input; one to chosen parameters gives these rows."""
+    model, ours = pair(
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2)), floats(4, 4)
+    )
+    run, params, x = compiled(ours), dict(ours.named_parameters()), floats(5, 4)
+    assert_right(run, ours, model, x)
+    held, y = [p.grad_sample for p in params.values()], floats(3, 4)
+    expected = loop(model, square, (y,))
+    found = torch.autograd.grad(squares(run(y)).mean(), list(params.values()))
+    for g, rows in zip(found, expected.values(), strict=True):
+        torch.testing.assert_close(g, rows.mean(0))
+    squares(run(z := floats(3, 4).requires_grad_())).mean().backward(inputs=[z])
+    assert all(p.grad_sample is rows for p, rows in zip(params.values(), held, strict=True))
+    squares(run(y)).mean().backward(inputs=[params["0.bias"], params["3.weight"]])
+    for name, p in params.items():
+        if name in ("0.bias", "3.weight"):
+            torch.testing.assert_close(p.grad_sample, expected[name])
+        else:
+            assert p.grad_sample is None
+    with ps.clipping(ours, 1.0):
+        torch.autograd.grad(squares(run(y)).mean(), list(params.values()), allow_unused=True)
+        ours.zero_grad()
+        squares(run(y)).mean().backward()
+    scale = 1 / flat(expected).norm(dim=1).clamp(min=1)
+    for name, p in params.items():
+        torch.testing.assert_close(p.grad, torch.tensordot(scale, expected[name], 1) / 3)
+
+
 def test_rows_of_a_step_and_of_one_without_torch_compile_may_be_mixed() -> None:
     model, ours = pair(zoo.mlp(), floats(4, 12))
     run, clone = compiled(ours), copy.deepcopy(ours)

@@ -282,6 +282,61 @@ def test_autograd_grad_has_no_side_effects(name: str) -> None:
         torch.testing.assert_close(p.grad, expected[k].mean(0))
 
 
+class Noise(nn.Module):
+    """A weight that is drawn anew in each call, in the form of the parameter; perhaps twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.spread = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.mean + F.softplus(self.spread) * torch.randn_like(self.mean)
+        return F.linear(torch.tanh(F.linear(x, weight)), weight)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_autograd_grad_of_another_batch_has_no_side_effects(n: int) -> None:
+    """Of weights that are drawn, and of norms in models, of the second order, too; what backward passes to
+    chosen parameters give afterwards is right.
+    """
+    model = nn.Sequential(
+        nn.Linear(4, 4), Noise(), nn.LayerNorm(4), nn.Linear(4, 4), nn.GroupNorm(2, 4)
+    ).double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), floats(n, 4)
+    params = list(ours.parameters())
+    y = floats(4, 4)
+
+    def derive_twice() -> None:
+        grads = torch.autograd.grad(cubes(ours(y)).mean(), params, create_graph=True)
+        torch.autograd.grad(sum((g * g.detach()).sum() for g in grads), params)
+
+    with ps.factored(ours, grad=False) as factored:
+        squares(ours(x)).mean().backward()
+    norms = factored.norms()
+    derive_twice()
+    torch.testing.assert_close(factored.norms(), norms, rtol=0, atol=0)
+    squares(ours(x)).mean().backward()
+    held = [p.grad_sample for p in params]
+    derive_twice()
+    assert all(p.grad_sample is rows for p, rows in zip(params, held, strict=True))
+
+    def penalised(net: nn.Module, x: Tensor, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(squares(net(x)).sum(), x, create_graph=True)
+        return squares(slope)
+
+    penalised(ours, y, 7).mean().backward(inputs=params)
+    for i in range(4):
+        torch.manual_seed(7)
+        expected = torch.autograd.grad(
+            penalised(model, y[i : i + 1], 7).sum(), list(model.parameters()), materialize_grads=True
+        )
+        for p, g in zip(params, expected, strict=True):
+            found = torch.zeros_like(p) if p.grad_sample is None else p.grad_sample[i]
+            torch.testing.assert_close(found, g)
+
+
 # -------------------------------------------------------------------------------------- passes that break off
 class Stop(BaseException):
     """As hard to catch as an interrupt from the keyboard."""

@@ -445,16 +445,28 @@ class LayerSuite:
             torch.testing.assert_close(p.grad_sample, 2 * value)
 
     def test_autograd_grad_has_no_side_effects(self, case: Case) -> None:
+        """Of the first and of the second order: earlier rows stay, also where rows would add up."""
         layer, inputs = self.build(case), self.inputs(case)
-        ours = self.converted(layer)
+        ours, expected = self.converted(layer), self.loop(layer, inputs, self.batch)
         params = list(ours.parameters())
-        self.losses(ours(*inputs), self.batch).mean().backward()
-        before = [(p.grad.clone(), p.grad_sample.clone()) for p in params]
-        found = torch.autograd.grad(3 * self.losses(ours(*inputs), self.batch).mean(), params)
-        for p, g, (grad, rows) in zip(params, found, before, strict=True):
-            torch.testing.assert_close(g, 3 * grad)
-            torch.testing.assert_close(p.grad, grad)
-            torch.testing.assert_close(p.grad_sample, rows)
+        for mode in ("replace", "add"):
+            ours.zero_grad()
+            with ps.accumulating(ours, mode):
+                self.losses(ours(*inputs), self.batch).mean().backward()
+                before, given = [(p.grad.clone(), p.grad_sample) for p in params], self.inputs(case)
+                wanted = [
+                    t.requires_grad_() for t in given if isinstance(t, Tensor) and t.is_floating_point()
+                ]
+                loss = 3 * self.losses(ours(*given), self.batch).mean()
+                found = torch.autograd.grad(loss, params, retain_graph=True)
+                grads = torch.autograd.grad(loss, [*params, *wanted], create_graph=True)
+                if (penalty := sum((g * g.detach()).sum() for g in grads)).requires_grad:
+                    torch.autograd.grad(penalty, params, allow_unused=True)
+            for p, g, (grad, rows) in zip(params, found, before, strict=True):
+                torch.testing.assert_close(g, 3 * grad)
+                torch.testing.assert_close(p.grad, grad)
+                assert p.grad_sample is rows
+            self.assert_rows(ours, expected)
 
     # ------------------------------------------------------------------ dtypes
     def test_float32_and_bfloat16(self, case: Case) -> None:
