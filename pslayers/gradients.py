@@ -429,11 +429,12 @@ def _one_pass(
     missed = [name for name, total in sums.items() if total is None and found.get(name) is None]
     if foreign and missed:
         raise _passes_inside(f"`{missed[0]}` was not reached")
-    for p in params.values():
+    for name, p in params.items():
         if (recorder := p.__dict__.get("_ps_recorder")) is not None:
             recorder.checked = True  # as a pass does that brings plain gradients: uses are counted anew
-    if size == 1:  # the sum is the one row
-        found = {name: None if total is None else total.unsqueeze(0) for name, total in sums.items()}
+            sum_, recorder.single.before_hooks = recorder.single.before_hooks, None
+            if size == 1:  # the sum is the one row
+                found[name] = None if sum_ is None else sum_.unsqueeze(0)
     for name, total in sums.items():
         if total is not None and found.get(name) is None:
             raise without_rows(name)

@@ -22,7 +22,7 @@ from .. import torch_api
 from .context import UNSCALED, Scale, Settings, in_ragged, local, transforming
 from .factors import Factor
 from .products import number, summed
-from .sinks import UNRECORDED
+from .sinks import UNRECORDED, has_hooks
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -242,9 +242,23 @@ class Expansion:
             torch.autograd.graph.get_gradient_edge(weight).node, False
         ):
             return None
-        zeros = weight.new_zeros(()).expand_as(weight)
+        return self._zeros(recorder, passed_on=True)
+
+    def unreached(self) -> Tensor | None:
+        """The gradient of a weight that a pass does not reach, though it comes through its node: None, with
+        which torch would call hooks of the user's; to these it is zeros.
+        """
+        recorder = self.recorder
+        param = None if recorder is None else recorder.param()
+        if recorder is None or param is None or not (has_hooks(param) and recorder.is_filled()):
+            return None
+        return self._zeros(recorder)
+
+    def _zeros(self, recorder: "Recorder", passed_on: bool = False) -> Tensor:
+        """A gradient that leaves no `.grad` where there was none."""
+        zeros = self.weight.new_zeros(()).expand_as(self.weight)
         recorder.note(zeros, self.compiled)
-        recorder.leave_blank(passed_on=True)
+        recorder.leave_blank(passed_on)
         return zeros
 
     def destination(self, recorder: "Recorder") -> Destination:

@@ -16,7 +16,7 @@ from .. import torch_api
 from . import sharding
 from .context import Batch, Scale, Settings
 from .expansion import Expansion, will_execute
-from .sinks import DenseRows, SingleSample, Sink
+from .sinks import DenseRows, SingleSample, Sink, has_hooks
 
 Counts = tuple[int, int, bool, bool]  # of uses: how many, made by checkpoints, met a pass, joined
 
@@ -379,6 +379,10 @@ class _Arrival(_WeakHook):
         owner = self.owner()
         if owner is None or tensor is None:
             return None
+        if owner.settings.collecting_grads:
+            param = owner.param()
+            changes = param is not None and has_hooks(param)
+            owner.single.before_hooks = tensor.clone() if changes else tensor
         # the pass that gives rows is no nested one
         if torch_api.current_pass() != owner.settings.pass_id and torch_api.in_nested_pass():
             owner.pass_on(tensor)

@@ -309,6 +309,7 @@ class SingleSample:
     def __init__(self) -> None:
         self.pass_id = -1  # in which all that arrives is one sample's, and is yet to be taken
         self.taken: Tensor | None = None  # on its way
+        self.before_hooks: Tensor | None = None  # what last came to the user's hooks, for ps.per_sample_grads
 
     def arrived(self, recorder: "Recorder", grad: Tensor, noted: bool) -> bool:
         """Whether a gradient that arrives in that pass is that of one sample, and is stored.

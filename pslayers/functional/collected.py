@@ -204,7 +204,10 @@ class _Collect(Op):
         found: list[Tensor | None] = []
         for e, factor in zip(expansions, ctx.collector.taken(), strict=True):
             needs = next(need), next(need)
-            found += (None, None) if factor is None else e.take(factor, *needs)
+            if factor is None:
+                found += e.unreached() if needs[0] else None, None
+            else:
+                found += e.take(factor, *needs)
         return None, *found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import pslayers as ps
 from tests.oracle import assert_rows, loop, square, squares, true_rows
@@ -105,6 +106,53 @@ def test_a_users_hook_is_called_as_in_plain_training() -> None:
                 squares(output).mean().backward()
             counts.append(sorted(map(str, calls)))
         assert counts[0] == counts[1]
+
+
+class Branches(nn.Module):
+    """One of whose layers a forward may leave out, beside a weight that is used directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.other = nn.Embedding(7, 4), nn.Linear(4, 7)
+
+    def forward(self, ids: Tensor, whole: bool) -> Tensor:
+        h = self.table(ids).mean(1)
+        return F.linear(h, self.table.weight) + (self.other(h) if whole else 0)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_hook_that_limits_gradients_is_never_given_none(n: int) -> None:
+    plain = Branches().double()
+    ours = ps.convert_model(copy.deepcopy(plain))
+    for net in (plain, ours):
+        for p in net.parameters():
+            p.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    for whole in (True, False, True, False):
+        ids = torch.randint(0, 7, (n, 3))
+        for net in (plain, ours):
+            net.zero_grad()
+            squares(net(ids, whole)).mean().backward()
+        for p, q in zip(plain.parameters(), ours.parameters(), strict=True):
+            assert (q.grad is None) == (p.grad is None) == (q.grad_sample is None)
+            if p.grad is not None:
+                torch.testing.assert_close(q.grad, p.grad)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+@pytest.mark.parametrize("convert", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_hooks_of_parameters_do_not_change_rows_that_are_asked_for(
+    n: int, convert: bool, chunk_size: int | None
+) -> None:
+    """In parts of one sample, too, whose sum is the row; nor if they write to the gradient."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double(), batch(n, 4)
+    expected = loop(model, square, (x,))
+    if convert:
+        ps.convert_model(model)
+    model[0].weight.register_hook(lambda g: 2 * g)
+    model[2].weight.register_hook(lambda g: g.mul_(3))
+    rows = ps.per_sample_grads(model, lambda out: squares(out), x, chunk_size=chunk_size)
+    torch.testing.assert_close(dict(rows), dict(expected))
 
 
 @pytest.mark.parametrize("n", [3, 5, 1])
