@@ -272,6 +272,8 @@ class Converted(_Mixin):
         yield
         for param in params:
             clear(param)
+            if (hooks := param._backward_hooks) is not None:  # torch calls those of a swapped tensor no more
+                param._backward_hooks = hooks or None
 
     def _ps_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """How many samples an outermost call holds: its first tensor's dim 0 (or 1); None where it has no

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pslayers as ps
 
 from .. import zoo
-from ..oracle import assert_rows_right, loop, squares
+from ..oracle import assert_rows_right, loop, square, squares
 
 Rows = dict[str, Tensor]
 
@@ -374,5 +374,12 @@ def test_parameters_that_torch_swaps(make: Any, swap: str, cleared: bool) -> Non
             assert all(p is q for p, q in zip(params, ours.parameters(), strict=True))
             assert all(getattr(p, "grad_sample", None) is None for p in params)
             ours.zero_grad()
+        for n in (1, 3):  # what watches parameters does so still
+            streamed: dict[str, Tensor] = {}
+            with ps.streaming(ours, streamed.__setitem__):
+                squares(ours(x[:n])).mean().backward()
+            torch.testing.assert_close(streamed, dict(loop(model, square, (x[:n],))))
+        with pytest.raises(RuntimeError, match="did not come through its layer"):
+            (squares(ours(x)).mean() + params[0].square().sum()).backward()
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
