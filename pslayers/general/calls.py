@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..attribution.gathered import without_gathered_rows
@@ -61,7 +60,7 @@ def run(
             or module._ps_state().settings.has_gathered_rows
         )
     )
-    plain = _plainly(module, call) if compared else None
+    plain, begun = _plainly(module, call) if compared else None, Randomness() if plan.counts else None
     output = run_by(module, plan, call, weights, batch.size, plan.standing())
     if module.training:
         output = _laid_out(output, plan, taken)
@@ -74,12 +73,14 @@ def run(
                 local.gathered_rows.tag_batch(t)
             elif layout != PICKED:
                 local.gathered_rows.tag(t, WEAK)
-    if plan.counts:
-        first = {n: w[0] for n, w in weights.items() if n in given}
+    if begun is not None:  # what it keeps, it makes of the same random numbers
+        first, ended = {n: w[0] for n, w in weights.items() if n in given}, Randomness()
         by_them = in_place_of(places_of(module, first, tied=True))
         args, kwargs = cloned(call)
-        with torch.random.fork_rng(), by_original_layers(), without_gathered_rows(), by_them:
+        begun.restore()
+        with by_original_layers(), without_gathered_rows(), by_them:
             module._ps_forward()(module, *args, **kwargs)
+        ended.restore()
     if batch.outputs is not None:
         made, layouts = tensors_in(output), plan.layouts.outputs
         if plan.way != "direct":  # inside, the way itself keeps samples apart

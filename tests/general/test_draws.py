@@ -5,6 +5,7 @@ drawn for the batch.
 import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -66,10 +67,38 @@ class TimeFirst(nn.Module):
         return (self.drop(h) * self.scale).square().sum((0, 2))
 
 
+class Rounded(torch.autograd.Function):
+    """A function that nothing but a loop goes into."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return (4 * t).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+class Keeping(nn.Module):
+    """Keeps the mean of the losses that it returns, as statistics of the batch are kept."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses: Tensor = self.inner(x) * Rounded.apply(self.scale)
+        self.mean.copy_(losses.detach().mean())
+        return losses
+
+
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("kind", [*DRAWS, "LSTM"])
-def test_numbers_drawn_for_the_batch(kind: str) -> None:
+def test_numbers_drawn_for_the_batch(kind: str, keeps: bool) -> None:
     torch.manual_seed(0)
-    model: nn.Module = (TimeFirst() if kind == "LSTM" else Drawing(DRAWS[kind])).double()
+    model: nn.Module = TimeFirst() if kind == "LSTM" else Drawing(DRAWS[kind])
+    model = (Keeping(model) if keeps else model).double()
     ours = ps.convert_model(copy.deepcopy(model))
     for seed, n in enumerate((5, 3, 3, 1, 6)):
         x = torch.randn(n, *(6, 4)[kind != "LSTM" :], dtype=torch.float64)
@@ -82,6 +111,7 @@ def test_numbers_drawn_for_the_batch(kind: str) -> None:
             ours.zero_grad()
             found = ours(x)
             torch.testing.assert_close(found, losses)
+            torch.testing.assert_close(dict(ours.named_buffers()), dict(model.named_buffers()))
             found.mean().backward()
             assert_rows(ours, expected)
             assert torch.equal(torch.get_rng_state(), after[0])
