@@ -426,22 +426,31 @@ def _noisy(model: ConvertedModule) -> dict[str, Tensor]:
     return noisy
 
 
+# what functions that draw more or fewer numbers, as their arguments are, give instead
+_BY_VALUES: dict[str, Callable[..., Tensor]] = {
+    "poisson": lambda rate, *_, **__: rate.detach().round(),
+    "binomial": lambda count, prob, *_, **__: (count * prob).detach().round(),
+    "_standard_gamma": lambda alpha, *_, **__: alpha.clone(),
+    "_sample_dirichlet": lambda alpha, *_, **__: alpha / alpha.sum(-1, keepdim=True),
+}
+
+
 class WithoutDropout(TorchFunctionMode):
-    """Nothing is dropped: where masks pick other rows of some samples, all that follow would see other random
-    numbers.
+    """Nothing is dropped, nor are more or fewer random numbers drawn: where masks pick other rows of some
+    samples, or these have other values, all that follow would see other numbers.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
-        drops = "dropout" in name
-        if drops or name == "multi_head_attention_forward":
+        drops, training = "dropout" in name, 3 if name in ("rrelu", "rrelu_") else 2
+        if drops or training == 3 or name == "multi_head_attention_forward":
             if "training" in kwargs:
                 kwargs["training"] = False
-            elif len(args) == 3:  # torch.dropout(x, p, train) and its like
-                args = (*args[:2], False)
-        result = func(*args, **kwargs)
+            elif len(args) == training + 1:  # torch.dropout(x, p, train) and its like
+                args = (*args[:training], False)
+        result = _BY_VALUES.get(name, func)(*args, **kwargs)
         # a module would hold what is dropped out of a weight as its parameter
         return result.view_as(result) if drops and is_parameter(result) else result
 

@@ -1,10 +1,13 @@
 """Rows whose owner the shape does not tell: attributed by tracking, or refused; never silently wrong."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Beta, Dirichlet, Gamma
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
 import pslayers as ps
@@ -286,6 +289,39 @@ def test_random_stream_and_buffers_are_those_of_the_plain_model() -> None:
         torch.manual_seed(5)
         torch.testing.assert_close((ours(x), torch.rand(3)), expected)
     assert ours.calls == 2  # what other runs have left, the first attempt among them, is taken back
+
+
+# how many numbers they draw depends on the values
+BY_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "torch.rrelu": lambda x: torch.rrelu(x, 0.1, 0.5, True),
+    "rrelu_": lambda x: F.rrelu_(x.clone(), training=True),
+    "poisson": lambda x: x + torch.poisson(x.exp().detach()),
+    "binomial": lambda x: x + torch.binomial(torch.full_like(x, 3), x.sigmoid().detach()),
+    "Gamma": lambda x: x + Gamma(x.exp(), 1.0).rsample(),
+    "Beta": lambda x: x + Beta(x.exp(), 1.0).rsample(),
+    "Dirichlet": lambda x: x + Dirichlet(x.exp()).rsample(),
+}
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 4), (3, 4, 4), (4, 4)])
+@pytest.mark.parametrize("name", BY_VALUES)
+def test_more_or_fewer_random_numbers(name: str, shape: tuple[int, ...]) -> None:
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return BY_VALUES[name](x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Drawing(), nn.Linear(4, 3)).double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), torch.randn(*shape, dtype=torch.float64)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        losses = squares(model(x))
+        torch.manual_seed(seed)
+        ours.zero_grad()
+        found = squares(ours(x))
+        found.mean().backward()
+        torch.testing.assert_close(found, losses)
+        assert_rows(ours, true_rows(lambda i: losses[i], model, len(x)))  # noqa: B023
 
 
 def test_example_at_conversion_tracks_before_training() -> None:
