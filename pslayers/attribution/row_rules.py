@@ -502,6 +502,12 @@ def _repeat(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
     (_of_first if alike else default_rule)(picks, result, name, args, kwargs)
 
 
+def _broadcast(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """Several tensors, each repeated by itself."""
+    for t, x in zip(result, args, strict=True):
+        _repeat(picks, t, name, (x,), {})
+
+
 def _packed(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Sequences, the longest first, packed: a row for each step of each."""
     data, counts = result
@@ -626,6 +632,7 @@ _KINDS: dict[Callable[..., None], Iterable[str]] = {
     _gather: op_kinds.GATHERED,
     _recurrent: op_kinds.RECURRENT,
     _repeat: ["expand", "expand_as", "broadcast_to"],
+    _broadcast: ["broadcast_tensors"],
     _turned: op_kinds.TURNED,
     _einsum: ["einsum"],
     _packed: ["_pack_padded_sequence"],
