@@ -3,6 +3,7 @@ are reached past their layers.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -17,8 +18,13 @@ _PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
 
 def edges_of(output: Any) -> set[tuple[Any, int]]:
     """All edges of the graph of an output: its nodes, and which of their outputs."""
+    todo = list[tuple[Any, int]]()
     with torch_api.without_torch_function():
-        todo = [(t.grad_fn, t.output_nr) for t in tensors_of(output) if t.grad_fn is not None]
+        for t in tensors_of(output):
+            # torch refuses a view of what was changed in place since: kept by a module since an earlier call
+            with suppress(RuntimeError):
+                if t.grad_fn is not None:
+                    todo.append((t.grad_fn, t.output_nr))
     seen, nodes = set(todo), set()
     while todo:
         node, _ = todo.pop()

@@ -248,7 +248,8 @@ class Converted(_Mixin):
         if self._ps is not None:
             self._ps.number, self._ps.token = compiled.numbered(self)
         for param in self.__dict__["_parameters"].values():
-            if param is not None:
+            # a shallow copy holds the parameters themselves
+            if param is not None and param.__dict__.get("_ps_recorder") is None:
                 param.__dict__.pop("_ps_recorder", None)
                 clear(param)
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pslayers as ps
 
 from .. import zoo
-from ..oracle import assert_rows_right, loop, square, squares
+from ..oracle import assert_rows_right, loop, square, squares, true_rows
 
 Rows = dict[str, Tensor]
 
@@ -330,6 +330,56 @@ def test_weights_made_by_hooks(name: str, order: str) -> None:
     if order == "before":
         ps.convert_model(ours, on_unsupported="general")
     assert_rows_right(model, x, converted=ours)
+
+
+def test_a_first_call_that_skips_a_layer_whose_weight_a_hook_has_made() -> None:
+    """That of a call before is a view of what an optimizer has changed since."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.out = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.rnn(x)[0])
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.block, self.head = nn.Embedding(11, 4), Recurrent(), nn.Linear(4, 3)
+
+        def forward(self, ids: Tensor, *, skip: bool = False) -> Tensor:
+            h = self.embed(ids)
+            return self.head((h if skip else self.block(h)).mean(1))
+
+    ours = ps.convert_model(Skips().double())
+    prune.random_unstructured(ours.block.out, "weight", 0.3)
+    x = torch.randint(0, 11, (4, 5))
+    squares(ours(x)).mean().backward()
+    torch.optim.SGD(ours.parameters(), 0.1).step()
+    plain = Skips().double()
+    plain.embed.load_state_dict(ours.embed.state_dict())
+    plain.head.load_state_dict(ours.head.state_dict())
+    x = x[:2]
+    squares(ours(x, skip=True)).mean().backward()
+    expected = true_rows(lambda i: squares(plain(x[i : i + 1], skip=True)).sum(), plain, len(x))
+    for name, p in ours.named_parameters():
+        if not name.startswith("block"):
+            torch.testing.assert_close(p.grad_sample, expected[name])
+        else:
+            assert p.grad_sample is None
+
+
+@pytest.mark.parametrize("make", [classifier, lambda: nn.Linear(6, 3)])
+def test_a_shallow_copy_leaves_the_rows(make: Any) -> None:
+    """The parameters are the same ones; a deep copy begins without."""
+    ours, x = ps.convert_model(make().double()), torch.randn(4, 6, dtype=torch.float64)
+    squares(ours(x)).mean().backward()
+    held = [p.grad_sample for p in ours.parameters()]
+    shallow, deep = copy.copy(ours), copy.deepcopy(ours)
+    assert all(p.grad_sample is rows for p, rows in zip(ours.parameters(), held, strict=True))
+    assert all(p is q for p, q in zip(ours.parameters(), shallow.parameters(), strict=True))
+    assert all(getattr(p, "grad_sample", None) is None for p in deep.parameters())
 
 
 # ----------------------------------------------------------------------------------------------------- swaps
