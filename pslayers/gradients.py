@@ -424,7 +424,7 @@ def _one_pass(
         _without_passes_inside(wanted) if foreign else nullcontext(),
     ):
         grads = torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True)
-    found = dict(zip(leaves, grads, strict=False))
+    found: dict[str, Tensor | None] = dict(zip(leaves, grads, strict=False))
     sums = dict(zip(params, grads[len(leaves) :], strict=True))
     missed = [name for name, total in sums.items() if total is None and found.get(name) is None]
     if foreign and missed:

@@ -184,6 +184,7 @@ class Thread:
         self.reentrant = ""  # how reentrant checkpoints run: "straight", "otherwise", or as torch has it
         self.in_reentrant_forward = False
         self.quiet = False  # a pass only proves something
+        self.again = -1  # the pass of which a node runs one over another form of its op
         self.of_several = 0  # how often a node goes back by one of several gradients, one in another
         self.unrecorded: tuple[Any, ...] = ()  # settings of the models of which nothing is recorded
 

@@ -455,6 +455,7 @@ def composite_backward(
     """A backward with a graph: differentiate a composite form of the op, so that the result can be
     differentiated again.
     """
+    weights = inputs
     with torch.enable_grad():
         if any(t is not None and t.requires_grad for t in inputs):
             inputs = _Aliases.apply(*inputs)
@@ -467,5 +468,13 @@ def composite_backward(
     into = [t for t in inputs if t is not None and t.requires_grad]
     if not pairs or not into:
         return [None for _ in inputs]
-    found = iter(torch_api.gradients([o for o, _ in pairs], into, [g for _, g in pairs], create_graph=True))
-    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
+    with torch_api.changed(torch_api.thread(), again=torch_api.current_pass()):
+        found = iter(
+            torch_api.gradients([o for o, _ in pairs], into, [g for _, g in pairs], create_graph=True)
+        )
+    each = [next(found) if t is not None and t.requires_grad else None for t in inputs]
+    for weight, g in zip(weights, each, strict=True):
+        recorder: Recorder | None = getattr(weight, "_ps_recorder", None)
+        if g is not None and recorder is not None:
+            recorder.note(g)
+    return each

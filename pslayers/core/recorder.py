@@ -148,7 +148,10 @@ class Recorder:
 
         Compiled code may use its memory again before it arrives, and add several up in any order.
         """
-        if (notes := self.notes.get(pass_id := torch_api.current_pass())) is None:
+        pass_id = torch_api.current_pass()
+        if torch_api.thread().again not in (-1, pass_id):  # it goes to the node, which passes on the sum
+            return
+        if (notes := self.notes.get(pass_id)) is None:
             if self.notes:  # of the pass that this one is nested in, or of one that has broken off
                 outermost = torch_api.running_pass()
                 self.notes = {number: noted for number, noted in self.notes.items() if number >= outermost}

@@ -75,10 +75,22 @@ class Memory(nn.Module):
         return self.out(self.attention(h, h, h)[0].mean(1))
 
 
+class Planar(nn.Module):
+    """A vector that is used in a product and by itself, as in a planar flow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.u, self.w = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + (x @ self.u).tanh()[:, None] * self.u) @ self.w
+
+
 SMOOTH: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "field": (Field, 3),
     "waves": (Waves, 6),
     "memory": (Memory, 4),
+    "planar": (Planar, 4),
 }
 each_model = pytest.mark.parametrize("name", SMOOTH)
 

@@ -468,6 +468,16 @@ class LayerSuite:
                 assert p.grad_sample is rows
             self.assert_rows(ours, expected)
 
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+    @pytest.mark.parametrize("create_graph", [False, True])
+    def test_a_gradient_past_the_layer_is_refused(self, case: Case, create_graph: bool) -> None:
+        ours, inputs = self.converted(self.build(case)), self.inputs(case)
+        self.losses(ours(*inputs), self.batch).mean().backward(create_graph=create_graph)
+        for p in ours.parameters():
+            loss = self.losses(ours(*inputs), self.batch).mean() + p.square().sum()
+            with pytest.raises(RuntimeError, match="did not come through its layer"):
+                loss.backward(create_graph=create_graph)
+
     # ------------------------------------------------------------------ dtypes
     def test_float32_and_bfloat16(self, case: Case) -> None:
         layer, inputs = self.build(case), self.inputs(case)
