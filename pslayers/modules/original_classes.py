@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..attribution.proof import disagreement
@@ -64,7 +63,7 @@ def check_classes(model: Any, output: Any, call: tuple[Any, Any], rewind: Callab
     """
     if not any(map(_asks_for_classes, {type(m) for m in contents.modules(model)})):
         return
-    with trial(model), torch.no_grad(), of_original_classes(model):
+    with trial(model), of_original_classes(model):
         rewind()
         args, kwargs = cloned(call)
         plain = type(model).forward(model, *args, **kwargs)

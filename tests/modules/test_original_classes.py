@@ -59,3 +59,28 @@ def test_one_that_asks_for_classes_and_does_not_go_by_them_is_right() -> None:
         ours.zero_grad()
         squares(ours.eval()(x)).mean().backward()
         assert_rows(ours, loop(model.eval(), square, (x,)))
+
+
+def test_one_that_asks_for_classes_and_needs_gradients_is_right() -> None:
+    """As a hook on a tensor does, which Grad-CAM reads."""
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.seen = nn.ModuleList([nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)]), 0
+
+        def watch(self, grad: Tensor) -> None:
+            self.seen += 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                if type(layer) is nn.Tanh:
+                    x.register_hook(self.watch)
+            return x
+
+    model, x = Watched().double(), torch.randn(4, 3, dtype=torch.float64)
+    ours = ps.convert_model(copy.deepcopy(model))
+    squares(ours(x)).mean().backward()
+    assert_rows(ours, loop(model, square, (x,)))
+    assert ours.seen == 1
