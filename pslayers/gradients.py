@@ -63,8 +63,7 @@ def going_to(model: nn.Module, sink: Sink, alone: bool = True) -> Iterator[list[
             )
     if alone:
         _watch(model)
-    sink.names = _names_of(model)
-    sink.prefix = model._ps_state().prefix if isinstance(model, Converted) else ""
+    sink.names, sink.places = _names_of(model)
     with changed(every, sink=sink):
         yield every
 
@@ -81,18 +80,21 @@ def _watch(model: nn.Module) -> None:
         Inventory(model, "", 0).recorders(None)
 
 
-def _names_of(model: nn.Module) -> dict[int, str]:
+def _names_of(model: nn.Module) -> tuple[dict[int, str], dict[tuple[int, str], str]]:
     """{id of a parameter: its name}, in order: as it is called now, which may have changed since it was
-    converted.
+    converted; and the same by where it is held.
     """
-    if not isinstance(model, Converted):
-        return {id(p): re.sub(WRAPPERS, "", name) for name, p in contents.named_parameters(model)}
-    names = dict[int, str]()
-    inventory = model._ps_state().inventory or model._ps_inventory()  # which `settings_of` has just looked at
-    for held, name, path, *_ in inventory.slots:
-        if (p := held[name]) is not None:
-            names.setdefault(id(p), path)  # the first of several
-    return names
+    if converted := isinstance(model, Converted):  # `settings_of` has just looked at it
+        inventory = model._ps_state().inventory or model._ps_inventory()
+    else:
+        inventory = Inventory(model, "", 0)
+    slots = [slot for slot in inventory.slots if slot.held[slot.name] is not None]
+    wrapped = not converted and all(re.match(WRAPPERS, slot.path) for slot in slots)
+    names, places = dict[int, str](), dict[tuple[int, str], str]()
+    for held, name, path, *_ in slots:
+        called = names.setdefault(id(held[name]), re.sub(WRAPPERS, "", path) if wrapped else path)
+        places[id(held), name] = called  # the first of several
+    return names, places
 
 
 @contextmanager

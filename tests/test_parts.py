@@ -3,6 +3,7 @@ would not see what is computed.
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -227,6 +228,56 @@ def test_a_block_that_is_given_a_part(frozen: bool) -> None:
             with ps.clipping(ours, max_norm=1.0) as clip:
                 squares(ours(x)).mean().backward()
         torch.testing.assert_close(clip.norms, flat(loop(model, square, (x,))).norm(dim=1))
+
+
+class Twins(nn.Module):
+    """A part with a parameter that is called as one beside it, from there."""
+
+    def __init__(self, name: str = "body") -> None:
+        super().__init__()
+        self.name, self.fc = name, nn.Linear(4, 4)
+        self.add_module(name, nn.Sequential(OrderedDict(fc=nn.Linear(4, 4))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.get_submodule(self.name)(x).tanh())
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("n", [5, 1])
+def test_other_parameters_of_the_same_name(n: int, block: Callable[[nn.Module], Any]) -> None:
+    """Of the model around a part, and of a second model that shares a layer: refused by name."""
+    x = torch.randn(n, 4, dtype=torch.float64)
+    ours = ps.convert_model(Twins().double())
+    shared = nn.Linear(4, 4).double()
+    first, second = (ps.convert_model(nn.Sequential(shared, nn.Linear(4, 3).double())) for _ in range(2))
+
+    def both() -> Tensor:
+        return (squares(first(x)) + squares(second(x))).mean()
+
+    for given, loss, name in (
+        (ours.body, lambda: squares(ours(x)).mean(), "fc"),
+        (first, both, "1"),
+    ):
+        with (
+            block(given),
+            pytest.raises(RuntimeError, match=rf"`{name}\.\w+` has got per-sample gradients inside"),
+        ):
+            loss().backward()
+
+
+@pytest.mark.parametrize("n", [5, 1])
+def test_parts_called_as_wrappers_call_theirs(n: int) -> None:
+    """`module.` is left away of what DistributedDataParallel has wrapped, of all parameters."""
+    model, x = Twins("module").double(), torch.randn(n, 4, dtype=torch.float64)
+    ours = copy.deepcopy(model)
+    ps.convert_model(ours.module), ps.convert_model(ours.fc)
+    expected = loop(model, square, (x,))
+    with ps.factored(ours, grad=False) as grads, ps.batch_size(n):
+        squares(ours(x)).mean().backward()
+    torch.testing.assert_close(grads.dense(), dict(expected))
+    with ps.clipping(ours, 1.0) as clip, ps.batch_size(n):
+        squares(ours(x)).mean().backward()
+    torch.testing.assert_close(clip.norms, flat(expected).norm(dim=1))
 
 
 class Merged(nn.Module):

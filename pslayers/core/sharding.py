@@ -65,6 +65,11 @@ class Holder:
         home = self.home()
         return self.param() if home is None else home
 
+    def place(self) -> tuple[int, str] | None:
+        """Where the module holds it, `(id(module._parameters), name)`, if that is known."""
+        module = self.slot[0]() if self.slot else None
+        return None if module is None else (id(module._parameters), self.slot[1])  # type: ignore[index]
+
     def in_slot(self) -> Tensor | None:
         """What the module holds in its place now."""
         module, name = (self.slot[0](), self.slot[1]) if self.slot else (None, "")

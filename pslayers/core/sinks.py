@@ -29,7 +29,8 @@ class Sink:
     streams = False  # rows are handed on inside of a block
     keeps = False  # factors are read after the backward pass of their op
     names: Mapping[int, str] = {}  # of the parameters of the model that the rows are wanted of, by their ids
-    prefix = ""  # what their names begin with in the model that this one is a part of
+    # the same by where modules hold them, `(id(module._parameters), name)`: what is there may change
+    places: Mapping[tuple[int, str], str] = {}
 
     def name_of(self, recorder: "Recorder") -> str:
         """What its parameter is called in the model that the rows are wanted of.
@@ -40,8 +41,7 @@ class Sink:
         """
         if (name := self.names.get(id(recorder.param()))) is not None:
             return name
-        name = recorder.name.removeprefix(self.prefix)
-        if self.names and name not in self.names.values():  # else it is in the place of one of these
+        if (name := self.places.get(recorder.holder.place())) is None:  # type: ignore[arg-type]
             raise RuntimeError(
                 f"`{recorder.name}` has got per-sample gradients inside of a block that was given a part of a"
                 " converted model without it: the gradients of one converted model go to one place. Give the"
