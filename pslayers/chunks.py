@@ -196,19 +196,22 @@ class Chunks:
                 return tensors_of(self.made(self.model(*args, **kwargs), *targets))
 
         mean = self.model._ps_state().settings.loss_reduction == "mean"
+        # one alone, and two together: what is constant may be as right for one as for all
+        groups = [order[:1], order[1:]]
         with WithoutDropout():
-            together, alone = run(order), [run([i]) for i in order]
+            together, *apart = run(order), *map(run, groups)
         compared = False
-        for t, *each in zip(together, *alone, strict=True):
+        for t, *parts in zip(together, *apart, strict=True):
+            pairs = list(zip(parts, map(len, groups), strict=True))
             if t.numel() == 1:
-                total = torch.stack([one.reshape(()) for one in each]).sum()
+                total = torch.stack([part.reshape(()) * (k if mean else 1) for part, k in pairs]).sum()
                 expected, found = (total / count if mean else total), t.reshape(())
             else:
                 main = [d for d in (self.dim, 0) if t.ndim > d]
-                main = [d for d in main if all(one.shape[d] * count == t.shape[d] > 0 for one in each)]
+                main = [d for d in main if all(p.shape[d] * count == t.shape[d] * k > 0 for p, k in pairs)]
                 if not main:
                     continue
-                expected, found = torch.cat(each, main[0]), t
+                expected, found = torch.cat(parts, main[0]), t
             if disagreement(found, expected):
                 return False
             compared = True

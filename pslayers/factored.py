@@ -464,6 +464,8 @@ class _Block(Factored):
         self.every: list[Settings] = []
         self.sharded = any_sharded(model)
         self.ranks = OneProcess()
+        self.reentrant = False  # the pass has come through reentrant checkpoints
+        self.weighing = False  # `weigh` runs
         self.twice = False  # `backward` runs
         self.totals: dict[Recorder, Tensor] = {}  # of what is known before the second pass
         self.spent: dict[Recorder, Tensor] = {}  # weights of what the second pass gives
@@ -478,6 +480,7 @@ class _Block(Factored):
                     self.ranks = ranks_of(self.model)
                 yield
         finally:
+            self.every = []
             self.ranks.close()
             self._clear()
 
@@ -504,6 +507,11 @@ class _Block(Factored):
                 f" ps.accumulating(model, {settings.accumulation!r}) away."
             )
         recorder.count(factor.shape[0])
+        if self.weighing:
+            raise RuntimeError(
+                "A backward pass of the model ran while the samples of another one are weighed: run it before"
+                " the block, or without per-sample gradients, inside of ps.recording(model, False)."
+            )
         if settings.pass_id != self.pass_id:
             if settings.in_ddp and not self.sums:
                 raise RuntimeError(
@@ -512,6 +520,7 @@ class _Block(Factored):
                     " to average: call it inside the block."
                 )
             self.pass_id, self.uses, self.grads._grads = settings.pass_id, {}, {}
+            self.reentrant = False
             torch_api.after_outer_pass(self._end)
         if (uses := self.uses.get(recorder)) is None:
             name = self.name_of(recorder)
@@ -531,7 +540,8 @@ class _Block(Factored):
                 f"`{recorder.name}` has a further use in the graph of an earlier forward pass, after its"
                 " factor was let go: take passes=1 in ps.clipping."
             )
-        nested = torch_api.in_nested_pass()
+        # below one, a second pass would go through it, too
+        nested = self.reentrant = self.reentrant or torch_api.in_nested_pass()
         if nested and self.passes == 2:
             raise RuntimeError(
                 "Through reentrant checkpoints no second pass goes to chosen parameters alone: take"
@@ -564,7 +574,9 @@ class _Block(Factored):
         self.grads._put_in_order(self.names.values())
         if self.weigh is not None:
             with computing():
-                self._fill(self.weigh())
+                with torch_api.changed(self, weighing=True):
+                    weights = self.weigh()
+                self._fill(weights)
         for recorder in recorders:
             recorder.drop_blank()
         if self.weigh is not None:
@@ -610,6 +622,8 @@ class _Block(Factored):
 
     def backward(self, loss: Tensor) -> None:
         """The backward pass of a loss, and a second one for what the first one has let go."""
+        if not self.every:
+            raise RuntimeError("clip.backward(loss) is called inside of its block, `with ps.clipping(...)`.")
         if self.passes == 1:
             loss.backward()
             return

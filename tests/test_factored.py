@@ -306,6 +306,34 @@ def test_factors_are_let_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alive == [0] * len(list(ours.parameters()))
 
 
+def test_weighing_by_a_batch_that_is_back_propagated_meanwhile() -> None:
+    """Its samples would be weighed as those of the batch; without per-sample gradients it is as any pass."""
+    (model, ours), x = pair(mlp()), torch.randn(3, 5, dtype=torch.float64)
+    others, weights = torch.randn(3, 5, dtype=torch.float64), torch.rand(3).double()
+    rows = loop(model, square, (x,))
+
+    def weigh(grads: ps.FactoredGrads) -> Tensor:
+        with torch.enable_grad():
+            squares(ours(others)).mean().backward()
+        return weights
+
+    squares(ours(x)).mean().backward()
+    ours.zero_grad()
+    with ps.reweighting(ours, weigh), pytest.raises(RuntimeError, match=r"ps\.recording\(model, False\)"):
+        squares(ours(x)).mean().backward()
+    ours.zero_grad()
+
+    def weigh_apart(grads: ps.FactoredGrads) -> Tensor:
+        with torch.enable_grad(), ps.recording(ours, False):
+            torch.autograd.grad(squares(ours(others)).mean(), list(ours.parameters()))
+        return weights
+
+    with ps.reweighting(ours, weigh_apart):
+        squares(ours(x)).mean().backward()
+    for name, p in ours.named_parameters():
+        near(p.grad, torch.tensordot(weights, rows[name], 1) / 3)
+
+
 def test_reweighting() -> None:
     model, ours = pair(mlp())
     x, weights = floats(4, 5), torch.tensor([2.0, 0.0, -1.0, 0.5])

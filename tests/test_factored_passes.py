@@ -66,9 +66,9 @@ def test_uses_are_counted(twice: bool) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Two blocks, each computed again, and a layer that both call."""
+    """Blocks, each computed again by a checkpoint of its own kind, and a layer that all call."""
 
-    def __init__(self, reentrant: bool, shared: bool) -> None:
+    def __init__(self, reentrant: tuple[bool, ...], shared: bool) -> None:
         super().__init__()
         self.reentrant, self.shared = reentrant, shared
         self.blocks = nn.ModuleList(
@@ -78,16 +78,18 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for block in self.blocks:
+        for block, reentrant in zip(self.blocks, self.reentrant, strict=True):
             run = nn.Sequential(block, self.both) if self.shared else block
-            x = checkpoint(run, x, use_reentrant=self.reentrant)
+            x = checkpoint(run, x, use_reentrant=reentrant)
         return x
 
 
 @pytest.mark.parametrize("passes", PASSES)
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "reentrant", [(False,) * 3, (True,) * 3, (False, False, True), (False, True, False), (True, False, False)]
+)
 @pytest.mark.parametrize("shared", [False, True])
-def test_checkpoints(reentrant: bool, shared: bool, passes: Any) -> None:
+def test_checkpoints(reentrant: tuple[bool, ...], shared: bool, passes: Any) -> None:
     model, ours = pair(Checkpointed(reentrant, shared).double())
     if not shared:
         del model.both, ours.both
@@ -97,7 +99,7 @@ def test_checkpoints(reentrant: bool, shared: bool, passes: Any) -> None:
         norms, sums = clipped(rows, 2.0)
         ours.zero_grad()
         with ps.clipping(ours, 2.0, passes=passes) as clip:
-            if reentrant and passes == 2:
+            if any(reentrant) and passes == 2:
                 with pytest.raises(RuntimeError, match="use_reentrant=False"):
                     clip.backward(squares(ours(x)).mean())
                 return
@@ -110,7 +112,7 @@ def test_checkpoints(reentrant: bool, shared: bool, passes: Any) -> None:
 @pytest.mark.parametrize(("passes", "held"), [(1, True), (2, False), ("auto", False)])
 def test_what_a_checkpoint_has_computed_again_is_let_go(passes: Any, held: bool) -> None:
     """When the backward pass comes to the first block, the inputs of the last one's layers are gone."""
-    ours = ps.convert_model(Checkpointed(False, False))
+    ours = ps.convert_model(Checkpointed((False,) * 3, False))
     inputs: list[Any] = []
     last = ours.blocks[2][2]
     last.register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
@@ -209,6 +211,13 @@ def test_mistakes() -> None:
     with ps.clipping(ours, 1.0, passes=2) as clip:  # nothing is left of that
         clip.backward(squares(ours(x)).mean())
     assert clip.norms.shape == (3,)
+    for passes in (1, 2, "auto"):
+        with ps.clipping(ours, 1.0, passes=passes) as clip:
+            pass
+        before = [p.grad.clone() for p in ours.parameters()]
+        with pytest.raises(RuntimeError, match="inside of its block"):
+            clip.backward(squares(ours(x)).mean())
+        assert all(torch.equal(p.grad, g) for p, g in zip(ours.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])

@@ -121,12 +121,15 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("chunk_size", [1, 2, 3])
-def test_chunks_leave_what_all_samples_share_whole(size: int, chunk_size: int) -> None:
+@pytest.mark.parametrize("constant", [False, True])
+def test_chunks_leave_what_all_samples_share_whole(size: int, chunk_size: int, constant: bool) -> None:
     """A mask of as many steps, and weights of as many classes, as there are samples; biases are theirs."""
     model, x = Masked().double(), floats(size, size, 4)
     model.out = nn.Linear(4, size).double()
     mask, bias = torch.full((size, size), -torch.inf).triu(1).double(), floats(size, size)
     y, weight = torch.arange(size), torch.rand(size).double() + 0.5
+    if constant:
+        mask, weight = torch.zeros_like(mask), torch.ones_like(weight)
 
     def loss(out: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         return F.cross_entropy(out, y, weight, reduction="none")
