@@ -58,6 +58,7 @@ class GatheredRows(TorchFunctionMode):
         self.numbers = Notes()  # what was made of integers alone, to which no gradient goes
         self.entering: Any = None  # the module that `call` is about to run
         self.level = torch_api.level()  # of transforms of torch.func around
+        self.inputs: dict[int, Layout] = {}  # how further ones hold the batch, where that has been found out
         self.refused: set[int] = set()  # modules that were given rows of which it is not known whose they are
         self.values_read = 0  # of the samples' that the forward is given, or reads, as numbers of Python's
         self.sorts = False  # whether an order was given, or made of what the samples hold
@@ -241,7 +242,7 @@ class GatheredRows(TorchFunctionMode):
                 if place:
                     self.assumed.ordered[t.data] = int(t.batch_sizes[0])
                 continue
-            known = model._ps_layout(0, ("in", place), t.ndim)
+            known = self.inputs.get(place) or model._ps_layout(0, ("in", place), t.ndim)
             several = t.is_floating_point() and t.ndim and len(t) % self.size == 0
             if (
                 batch_first

@@ -502,6 +502,17 @@ def _repeat(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
     (_of_first if alike else default_rule)(picks, result, name, args, kwargs)
 
 
+def _outer(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
+    """A row for each number of the first vector, or one in dim 1 of the second, where that alone is rows."""
+    x, y = args[0], _given(args, kwargs, 1, "vec2")
+    if picks.owners(y) is None and picks.owners(x) is not None:
+        picks.tag(result, picks.owners(x))
+    elif picks.owners(x) is None:
+        picks.tag_second(result, picks.owners(y))
+    else:
+        default_rule(picks, result, name, args, kwargs)
+
+
 def _broadcast(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """Several tensors, each repeated by itself."""
     for t, x in zip(result, args, strict=True):
@@ -633,6 +644,7 @@ _KINDS: dict[Callable[..., None], Iterable[str]] = {
     _recurrent: op_kinds.RECURRENT,
     _repeat: ["expand", "expand_as", "broadcast_to"],
     _broadcast: ["broadcast_tensors"],
+    _outer: ["outer", "ger"],
     _turned: op_kinds.TURNED,
     _einsum: ["einsum"],
     _packed: ["_pack_padded_sequence"],

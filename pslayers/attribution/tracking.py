@@ -225,14 +225,13 @@ def track(
     """
     with torch_api.reparametrized(model, _noisy(model)):
         tracking = _Tracking(model, (args, kwargs), batch)
-        for place, dims in _batched((args, kwargs), batch).items():
-            # the first input that reaches a call decides: a mask may be as large as the batch by chance
-            for dim in dims:
-                if tracking.explain_by(place, dim, last=dim == dims[-1]):
-                    break
-        tracking.look_for_interactions()
-        tracking.look_at_the_rest()
-        tracking.turn_unmoved()
+        tracking.look()
+        if (picks := local.gathered_rows) is not None and picks.refused and len(tracking.inputs) > 1:
+            # masks and indices, with what is known now of further inputs
+            picks.inputs = {place: ("dim", dim) for place, dim in tracking.inputs.items()}
+            picks.refused.clear()
+            tracking = _Tracking(model, (args, kwargs), batch)
+            tracking.look()
     return tracking.layouts, tracking.tracker
 
 
@@ -250,6 +249,17 @@ class _Tracking:
         with (coarsest := Coarsest(given, contents.parameters(model))):
             self.tracker = run_tracked(model, *given, dropout=False)[0]
         self.tracker.eps, self.plain = coarsest.eps, self.tracker.seen
+
+    def look(self) -> None:
+        """Find out how all that is seen is laid out."""
+        for place, dims in _batched(self.given, self.batch).items():
+            # the first input that reaches a call decides: a mask may be as large as the batch by chance
+            for dim in dims:
+                if self.explain_by(place, dim, last=dim == dims[-1]):
+                    break
+        self.look_for_interactions()
+        self.look_at_the_rest()
+        self.turn_unmoved()
 
     def rerun(self, dims: dict[int, int], samples: Sequence[int]) -> dict[Key, Tensor | None] | None:
         """Where what is seen differs with some samples changed, in these dims of the inputs."""

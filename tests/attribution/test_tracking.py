@@ -1,6 +1,7 @@
 """Rows whose owner the shape does not tell: attributed by tracking, or refused; never silently wrong."""
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -369,6 +370,39 @@ def test_packed_sequences_inside_a_model(own: bool) -> None:
             x[i, length:] = 0
         ours.zero_grad()
         assert_rows_right(model, x, converted=ours)
+
+
+class Asked(nn.Module):
+    """A question (B, T) about an image, packed by its lengths (B,), as in visual question answering."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.look = nn.Embedding(11, 4), nn.Linear(3, 4)
+        self.gru, self.each = nn.GRU(4, 4, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, *, image: Tensor, question: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.embed(question), lengths, batch_first=True, enforce_sorted=False)
+        h, _ = pad_packed_sequence(self.gru(packed)[0], batch_first=True)
+        there = torch.arange(h.shape[1]) < lengths[:, None]
+        return (self.each(h) * there[..., None]).sum(1) * self.look(image)
+
+
+@pytest.mark.parametrize("lengths", [(4, 4, 4, 4), (4, 1, 2, 3), (2, 4, 1, 4)])
+@pytest.mark.parametrize("order", [*itertools.permutations(("image", "question", "lengths"))])
+def test_packed_tokens_that_are_not_given_first(order: tuple[str, ...], lengths: tuple[int, ...]) -> None:
+    """As many tokens as samples."""
+    given = {
+        "image": torch.randn(4, 3, dtype=torch.float64),
+        "question": torch.randint(0, 11, (4, 4)),
+        "lengths": torch.tensor(lengths),
+    }
+    model = Asked().double()
+    ours = ps.convert_model(copy.deepcopy(model))
+    for _ in range(2):
+        ours.zero_grad()
+        squares(ours(**{name: given[name] for name in order})).mean().backward()
+        one = {i: {name: t[i : i + 1] for name, t in given.items()} for i in range(4)}
+        assert_rows(ours, true_rows(lambda i: squares(model(**one[i])).sum(), model, 4))  # noqa: B023
 
 
 class TwoTowers(nn.Module):
