@@ -169,7 +169,10 @@ class FactoredGrad:
                 f" {tuple(self.shape[1:])} as `{self.name}`; got {_what(other)}."
             )
         with computing():
-            return self.real.gram(self.real if other is None else other.real)
+            ours, theirs = self.real, (self if other is None else other).real
+            dtype = torch.promote_types(ours.like().dtype, theirs.like().dtype)  # models may have one each
+            ours, theirs = (f if f.like().dtype is dtype else f.to(dtype) for f in (ours, theirs))
+            return ours.gram(theirs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

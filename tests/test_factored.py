@@ -422,6 +422,10 @@ def test_gradients_of_two_batches_are_compared() -> None:
     one, two = (flat(loop(model, square, (ids,))) for ids in (first, second))
     near(found[0].gram(found[1]), one @ two.t())
     near(found[1].gram(found[0]), two @ one.t())
+    single = copy.deepcopy(ours).float()
+    with ps.factored(single, grad=False) as rough:  # of a model in another precision
+        squares(single(first)).mean().backward()
+    torch.testing.assert_close(rough.gram(found[1]).float(), (one @ two.t()).float(), rtol=1e-4, atol=1e-4)
     ones = torch.ones(3, dtype=torch.float64)
     near(found[1].dot(found[0].weighted_sum(ones)), two @ one.sum(0))
 
