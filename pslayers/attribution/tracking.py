@@ -454,12 +454,12 @@ class WithoutDropout(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
-        drops, training = "dropout" in name, 3 if name in ("rrelu", "rrelu_") else 2
-        if drops or training == 3 or name == "multi_head_attention_forward":
+        drops, leaks = "dropout" in name, name in ("rrelu", "rrelu_")
+        if drops or leaks or name == "multi_head_attention_forward":
             if "training" in kwargs:
                 kwargs["training"] = False
-            elif len(args) == training + 1:  # torch.dropout(x, p, train) and its like
-                args = (*args[:training], False)
+            elif len(args) == 3 + leaks:  # torch.dropout(x, p, train) and its like
+                args = (*args[:-1], False)
         result = _BY_VALUES.get(name, func)(*args, **kwargs)
         # a module would hold what is dropped out of a weight as its parameter
         return result.view_as(result) if drops and is_parameter(result) else result

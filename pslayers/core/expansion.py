@@ -250,7 +250,7 @@ class Expansion:
         """
         recorder = self.recorder
         param = None if recorder is None else recorder.param()
-        if recorder is None or param is None or not (has_hooks(param) and recorder.is_filled()):
+        if recorder is None or param is None or not (has_hooks(param) and recorder.is_filled(returned())):
             return None
         return self._zeros(recorder)
 
@@ -278,7 +278,7 @@ class Expansion:
             raise recorder.of_another_block()
         if not torch.is_grad_enabled():
             if not recorder.whole_pass(self.leaf):
-                return "sink" if recorder.is_filled() else "nowhere"
+                return "sink" if recorder.is_filled(returned()) else "nowhere"
             if (recorder.uses <= 1 and not self.joined) or recorder.sink.adds_up:
                 return "sink"
         recorder.listen()
@@ -409,8 +409,15 @@ def needed_grads(ctx: Any, *expansions: Expansion | None) -> Sequence[bool]:
         # (of a torch.autograd.Function that runs layers again): rows are made wherever the parameter gets its
         # gradient
         found.append(need and (will_execute(node, True) or (weight_goes and leads_to_rows(node))))
-        weight_goes = need and will_execute(node, torch_api.in_nested_pass() and not torch_api.thread().quiet)
+        weight_goes = need and will_execute(node, returned())
     return found
+
+
+def returned() -> bool:
+    """Whether a pass inside of another one is that of a torch.autograd.Function, which runs layers again and
+    returns what it has asked for by torch.autograd.grad; and no proof of ours.
+    """
+    return torch_api.in_nested_pass() and not torch_api.thread().quiet
 
 
 def leads_to_rows(node: Any) -> bool:

@@ -214,11 +214,11 @@ class Recorder:
         if not whole and grad.numel():
             raise self.of_past_layer()
 
-    def is_filled(self) -> bool:
-        """Whether what arrives in the pass that runs goes to `.grad`, as by torch.autograd.grad it does not,
-        but by that of a torch.autograd.Function, which returns it.
+    def is_filled(self, returned: bool = False) -> bool:
+        """Whether what arrives in the pass that runs goes to `.grad`, as by torch.autograd.grad it does not;
+        or is `returned`, by a torch.autograd.Function that has asked for it.
         """
-        param, returned = self.param(), torch_api.in_nested_pass() and not torch_api.thread().quiet
+        param = self.param()
         return param is None or will_execute(torch.autograd.graph.get_gradient_edge(param).node, returned)
 
     def _gets_rows(self) -> bool:

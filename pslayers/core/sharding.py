@@ -67,8 +67,9 @@ class Holder:
 
     def place(self) -> tuple[int, str] | None:
         """Where the module holds it, `(id(module._parameters), name)`, if that is known."""
-        module = self.slot[0]() if self.slot else None
-        return None if module is None else (id(module._parameters), self.slot[1])  # type: ignore[index]
+        if self.slot is None or (module := self.slot[0]()) is None:
+            return None
+        return id(module._parameters), self.slot[1]
 
     def in_slot(self) -> Tensor | None:
         """What the module holds in its place now."""
