@@ -414,8 +414,10 @@ def _one_pass(
         return {name: p.new_zeros(0, *p.shape) for name, p in params.items()}
     leaves: dict[str, Tensor] = {}
     for name, p in params.items():
-        if (recorder := p.__dict__.get("_ps_recorder")) is not None and recorder.leaf is not None:
-            leaves[name] = recorder.leaf
+        if (recorder := p.__dict__.get("_ps_recorder")) is not None:
+            recorder.single.before_hooks = None
+            if recorder.leaf is not None:
+                leaves[name] = recorder.leaf
     if (foreign := foreign_functions(loss)) and not create_graph:
         return _by_backward(model, params, loss, size)
     # the parameters go along: only so does their hook see a gradient that came past the layers

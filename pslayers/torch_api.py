@@ -145,6 +145,17 @@ def grads_of_each(
 
 
 # -------------------------------------------------------------------------------------------- backward passes
+_without_dispatch = _find("_C._DisableTorchDispatch")
+
+
+def node_of(t: Tensor) -> Any:
+    """The node of the graph that a tensor comes of, or a leaf's gradients go to; of leaves torch asks by a
+    view, which no mode is to see: a selective checkpoint counts ops.
+    """
+    with without_torch_function(), _without_dispatch():
+        return torch.autograd.graph.get_gradient_edge(t).node
+
+
 # the number of the backward pass that runs in this thread, -1 if none does
 current_pass: Callable[[], int] = _find("_C._current_graph_task_id")
 # whether the pass that runs goes to a node of the graph; RuntimeError for a leaf that torch.autograd.grad was
@@ -181,6 +192,7 @@ class Thread:
     def __init__(self) -> None:
         self.task = -1  # the outermost backward pass
         self.callbacks: tuple[Callable[[], None], ...] = ()  # after it
+        self.filled = True  # it goes to the parameters that were asked about last, as torch.autograd.grad not
         self.reentrant = ""  # how reentrant checkpoints run: "straight", "otherwise", or as torch has it
         self.in_reentrant_forward = False
         self.quiet = False  # a pass only proves something
@@ -254,7 +266,7 @@ def outer_pass() -> int:
         if here.task != -1:
             _end_of_outer_pass()  # of a pass that broke off, and called nobody back
     elif here.task == -1:
-        here.task = task
+        here.task, here.filled = task, True
         after_pass(_end_of_outer_pass)
     return here.task
 

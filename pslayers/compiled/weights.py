@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .. import torch_api
 from ..core.context import Scale, Settings, local
 from ..core.converted_module import ModuleState, state_of
-from ..core.expansion import Destination, Expansion, returned, will_execute
+from ..core.expansion import Destination, Expansion, will_execute
 from ..core.factors import Dense, Factor
 from ..core.recorder import Recorder, recorder_of
 from .registry import ANCHOR, as_op, modules, use_number
@@ -115,8 +115,8 @@ class Delivered(Expansion):
 
     def destination(self, recorder: Recorder) -> Destination:
         """The sink, in a pass that goes to what plain gradients do: compiled code has no rows leaf."""
-        to_anchor = will_execute(torch.autograd.graph.get_gradient_edge(ANCHOR).node, False)
-        filled = to_anchor or recorder.settings.collecting_grads or recorder.is_filled(returned())
+        to_anchor = will_execute(torch_api.node_of(ANCHOR), False)
+        filled = to_anchor or recorder.settings.collecting_grads or recorder.is_filled()
         return "sink" if filled else "nowhere"
 
 

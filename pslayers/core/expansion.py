@@ -238,11 +238,9 @@ class Expansion:
         torch.autograd.grad, and returns it as the parameter's; None where nobody asks.
         """
         weight = self.weight
-        if not weight.requires_grad or will_execute(
-            torch.autograd.graph.get_gradient_edge(weight).node, False
-        ):
+        if not weight.requires_grad or will_execute(torch_api.node_of(weight), False):
             return None
-        return self._zeros(recorder, passed_on=True)
+        return self._zeros(weight.new_zeros(()).expand_as(weight), recorder, passed_on=True)
 
     def unreached(self) -> Tensor | None:
         """The gradient of a weight that a pass does not reach, though it comes through its node: None, with
@@ -250,13 +248,12 @@ class Expansion:
         """
         recorder = self.recorder
         param = None if recorder is None else recorder.param()
-        if recorder is None or param is None or not (has_hooks(param) and recorder.is_filled(returned())):
+        if recorder is None or param is None or not (has_hooks(param) and recorder.is_filled()):
             return None
-        return self._zeros(recorder)
+        return self._zeros(torch.zeros_like(self.weight), recorder)
 
-    def _zeros(self, recorder: "Recorder", passed_on: bool = False) -> Tensor:
-        """A gradient that leaves no `.grad` where there was none."""
-        zeros = self.weight.new_zeros(()).expand_as(self.weight)
+    def _zeros(self, zeros: Tensor, recorder: "Recorder", passed_on: bool = False) -> Tensor:
+        """Zeros as a gradient that leaves no `.grad` where there was none."""
         recorder.note(zeros, self.compiled)
         recorder.leave_blank(passed_on)
         return zeros
@@ -278,7 +275,7 @@ class Expansion:
             raise recorder.of_another_block()
         if not torch.is_grad_enabled():
             if not recorder.whole_pass(self.leaf):
-                return "sink" if recorder.is_filled(returned()) else "nowhere"
+                return "sink" if recorder.is_filled() else "nowhere"
             if (recorder.uses <= 1 and not self.joined) or recorder.sink.adds_up:
                 return "sink"
         recorder.listen()
@@ -394,10 +391,12 @@ def needed_grads(ctx: Any, *expansions: Expansion | None) -> Sequence[bool]:
     `ctx.needs_input_grad` only says which inputs require grad; ``torch.autograd.grad(loss, x)`` would then
     pay for all rows.
     """
+    asked = False
     for e in expansions:
         if e is not None and e.recorder is not None:
             if e.recorder.whole_pass():
                 return ctx.needs_input_grad  # type: ignore[no-any-return]
+            asked = e.recorder.returned()
             break
     # one for each input that requires grad
     nodes = iter([node for node, _ in ctx.next_functions if node is not None])
@@ -409,15 +408,8 @@ def needed_grads(ctx: Any, *expansions: Expansion | None) -> Sequence[bool]:
         # (of a torch.autograd.Function that runs layers again): rows are made wherever the parameter gets its
         # gradient
         found.append(need and (will_execute(node, True) or (weight_goes and leads_to_rows(node))))
-        weight_goes = need and will_execute(node, returned())
+        weight_goes = need and will_execute(node, asked)
     return found
-
-
-def returned() -> bool:
-    """Whether a pass inside of another one is that of a torch.autograd.Function, which runs layers again and
-    returns what it has asked for by torch.autograd.grad; and no proof of ours.
-    """
-    return torch_api.in_nested_pass() and not torch_api.thread().quiet
 
 
 def leads_to_rows(node: Any) -> bool:
@@ -481,7 +473,10 @@ def composite_backward(
         )
     each = [next(found) if t is not None and t.requires_grad else None for t in inputs]
     for weight, g in zip(weights, each, strict=True):
-        recorder: Recorder | None = getattr(weight, "_ps_recorder", None)
-        if g is not None and recorder is not None:
-            recorder.note(g)
+        if g is not None and weight is not None and weight.is_leaf:
+            # hooks on saved tensors, as of checkpoints, give another tensor
+            param = getattr(torch_api.node_of(weight), "variable", weight)
+            recorder: Recorder | None = getattr(param, "_ps_recorder", None)
+            if recorder is not None:
+                recorder.note(g)
     return each

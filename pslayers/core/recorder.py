@@ -58,6 +58,7 @@ class Recorder:
         self.uses, self.checked = 0, False  # expansions since the first forward after the last backward pass
         self.repeats = 0  # of these, that were made while a backward pass ran, by checkpoints
         self.made_in = -1  # the last such pass
+        self.around = -1, True  # the last outermost one, and whether it goes to `.grad`
         self.joined = False  # one of these stands for an ordinary tensor, which several ops may take
         self.counted = -1  # the last pass after which they were counted anew, of those without sums
         self.notes: dict[int, list[Arriving | Tensor]] = {}  # of each pass that runs, by its number
@@ -88,7 +89,10 @@ class Recorder:
         self.uses += 1
         if batch.outer_pass != -1:
             self.repeats += 1
-            self.made_in = torch_api.current_pass()
+            self.made_in, here = torch_api.current_pass(), torch_api.thread()
+            if self.made_in == batch.outer_pass:
+                self.around = self.made_in, self._arrives(False)
+                here.filled = self.around[1]
         return Expansion(shared, self.rows_leaf(batch.size), scale, self)
 
     def rows_leaf(self, size: int) -> Tensor:
@@ -187,7 +191,7 @@ class Recorder:
             return
         if not noted:
             if not (self.unexpanded and self.settings.recording_in_pass):
-                if self.is_filled():
+                if self._arrives(False):
                     self.settings.arrived(self)
                 return
             whole = False
@@ -214,12 +218,27 @@ class Recorder:
         if not whole and grad.numel():
             raise self.of_past_layer()
 
-    def is_filled(self, returned: bool = False) -> bool:
-        """Whether what arrives in the pass that runs goes to `.grad`, as by torch.autograd.grad it does not;
-        or is `returned`, by a torch.autograd.Function that has asked for it.
+    def is_filled(self) -> bool:
+        """Whether what arrives in the pass that runs goes to `.grad`, as by torch.autograd.grad it does not,
+        but by that of a torch.autograd.Function which returns it.
+        """
+        return self._arrives(self.returned())
+
+    def _arrives(self, asked: bool) -> bool:
+        """Whether the pass that runs goes to the parameter; `asked` where torch.autograd.grad was asked for
+        it.
         """
         param = self.param()
-        return param is None or will_execute(torch.autograd.graph.get_gradient_edge(param).node, returned)
+        return param is None or will_execute(torch_api.node_of(param), asked)
+
+    def returned(self) -> bool:
+        """Whether a pass inside of another one is that of a torch.autograd.Function, which runs layers again
+        and returns what it has asked for by torch.autograd.grad, to `.grad` in the end; no proof of ours.
+        """
+        here, (task, filled) = torch_api.thread(), self.around
+        if not torch_api.in_nested_pass() or here.quiet:
+            return False
+        return filled if task == here.task else here.filled
 
     def _gets_rows(self) -> bool:
         """Whether the pass that runs gives the parameter rows, as torch.autograd.grad does not."""
@@ -232,7 +251,7 @@ class Recorder:
         gradient.
         """
         param, pass_id = self.param(), torch_api.current_pass()
-        if param is not None and not will_execute(torch.autograd.graph.get_gradient_edge(param).node, False):
+        if param is not None and not will_execute(torch_api.node_of(param), False):
             around = self.made_in if -1 < self.made_in < pass_id else torch_api.running_pass()
             _append(self.notes.setdefault(around, []), grad)
 
@@ -262,12 +281,12 @@ class Recorder:
         which nobody names, or to that of an earlier call.
         """
         if leaf is not None and leaf is not self.leaf:
-            node = torch.autograd.graph.get_gradient_edge(leaf).node
+            node = torch_api.node_of(leaf)
         elif self.leaf is None:
             return False
         else:
             if self.node is None:
-                self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
+                self.node = torch_api.node_of(self.leaf)
             node = self.node
         try:
             return torch_api.will_execute(node)
@@ -400,7 +419,9 @@ class _Arrival(_WeakHook):
         if not kept:
             return None
         owner.leave_blank()
-        return tensor.new_zeros(()).expand_as(tensor)
+        param = owner.param()
+        written = param is not None and has_hooks(param)  # perhaps
+        return torch.zeros_like(tensor) if written else tensor.new_zeros(()).expand_as(tensor)
 
 
 def recorder_of(param: Tensor, name: str, settings: Settings, module: nn.Module | None = None) -> Recorder:

@@ -137,13 +137,16 @@ class Curved(nn.Module):
         return self.last(checkpoint(lambda z: self.act(self.bilinear(z, z)), x, use_reentrant=False))
 
 
-def test_create_graph_through_a_checkpoint() -> None:
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("again", [False, True])
+def test_create_graph_through_a_checkpoint(again: bool) -> None:
+    """Perhaps `again`, in the last backward pass, too."""
     model, ours = both(Curved())
     for n in (4, 3):
         x = batch(n, 3).requires_grad_()
         (g,) = torch.autograd.grad(ours(x).sum(), x, create_graph=True)
         ours.zero_grad()
-        (g.square().sum(1) + ours(x)[:, 0]).mean().backward()
+        (g.square().sum(1) + ours(x)[:, 0]).mean().backward(create_graph=again)
 
         def loss(i: int, x: Tensor = x) -> Tensor:
             one = x[i : i + 1].detach().requires_grad_()
@@ -553,6 +556,28 @@ def test_functions_that_run_layers_again_and_ask_for_gradients(
         found = ps.per_sample_grads(ours, squares, x)
         for name, rows in expected.items():
             torch.testing.assert_close(found[name], rows, msg=name)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_autograd_grad_through_functions_that_ask_for_gradients(nested: bool) -> None:
+    """It leaves rows and `.grad` as they are, also where these are clipped; so does a pass to the input."""
+    model, ours = both(_rerunning(nn.GroupNorm, nested))
+    params, (x, y) = list(ours.parameters()), (batch(3, 3, 2, 2), batch(5, 3, 2, 2))
+    squares(ours(x)).mean().backward()
+    held = [(p.grad_sample, p.grad.clone()) for p in params]
+    found = torch.autograd.grad(squares(ours(y)).mean(), params)
+    for g, rows in zip(found, by_backward(model, y).values(), strict=True):
+        torch.testing.assert_close(g, rows.mean(0))
+    z = batch(4, 3, 2, 2).requires_grad_()
+    torch.autograd.grad(squares(ours(z)).mean(), z)
+    with ps.clipping(ours, 1.0) as clip:
+        torch.autograd.grad(squares(ours(y)).mean(), params, allow_unused=True)
+    assert clip.norms is None
+    for p, (rows, grad) in zip(params, held, strict=True):
+        assert p.grad_sample is rows and torch.equal(p.grad, grad)
+    ours.zero_grad()
+    squares(ours(y)).mean().backward()
+    assert_rows(ours, by_backward(model, y))
 
 
 class RerunningOwn(nn.Module):

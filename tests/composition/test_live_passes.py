@@ -121,12 +121,14 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_hook_that_limits_gradients_is_never_given_none(n: int) -> None:
+@pytest.mark.parametrize("hook", [lambda g: g.clamp(-0.1, 0.1), lambda g: g.clamp_(-0.1, 0.1)])
+def test_a_hook_that_limits_gradients_is_never_given_none(n: int, hook: Any) -> None:
+    """Perhaps it writes to them; also where no plain gradients are wanted."""
     plain = Branches().double()
-    ours = ps.convert_model(copy.deepcopy(plain))
+    ours, without = ps.convert_model(copy.deepcopy(plain)), copy.deepcopy(plain)
     for net in (plain, ours):
         for p in net.parameters():
-            p.register_hook(lambda g: g.clamp(-0.1, 0.1))
+            p.register_hook(hook)
     for whole in (True, False, True, False):
         ids = torch.randint(0, 7, (n, 3))
         for net in (plain, ours):
@@ -136,6 +138,22 @@ def test_a_hook_that_limits_gradients_is_never_given_none(n: int) -> None:
             assert (q.grad is None) == (p.grad is None) == (q.grad_sample is None)
             if p.grad is not None:
                 torch.testing.assert_close(q.grad, p.grad)
+        ours.zero_grad()
+        with ps.recording(ours, grad=False):
+            squares(ours(ids, whole)).mean().backward()
+        assert all(p.grad is None for p in ours.parameters())
+        expected = true_rows(lambda i: square(without(ids[i : i + 1], whole), i), without, n)  # noqa: B023
+        assert_rows(ours, expected)
+
+
+def test_nothing_is_left_of_rows_that_were_asked_for_and_not_given() -> None:
+    ours, x = ps.convert_model(Branches().double()), torch.randint(0, 7, (1, 3))
+    hook = ours.table.weight.register_hook(lambda g: (_ for _ in ()).throw(KeyError("stop")))
+    with pytest.raises(KeyError, match="stop"):
+        ps.per_sample_grads(ours, squares, (x, True))
+    hook.remove()
+    rows = ps.per_sample_grads(ours, squares, (x, False))
+    assert not rows["other.weight"].any() and not rows["other.bias"].any()
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
