@@ -265,7 +265,7 @@ class Batch:
         self.returned: list[tuple[weakref.ref[Tensor], int | None, Tensor | None]] = []
         self.calls: dict[int, int] = {}  # how often each module has been called so far
         self.began, self.nodes = 0, 0  # nodes of graphs that were made before it; how many its own has
-        self.by_themselves = 0  # that samples have made, each run by itself: with more of them there are more
+        self.uncounted = 0  # of samples run by themselves, with more of which there are more, and of asking
         self.checkpointed = False  # a part of it is computed again in each backward pass
         self.outputs: Any = None  # what layers return is watched while whose rows it holds is to be proved
         self.proving = False  # the same, and true of a part that is computed again

@@ -89,10 +89,12 @@ class Recorder:
         self.uses += 1
         if batch.outer_pass != -1:
             self.repeats += 1
-            self.made_in, here = torch_api.current_pass(), torch_api.thread()
-            if self.made_in == batch.outer_pass:
+            self.made_in = torch_api.current_pass()
+            if self.made_in == batch.outer_pass != self.around[0]:
+                began = torch_api.nodes_made()
                 self.around = self.made_in, self._arrives(False)
-                here.filled = self.around[1]
+                torch_api.thread().filled = self.around[1]
+                batch.uncounted += torch_api.nodes_made() - began
         return Expansion(shared, self.rows_leaf(batch.size), scale, self)
 
     def rows_leaf(self, size: int) -> Tensor:

@@ -92,7 +92,7 @@ def run_by(
         outputs = tuple(map(_stacked, zip(*each, strict=True)))
     _check_count(len(outputs), len(both))
     if local.batch is not None:
-        local.batch.by_themselves += torch_api.nodes_made() - began
+        local.batch.uncounted += torch_api.nodes_made() - began
     if after is not None:
         after.restore()
     if proving:

@@ -430,7 +430,7 @@ class ModelCall:
         made of parameters alone; and what data have told so far.
         """
         watching = 0 if batch.outputs is None else batch.outputs.nodes
-        batch.nodes = torch_api.nodes_made() - batch.began - watching - batch.by_themselves
+        batch.nodes = torch_api.nodes_made() - batch.began - watching - batch.uncounted
         if local.gathered_rows is not None:
             told = local.gathered_rows.assumed.close()
             self.told = self.told if told is None else hash(tuple(told))
