@@ -92,8 +92,8 @@ def _names_of(model: nn.Module) -> tuple[dict[int, str], dict[tuple[int, str], s
     wrapped = not converted and all(re.match(WRAPPERS, slot.path) for slot in slots)
     names, places = dict[int, str](), dict[tuple[int, str], str]()
     for held, name, path, *_ in slots:
-        called = names.setdefault(id(held[name]), re.sub(WRAPPERS, "", path) if wrapped else path)
-        places[id(held), name] = called  # the first of several
+        path = re.sub(WRAPPERS, "", path) if wrapped else path
+        places[id(held), name] = names.setdefault(id(held[name]), path)  # the first of several
     return names, places
 
 

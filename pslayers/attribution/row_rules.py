@@ -504,11 +504,11 @@ def _repeat(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: K
 
 def _outer(picks: "GatheredRows", result: Any, name: str, args: Args, kwargs: Kwargs) -> None:
     """A row for each number of the first vector, or one in dim 1 of the second, where that alone is rows."""
-    x, y = args[0], _given(args, kwargs, 1, "vec2")
-    if picks.owners(y) is None and picks.owners(x) is not None:
-        picks.tag(result, picks.owners(x))
-    elif picks.owners(x) is None:
-        picks.tag_second(result, picks.owners(y))
+    of, other = picks.owners(args[0]), picks.owners(_given(args, kwargs, 1, "vec2"))
+    if of is None:
+        picks.tag_second(result, other)
+    elif other is None:
+        picks.tag(result, of)
     else:
         default_rule(picks, result, name, args, kwargs)
 

@@ -22,7 +22,7 @@ from .. import torch_api
 from .context import UNSCALED, Scale, Settings, in_ragged, local, transforming
 from .factors import Factor
 from .products import number, summed
-from .sinks import UNRECORDED, has_hooks
+from .sinks import UNRECORDED
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -44,9 +44,6 @@ def _anywhere(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *grads)
 
     return passed
-
-
-Destination = Literal["sink", "leaf", "nowhere"]
 
 
 class Op(torch.autograd.Function):
@@ -117,6 +114,9 @@ def rescale_grad(x: Tensor, scale: Scale, into: bool, factor: float = 1.0) -> Te
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rescaled.apply(x, scale, into, factor)
     return x if factor == 1 else x * factor
+
+
+Destination = Literal["sink", "leaf", "nowhere"]  # of rows
 
 
 class Expansion:
@@ -247,8 +247,7 @@ class Expansion:
         which torch would call hooks of the user's; to these it is zeros.
         """
         recorder = self.recorder
-        param = None if recorder is None else recorder.param()
-        if recorder is None or param is None or not (has_hooks(param) and recorder.is_filled()):
+        if recorder is None or not (recorder.hooked and recorder.is_filled()):
             return None
         return self._zeros(torch.zeros_like(self.weight), recorder)
 

@@ -220,6 +220,12 @@ class Recorder:
         if not whole and grad.numel():
             raise self.of_past_layer()
 
+    @property
+    def hooked(self) -> bool:
+        """Whether the parameter has hooks of the user's."""
+        param = self.param()
+        return param is not None and has_hooks(param)
+
     def is_filled(self) -> bool:
         """Whether what arrives in the pass that runs goes to `.grad`, as by torch.autograd.grad it does not,
         but by that of a torch.autograd.Function which returns it.
@@ -252,8 +258,8 @@ class Recorder:
         torch.autograd.Function has asked for it, by torch.autograd.grad, to return it as the parameter's
         gradient.
         """
-        param, pass_id = self.param(), torch_api.current_pass()
-        if param is not None and not will_execute(torch_api.node_of(param), False):
+        pass_id = torch_api.current_pass()
+        if not self._arrives(False):
             around = self.made_in if -1 < self.made_in < pass_id else torch_api.running_pass()
             _append(self.notes.setdefault(around, []), grad)
 
@@ -404,9 +410,7 @@ class _Arrival(_WeakHook):
         if owner is None or tensor is None:
             return None
         if owner.settings.collecting_grads:
-            param = owner.param()
-            changes = param is not None and has_hooks(param)
-            owner.single.before_hooks = tensor.clone() if changes else tensor
+            owner.single.before_hooks = tensor.clone() if owner.hooked else tensor
         # the pass that gives rows is no nested one
         if torch_api.current_pass() != owner.settings.pass_id and torch_api.in_nested_pass():
             owner.pass_on(tensor)
@@ -421,9 +425,8 @@ class _Arrival(_WeakHook):
         if not kept:
             return None
         owner.leave_blank()
-        param = owner.param()
-        written = param is not None and has_hooks(param)  # perhaps
-        return torch.zeros_like(tensor) if written else tensor.new_zeros(()).expand_as(tensor)
+        # to which a hook may write
+        return torch.zeros_like(tensor) if owner.hooked else tensor.new_zeros(()).expand_as(tensor)
 
 
 def recorder_of(param: Tensor, name: str, settings: Settings, module: nn.Module | None = None) -> Recorder:

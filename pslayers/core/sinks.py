@@ -352,8 +352,7 @@ def store_single(recorders: Sequence["Recorder"], grads: Sequence[Tensor | None]
         # for parameters with hooks of the user's
         left: list[Tensor | None] = []
         for recorder, grad in zip(recorders, grads, strict=True):
-            param = recorder.param()
-            left.append(grad if grad is not None and param is not None and has_hooks(param) else None)
+            left.append(grad if grad is not None and recorder.hooked else None)
             if left[-1] is not None:
                 recorder.single.pass_id = pass_id
             elif grad is not None:
