@@ -20,7 +20,7 @@ from .core import contents, sharding
 from .core.contents import callable_module, own_parameters, trainable_parameters
 from .core.context import Settings, changed, clear, local
 from .core.converted_module import is_entry
-from .core.recorder import forget, recorder_of
+from .core.recorder import forget, let_go, recorder_of
 from .core.trees import Call, cloned, is_parameter
 from .layers.batch_norm import why_mixed
 from .modules import converted
@@ -111,6 +111,8 @@ def convert_model(
         _carry_out(rows, settings)
         for param in contents.parameters(model):
             clear(param)
+            if (recorder := param.__dict__.get("_ps_recorder")) is not None:  # a pass may wait for its rows
+                recorder.go_by(settings)
         _clear_with_optimizers()
         for row in rows:
             if row.general and row.target is not None:
@@ -264,7 +266,7 @@ def restore_model(model: M) -> M:
             if original is not type(module):
                 module.__class__ = original  # type: ignore[assignment]
     for param in contents.parameters(model):
-        forget(param)
+        let_go(param)
     State.conversions += 1  # models that hold one of these modules look again at what they hold
     return model
 
@@ -298,6 +300,8 @@ def wholly_converted(model: nn.Module) -> Converted:
 def settings_of(model: nn.Module) -> list[Settings]:
     """The settings that the converted modules of `model` go by (one, unless parts were converted apart)."""
     found = (model._ps_inventory() if isinstance(model, Converted) else Inventory(model, "", 0)).settings
+    if isinstance(model, Converted) and not any(settings.sink for settings in found):
+        found = model._ps_whole().settings
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no converted module: call ps.convert_model(model) first."

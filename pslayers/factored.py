@@ -250,7 +250,10 @@ class FactoredGrads(Mapping[str, FactoredGrad]):
             raise ValueError("`direction` is empty: expected {name: (*S)} of at least one parameter.")
         grads = self._all()
         if unknown := direction.keys() - {*self.keys(), *self._names}:
-            raise KeyError(f"`direction` names {sorted(unknown)}, which are no parameters of the model.")
+            raise KeyError(
+                f"`direction` names {sorted(unknown)}, which are no parameters of the model, or further names"
+                " of one that several layers share: expected those of model.named_parameters()."
+            )
         found = [grad.dot(direction[name]) for name, grad in self.items() if name in direction]
         return added(found) if found else torch.zeros_like(grads[0].norms())
 

@@ -1203,13 +1203,15 @@ def test_gram_of_uses_that_cancel() -> None:
 
 
 def test_parts_with_a_reduction_of_their_own() -> None:
-    model = ps.convert_model(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double())
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+    ps.convert_model(model[0])
     ps.convert_model(model[2], loss_reduction="sum")
     x = torch.randn(5, 4, dtype=torch.float64)
     for block in (ps.clipping(model, 1.0), ps.reweighting(model, lambda grads: grads.norms())):
         with pytest.raises(ValueError, match="with a loss_reduction of their own"), block:
             pass
-    ps.convert_model(model[2])
+    ps.convert_model(model)
+    ps.convert_model(model[2], loss_reduction="sum")  # called in the model, it goes by the model's
     expected = flat(loop(model, square, (x,)))
     with ps.clipping(model, 0.1) as clip:
         squares(model(x)).mean().backward()

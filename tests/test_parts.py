@@ -248,21 +248,152 @@ def test_other_parameters_of_the_same_name(n: int, block: Callable[[nn.Module], 
     """Of the model around a part, and of a second model that shares a layer: refused by name."""
     x = torch.randn(n, 4, dtype=torch.float64)
     ours = ps.convert_model(Twins().double())
-    shared = nn.Linear(4, 4).double()
-    first, second = (ps.convert_model(nn.Sequential(shared, nn.Linear(4, 3).double())) for _ in range(2))
-
-    def both() -> Tensor:
-        return (squares(first(x)) + squares(second(x))).mean()
-
-    for given, loss, name in (
-        (ours.body, lambda: squares(ours(x)).mean(), "fc"),
-        (first, both, "1"),
+    with (
+        block(ours.body),
+        pytest.raises(RuntimeError, match=r"`fc\.\w+` has got per-sample gradients inside"),
     ):
-        with (
-            block(given),
-            pytest.raises(RuntimeError, match=rf"`{name}\.\w+` has got per-sample gradients inside"),
-        ):
-            loss().backward()
+        squares(ours(x)).mean().backward()
+
+
+def _two(shared: nn.Module) -> list[nn.Sequential]:
+    return [ps.convert_model(nn.Sequential(shared, nn.Linear(4, 3).double())) for _ in range(2)]
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("n", [5, 1])
+def test_a_second_model_that_shares_a_layer_is_called_in_a_block(
+    n: int, block: Callable[[nn.Module], Any]
+) -> None:
+    x = torch.randn(n, 4, dtype=torch.float64)
+    first, second = _two(nn.Linear(4, 4).double())
+    with block(first):
+        with torch.no_grad():
+            target = second(x)
+        with ps.recording(second, False):
+            assert torch.equal(second(x), target)
+        with pytest.raises(RuntimeError, match="`0` is part of two converted models"):
+            second(x)
+    for model in (second, first):  # and all is as it was
+        plain = ps.restore_model(copy.deepcopy(model))
+        with ps.factored(model) as grads:
+            squares(model(x)).mean().backward()
+        torch.testing.assert_close(grads.dense(), loop(plain, square, (x,)))
+
+
+class OwnUse(nn.Module):
+    """Uses the weight of its child, which a proof finds out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.fc.weight, self.fc.bias)
+
+
+class Past(nn.Module):
+    """A first part that may be passed by."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.head = first, nn.Linear(4, 2)
+        self.double()
+
+    def forward(self, x: Tensor, past: bool = False) -> Tensor:
+        return self.head(x if past else self.first(x).tanh())
+
+
+FIRST: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(4, 4),
+    "own-use": OwnUse,
+    "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    "list": lambda: nn.Sequential(nn.Linear(4, 4), OwnUse()),
+}
+
+
+def _check_rows(ours: nn.Module, n: int, appended: int = 0) -> None:
+    """Those of a pass are the loop's."""
+    x = torch.randn(n, 3, 4, dtype=torch.float64)
+    plain = ps.restore_model(copy.deepcopy(ours))
+    expected = loop(plain, lambda out, i: square(out.flatten(1), i), (x,))
+    if not appended:
+        ours.zero_grad()
+    squares(ours(x).flatten(1)).mean().backward()
+    for name, p in ours.named_parameters():
+        assert len(p.grad_sample) == n + appended, name
+        torch.testing.assert_close(p.grad_sample[appended:], expected[name], msg=name)
+
+
+@pytest.mark.parametrize("again", ["both", "part", "restored-part", "whole"])
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_belongs_to_the_model_that_is_called(first: str, again: str, trained: bool) -> None:
+    """A part goes by the model that it is called in, whatever it was converted with since."""
+    torch.manual_seed(0)
+    part = FIRST[first]()
+    one = ps.convert_model(Past(part))
+    if trained:
+        _check_rows(one, 4)
+        _check_rows(one, 1)
+    other = Past(part) if again == "both" else None
+    if again == "restored-part":
+        ps.restore_model(part)
+    ps.convert_model({"part": part, "restored-part": part, "whole": one}.get(again, other))
+    for model, n in ((one, 1), (other, 1), (one, 4), (other, 3), (one, 3), (one, 1)):
+        if model is not None:
+            _check_rows(model, n)
+    x = torch.randn(4, 3, 4, dtype=torch.float64)
+    squares(one(x).flatten(1)).mean().backward()
+    squares(one(x[:2], True).flatten(1)).mean().backward()
+    assert all(p.grad_sample is None for p in part.parameters())
+    with ps.accumulating(one, "append"):
+        one.zero_grad()
+        _check_rows(one, 3)
+        _check_rows(one, 2, appended=3)
+        squares(one(x, True).flatten(1)).mean().backward()
+    assert {len(p.grad_sample) for p in one.parameters()} == {9}
+    with ps.factored(one) as grads:
+        squares(one(x).flatten(1)).mean().backward()
+    plain = ps.restore_model(copy.deepcopy(one))
+    torch.testing.assert_close(grads.dense(), loop(plain, lambda out, i: square(out.flatten(1), i), (x,)))
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_layer_that_is_copied_in_a_model(called: bool) -> None:
+    torch.manual_seed(0)
+    ours = ps.convert_model(Past(nn.Sequential(nn.Linear(4, 4))))
+    if called:
+        _check_rows(ours, 3)
+    ours.first.append(copy.deepcopy(ours.first[0]))
+    _check_rows(ours, 3)
+    squares(ours(torch.randn(5, 4, dtype=torch.float64), True)).mean().backward()
+    assert all(p.grad_sample is None for p in ours.first.parameters())
+    with ps.accumulating(ours, "append"):
+        ours.zero_grad()
+        squares(ours(torch.randn(2, 3, 4, dtype=torch.float64), True).flatten(1)).mean().backward()
+        _check_rows(ours, 3, appended=2)
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_forward_that_waits_while_a_model_is_converted_again(restored: bool) -> None:
+    """Its rows go where those of the model go, or nowhere."""
+    torch.manual_seed(0)
+    ours = ps.convert_model(Past(nn.Linear(4, 4)))
+    x = torch.randn(3, 4, dtype=torch.float64)
+    waiting = squares(ours(x)).mean()
+    if restored:
+        ps.restore_model(ours)
+        expected = torch.autograd.grad(squares(ours(x)).mean(), list(ours.parameters()))
+        waiting.backward()
+        for p, grad in zip(ours.parameters(), expected, strict=True):
+            assert not hasattr(p, "grad_sample")
+            torch.testing.assert_close(p.grad, grad)
+    ps.convert_model(ours)
+    if not restored:
+        waiting.backward()
+        assert {len(p.grad_sample) for p in ours.parameters()} == {3}
+    squares(ours(torch.randn(5, 4, dtype=torch.float64), True)).mean().backward()
+    assert all(p.grad_sample is None for p in ours.first.parameters())
 
 
 @pytest.mark.parametrize("n", [5, 1])

@@ -343,6 +343,13 @@ class Recorder:
             param.grad = None
         self.blank = False
 
+    def go_by(self, settings: Settings) -> None:
+        """Take those of another model that holds the parameter, which is the one to clear its rows then."""
+        key = id(self.holder.tensor())
+        if (held := self.settings.recorded.pop(key, None)) is not None:
+            settings.recorded[key] = held
+        self.settings = settings
+
     def of_another_block(self) -> RuntimeError:
         """What is raised where a backward pass is to fill `.grad`, and its forward pass was not; or where
         nobody is there any more who takes the rows.
@@ -437,9 +444,8 @@ def recorder_of(param: Tensor, name: str, settings: Settings, module: nn.Module 
     if recorder is None or recorder.param() is not param:
         recorder = param._ps_recorder = Recorder(param, name, settings)  # type: ignore[attr-defined]
     elif recorder.settings is not settings:
-        # the model that it was converted with before is not to clear what the next pass gives it
-        recorder.settings.recorded.pop(id(recorder.holder.tensor()), None)
-        recorder.name, recorder.settings = name, settings
+        recorder.name = name
+        recorder.go_by(settings)
     if module is not None and (recorder.holder.slot is None or not recorder.holder.is_held()):
         recorder.holder.slot = (weakref.ref(module), name.rpartition(".")[2])
     return recorder

@@ -89,6 +89,7 @@ class Trained:
     """The parameters below a model that are trained, and where they are held."""
 
     def __init__(self, model: nn.Module, inventory: Inventory, settings: Settings) -> None:
+        self.settings = settings
         self.recorders: list[Recorder] = []
         self.params: list[Tensor] = []
         self.places: list[tuple[Any, Any, Any, int]] = []  # the last: which of these it is
@@ -96,20 +97,15 @@ class Trained:
         known: dict[int, int] = {}
         for slot in inventory.slots:
             held, name, path, _, module = slot
-            param, own = held[name], slot.settings(settings)
-            if param is None or not param.requires_grad or slot.given:
+            if (param := held[name]) is None or not param.requires_grad or slot.given:
                 self.others.append((held, name, param))
                 continue
             if id(param) not in known:
                 known[id(param)] = len(self.params)
                 self.params.append(param)
-                self.recorders.append(recorder_of(param, inventory.prefix + path, own, module()))
+                self.recorders.append(recorder_of(param, inventory.prefix + path, settings, module()))
                 self.recorders[-1].rows_leaf(1)
             self.places.append((held, name, param, known[id(param)]))
-        parts: dict[int, list[int]] = {}  # of parts that were converted apart
-        for i, recorder in enumerate(self.recorders):
-            parts.setdefault(id(recorder.settings), []).append(i)
-        self.parts = list(parts.values())
         others = other_places(contents.modules(model), known, self.places)
         # a call that comes to them by tuples is one for functions of somebody's, see `_ps_alone`
         self.places += [(held, name, self.params[at], at) for held, name, at in others if type(at) is int]
@@ -118,17 +114,16 @@ class Trained:
         """Aliases of the parameters for a call, by `op`, in their places.
 
         Parameters with hooks of the user's have a node each: a pass that does not reach one does not call its
-        hooks; and so have those of parts that were converted apart: an op's recorders agree on the settings.
+        hooks.
         """
-        recorders, params, task, groups = self.recorders, self.params, torch_api.outer_pass(), self.parts
-        if hooked := [i for i, p in enumerate(params) if has_hooks(p)]:
-            others = ([i for i in part if i not in hooked] for part in groups)
-            groups = [*([i] for i in hooked), *filter(None, others)]
-        if len(groups) == 1:  # by far the most
+        recorders, params, task = self.recorders, self.params, torch_api.outer_pass()
+        hooked = [i for i, p in enumerate(params) if has_hooks(p)]
+        if not hooked:  # by far the most
             aliases = op.apply(recorders, task, recorders[0].leaf, *params)
         else:
             aliases = [None] * len(params)
-            for group in groups:
+            others = [i for i in range(len(params)) if i not in hooked]
+            for group in filter(None, [*([i] for i in hooked), others]):
                 chosen = [recorders[i] for i in group]
                 made = op.apply(chosen, task, chosen[0].leaf, *(params[i] for i in group))
                 for i, alias in zip(group, made, strict=True):
@@ -144,6 +139,7 @@ class Trained:
                 or held[name] is not param
                 or not param.requires_grad
                 or param.__dict__.get("_ps_recorder") is not recorder
+                or recorder.settings is not self.settings
                 or not recorder.ready(param, 1)
             ):
                 return False

@@ -247,9 +247,9 @@ class Converted(_Mixin):
         super().__setstate__(state)
         if self._ps is not None:
             self._ps.number, self._ps.token = compiled.numbered(self)
-        for param in self.__dict__["_parameters"].values():
+        for _, param in own_parameters(self):
             # a shallow copy holds the parameters themselves
-            if param is not None and param.__dict__.get("_ps_recorder") is None:
+            if param.__dict__.get("_ps_recorder") is None:
                 param.__dict__.pop("_ps_recorder", None)
                 clear(param)
 
@@ -377,7 +377,7 @@ class Converted(_Mixin):
         recomputed = not local.again and torch_api.current_pass() != -1 and bool(settings.sizes())
         trackable = not self._ps_layer and not recomputed
         sizes = [] if self._ps_layer else self._ps_sizes(inputs)
-        inventory = self._ps_inventory() if recorded else None
+        inventory = self._ps_whole() if recorded else None
         if inventory is not None:
             if (inventory.strangers or inventory.rebuilt) and trackable:
                 inventory = self._ps_adopt()
@@ -680,9 +680,20 @@ class Converted(_Mixin):
         if known is not None and known.holds(self, State.conversions):
             return known
         state.inventory = found = Inventory(self, state.prefix, State.conversions)
+        if known is not None and known.forgotten(found):
+            state.proved, state.ragged_proved, state.aside = set(), set(), {}
         if known is not None and not state.rebuilds:
             found.rebuilt = known.rebuilt or found.rebuilds(known)
         return found
+
+    def _ps_whole(self) -> Inventory:
+        """The same, all of which goes by the settings of this module."""
+        inventory = self._ps_inventory()
+        if len(inventory.settings) > 1:
+            inventory.agree_on(settings := self._ps_state().settings)
+            State.conversions += 1  # models that hold one of these modules look again
+            inventory.conversions, inventory.settings = State.conversions, [settings]
+        return inventory
 
     def _ps_check_given(self, name: str, weight: Tensor, size: int) -> None:
         """ValueError where the weights given for `name` cannot be the samples' own."""

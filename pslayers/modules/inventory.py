@@ -28,13 +28,6 @@ class Slot(NamedTuple):
             self.ndim is not None and (param := self.held[self.name]) is not None and param.ndim != self.ndim
         )
 
-    def settings(self, above: Any) -> Any:
-        """What its rows go by: the module's own settings, where that is a copy of one of another model, or
-        another model's, too; else those of the model `above`.
-        """
-        state = getattr(self.module(), "_ps", None)
-        return above if state is None else state.settings
-
 
 class Inventory:
     """The parameters of a module and of what lies below it, and the recurrent layers among those.
@@ -52,7 +45,7 @@ class Inventory:
         self.slots: list[Slot] = []
         self.recurrent: list[weakref.ref[nn.Module]] = []
         self.trained: Any = None  # which of these parameters a call for one sample goes by
-        self.settings: list[Any] = []  # of the converted modules: one, unless parts were converted apart
+        self.states: dict[int, Any] = {}  # of the converted modules, by their ids
         self.strangers: list[Slot] = []  # parameters of which no converted module records rows
         self.rebuilt = False  # modules were put in, or taken out, since what was known before was found
         ndims: dict[tuple[int, str], int] = {}
@@ -66,8 +59,7 @@ class Inventory:
             self.names.append((held, tuple(held)))
             if hasattr(module, "_ps_state"):
                 state = module._ps_state()  # type: ignore[operator]
-                if all(state.settings is not known for known in self.settings):
-                    self.settings.append(state.settings)
+                self.states[id(module)] = state
                 records = module._ps_layer or state.per_sample_forward
                 whole += [f"{path}." if path else ""] if state.includes_children else []
                 for name, ndim in state.ndims.items():
@@ -83,6 +75,8 @@ class Inventory:
                     self.strangers.append(self.slots[-1])
             if isinstance(module, nn.RNNBase):
                 self.recurrent.append(weakref.ref(module))
+        # that they go by: one, unless parts were converted apart
+        self.settings = list({id(s.settings): s.settings for s in self.states.values()}.values())
 
     def holds(self, root: Any, conversions: int) -> bool:
         """Whether it still tells what there is (a replica of a module shares all but the places of its
@@ -104,6 +98,32 @@ class Inventory:
             if tuple(held) != names:
                 return False
         return True
+
+    def agree_on(self, settings: Any) -> None:
+        """Have all modules go by the settings of the one above: parts may have been converted by themselves,
+        copied, or be another converted model's, too.
+
+        Raises:
+            RuntimeError: inside of a block that takes the gradients of that other model.
+        """
+        others = [state for state in self.states.values() if state.settings is not settings]
+        if taken := [state for state in others if state.settings.sink is not None]:
+            raise RuntimeError(
+                f"`{taken[0].path}` is part of two converted models, one of which is called inside of"
+                " ps.factored, ps.clipping, ps.reweighting or ps.streaming of the other: the gradients of one"
+                " go to one place. Call it outside, or under torch.no_grad() or ps.recording(model, False)."
+            )
+        for state in others:
+            state.settings = settings
+        for slot in self.slots:
+            if (recorder := getattr(slot.held[slot.name], "_ps_recorder", None)) is not None:
+                recorder.go_by(settings)
+
+    def forgotten(self, now: "Inventory") -> bool:
+        """Whether modules were converted once more since, by themselves or in another model: what they had
+        learned is gone.
+        """
+        return any(now.states.get(key, state) is not state for key, state in self.states.items())
 
     def modes(self, training: bool) -> str:
         """Which of the modules below are in another mode (training or not) than the one above; "" if none."""
@@ -127,7 +147,8 @@ class Inventory:
         """
         found = []
         for slot in self.slots:
-            param, settings = slot.held[slot.name], slot.settings(above)
+            param, state = slot.held[slot.name], getattr(slot.module(), "_ps", None)
+            settings = above if state is None else state.settings
             if settings is not None and is_parameter(param) and param.requires_grad:
                 found.append(recorder_of(param, self.prefix + slot.path, settings, slot.module()))
         return found

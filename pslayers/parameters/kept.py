@@ -27,7 +27,10 @@ _READ |= set(op_kinds.functions(op_kinds.READ))
 _BACKWARD = {Tensor.backward, torch.autograd.grad, torch.autograd.backward}
 _OF_THE_GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf")}
 _TO_NUMBERS = set(op_kinds.functions(op_kinds.TO_NUMBERS))
-_ADDS = {"add", "sub", "rsub", "__add__", "__radd__", "__sub__", "__rsub__", "stack", "cat", "concat"}
+_JOINS, _ADDS, _LINEAR, _DIVIDES = (
+    set(op_kinds.functions(names))
+    for names in ([*op_kinds.JOINED, "stack"], op_kinds.ADDED, op_kinds.LINEAR, op_kinds.DIVIDED)
+)
 
 
 def kept(value: Any) -> Any:
@@ -75,12 +78,12 @@ class Kept(Tensor):
             return plainly(func, *map_tensors(_ordinary, args), **map_tensors(_ordinary, kwargs))
         into = args[0] if args and op_kinds.writes(func.__name__) else None
         into_number = isinstance(into, Tensor) and not isinstance(into, Kept) and not into.ndim
-        adds = into_number and op_kinds.apart(func.__name__) in _ADDS  # loss += penalty
+        adds = into_number and op_kinds.apart(func.__name__) in op_kinds.ADDED  # loss += penalty
         if adds or func in _BACKWARD:
             args, kwargs = _for_kept((args, kwargs), lambda one: one.each.mean(0))  # each has its share
             return func(*args, **kwargs)
         try:
-            of_all = _check_what_it_meets(func, given, tensors_of((args, kwargs)))
+            of_all = _check_what_it_meets(func, args, given, tensors_of((args, kwargs)))
             size = given[0].one.samples  # type: ignore[union-attr]
             standing = Standing(inputs=[torch.empty(size, device="cpu")], in_loss=True)
             with changed(stand_ins=standing):
@@ -105,17 +108,24 @@ class Kept(Tensor):
         return _ordinary(self).__reduce_ex__(protocol)
 
 
-def _check_what_it_meets(func: Any, given: Sequence[Kept], tensors: Sequence[Tensor]) -> bool:
-    """Whether the result is made of a number of all samples; NoRuleError where a sample's row would not be
-    its own.
+def _check_what_it_meets(
+    func: Any, args: Sequence[Any], given: Sequence[Kept], tensors: Sequence[Tensor]
+) -> bool:
+    """Whether the result is made of a number of all samples, or stands beside one; NoRuleError where a
+    sample's row would not be its own.
     """
     if transforming():
         raise NoRuleError("a transform of torch.func is made of the loss")
     others = [t for t in tensors if not isinstance(t, Kept)]
-    totals = [t for t in others if t.requires_grad and not t.ndim]
-    of_all = bool(totals) or any(t.of_all for t in given)
-    if of_all and len(given) + len(totals) > 1 and getattr(func, "__name__", "") not in _ADDS:
-        raise NoRuleError("it meets a number of all samples, to which it can only be added")
+    trained = [t for t in others if t.requires_grad]
+    of_all = any(t.of_all for t in given) or any(func in _JOINS or not t.ndim for t in trained)
+    if of_all and func not in _ADDS and func not in _JOINS:
+        linear = func in _LINEAR or (func in _DIVIDES and bool(args) and isinstance(args[0], Kept))
+        if not linear or len(given) + len(trained) > 1:
+            raise NoRuleError(
+                "it meets a number of all samples, to which it can only be added, or is made of what was put"
+                " beside one"
+            )
     size, batch = given[0].one.samples, given[0].batch  # type: ignore[union-attr]
     for t in others:
         if t.ndim and len(t) == size and not (goes_along(t, given) or _in_order(t, batch)):

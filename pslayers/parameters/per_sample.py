@@ -590,7 +590,7 @@ def _run_for_each(
     size, together = rows.size, [held for _, held in batch]
     each, same = [t.each for t in own], all_same(own)
     if batch and rows.batch is None and rows.name in op_kinds.OF_SEVERAL:
-        each = [_own_rows(t, batch[0][0], size) for t in own]
+        each = [own_rows(t, batch[0][0], size) for t in own]
         same = same and all(one is t.each for one, t in zip(each, own, strict=True))
     each += [t.expand(size, *t.shape) for t in shared]
     if same and not torch_api.functions_transformed():
@@ -609,7 +609,7 @@ def _run_for_each(
     return found
 
 
-def _own_rows(t: PerSample, rows: Tensor, size: int) -> Tensor:
+def own_rows(t: PerSample, rows: Tensor, size: int) -> Tensor:
     """Where values meet those of the batch's rows one by one, and each sample has as many as all rows: the
     part that meets its own, (B, k, ...); else all.
     """

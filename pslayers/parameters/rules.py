@@ -27,6 +27,7 @@ from .per_sample import (
     names_of,
     of_the_input,
     over_other_values,
+    own_rows,
     plainly,
     recorded,
     values_of,
@@ -225,12 +226,20 @@ def _joined(func: Any, tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
     own = [t for t in tensors if isinstance(t, PerSample)]
     if kwargs or (followed() is not None and any(followed().owners(t) is not None for t in tensors)):
         return NotImplemented
-    trained = any(t.requires_grad for t in tensors if not isinstance(t, PerSample))  # a loss of all samples
+    others = [t for t in tensors if not isinstance(t, PerSample)]
+    trained = any(t.requires_grad for t in others)
     if not trained and _once(
         own, lambda: func is not torch.stack and all(is_vector(t.shape) for t in tensors)
     ):
         return NotImplemented
     size, ndim = own[0].samples, tensors[0].ndim + (func is torch.stack)
+    in_loss = local.stand_ins is not None and local.stand_ins.in_loss
+    by_row = (func is torch.stack or dim % ndim) and all(t.shape[:1] == (size,) for t in tensors)
+    if trained and in_loss and by_row:  # each sample's beside its own
+        return func(
+            [own_rows(t, others[0], size).flatten(0, 1) if isinstance(t, PerSample) else t for t in tensors],
+            dim,
+        )
     return _of_own(
         own,
         func(

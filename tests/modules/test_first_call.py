@@ -15,6 +15,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import pslayers as ps
 
+from ..combinations import every
+
 Join = Callable[["Joined", Tensor, Tensor, Tensor], Tensor]
 T, D = 6, 4
 
@@ -196,9 +198,11 @@ PAIRS = [
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
-@pytest.mark.parametrize("first", [(2, 2, 2), (1, 1, 1)])
-@pytest.mark.parametrize(("name", "vision"), PAIRS)
-def test_as_many_rows_in_all_but_not_of_each_sample(name: str, first: tuple[int, ...], vision: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "vision", "first"),
+    every(3, ((*pair, first) for first in ((2, 2, 2), (1, 1, 1)) for pair in PAIRS)),
+)
+def test_as_many_rows_in_all_but_not_of_each_sample(name: str, vision: str, first: tuple[int, ...]) -> None:
     """Right, or refused; and right again after it was refused."""
     torch.manual_seed(0)
     model = Joined(JOINS[name], vision).double()
@@ -215,11 +219,17 @@ def test_as_many_rows_in_all_but_not_of_each_sample(name: str, first: tuple[int,
 
 
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
-@pytest.mark.parametrize("vision", VISION)
 @pytest.mark.parametrize(
-    "counts", [(0, 0, 1, 1, 1, 1, 2, 2), (0, 0, 4, 2, 2, 2, 2, 4), (5, 0, 0, 0, 4, 3, 2, 2)]
+    ("vision", "counts", "name"),
+    every(
+        5,
+        itertools.product(
+            VISION,
+            [(0, 0, 1, 1, 1, 1, 2, 2), (0, 0, 4, 2, 2, 2, 2, 4), (5, 0, 0, 0, 4, 3, 2, 2)],
+            ["scattered", "written", "by-number", "listed"],
+        ),
+    ),
 )
-@pytest.mark.parametrize("name", ["scattered", "written", "by-number", "listed"])
 def test_a_first_batch_whose_first_samples_have_no_rows(
     name: str, counts: tuple[int, ...], vision: str
 ) -> None:
