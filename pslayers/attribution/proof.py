@@ -207,6 +207,8 @@ class GradientProbe:
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.look: Callable[[int, Tensor, Tensor], None] | None = None  # at an edge's gradient by rows
         self.met: set[int] = set()  # which of the edges gradients flowed by
+        # of edges whose rows are copies of what all samples share: to which of these a gradient has come
+        self.reached: dict[int, Tensor] = {}
         self.nodes = 0  # that it has put into the graph
         self.dims: list[int] = []  # of the rows, where what the edges are of is gone
 
@@ -243,14 +245,20 @@ class GradientProbe:
             raise Unprovable
         self._look(edge, grad, dim, None)
 
-    def add(self, owned: Sequence[tuple[Tensor, int, Tensor | None]]) -> None:
-        """Tensors, the dim of their rows, and whose these are; None: k a sample, in order."""
+    def add(self, owned: Sequence[tuple[Tensor, int, Tensor | None]], copies: bool = False) -> None:
+        """Tensors, the dim of their rows, and whose these are; None: k a sample, in order. In `copies` of
+        what all samples share values do not tell if a forward takes one sample's for all.
+        """
         note_progress()
         before = torch_api.nodes_made()
         with torch_api.without_torch_function():  # no hook of the user's
             for t, dim, owners in owned:
                 if t.requires_grad and t.numel():
                     self.edges.append(torch.autograd.graph.get_gradient_edge(t))
+                    if copies:
+                        self.reached[len(self.edges) - 1] = torch.zeros(
+                            self.size, dtype=torch.bool, device="cpu"
+                        )
                     look = functools.partial(self._look, len(self.edges) - 1, dim=dim, owners=owners)
                     self.hooks.append(t.register_hook(look))
         self.nodes += torch_api.nodes_made() - before
@@ -265,6 +273,8 @@ class GradientProbe:
             if owners is None:
                 owners = torch.arange(self.size, device=grad.device)
                 owners = owners.repeat_interleave(grad.shape[0] // self.size)
+            if edge in self.reached:
+                self.reached[edge][owners[grad.reshape(len(grad), -1).any(1)].cpu()] = True
             self.look(edge, grad, owners)
 
     @contextmanager
@@ -279,6 +289,14 @@ class GradientProbe:
         """
         missed = {(edge.node, edge.output_nr) for i, edge in enumerate(self.edges) if i not in self.met}
         return bool(missed & edges_of(output)) if missed else False
+
+    def untold(self) -> bool:
+        """Whether of some copies gradients have come to one sample's alone, or to none (those of outputs that
+        are multiplied by zero are zeros): it may be taken for all.
+        """
+        return self.size > 1 and any(
+            int(some.sum()) < 2 for edge, some in self.reached.items() if edge in self.met
+        )
 
     def close(self) -> None:
         """Look no more: hooks that hold what they look at would keep the graph."""
@@ -311,7 +329,8 @@ def rows_agree(
     """Whether groups of samples' outputs depend, in what every layer returned, on the rows taken for theirs
     alone.
 
-    None where they seem to, but a NaN leaves it open: no gradient at all times NaN is NaN.
+    None where they seem to, but a NaN leaves it open: no gradient at all times NaN is NaN; or what they have
+    of copies is `untold`.
 
     A proof for the first call of a kind, after the fact: shapes may fit by chance (rows picked by data, a
     table as long as the batch). Costs two or three passes of the graph without weight gradients, where the
@@ -329,7 +348,7 @@ def rows_agree(
                 walk(outputs, grads, last)
                 return
             probe, others = anew()
-            probe.look, probe.met = layers.look, layers.met
+            probe.look, probe.met, probe.reached = layers.look, layers.met, layers.reached
             try:
                 walk(others, grads, last_edges(probe.edges))
             finally:
@@ -343,7 +362,8 @@ def rows_agree(
 
         with tuning.holding():
             agree = not transforming() and _proportional(layers, outputs, back)
-        return agree or _apart(layers, outputs, back)
+        apart = agree or _apart(layers, outputs, back)
+        return None if apart and layers.untold() else apart
     except RuntimeError as error:
         if "use_reentrant=True" in str(error):
             raise Unprovable from error

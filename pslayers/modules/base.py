@@ -231,7 +231,9 @@ class PSLayer(_Layer):
             if call.scale.total != 1:
                 output = map_tensors(lambda t: rescale_grad(t, call.scale, False), output)
         if batch.outputs is not None:
-            batch.outputs.add(self._ps_owned(output, rows))
+            x = next(iter(tensors_in((args, kwargs))), None)
+            copies = isinstance(x, Tensor) and x.ndim > 0 and x.stride(0) == 0 and len(x) == rows
+            batch.outputs.add(self._ps_owned(output, rows), copies)
         return output if undo is None else map_tensors(undo, output)
 
     def _ps_owned(self, output: Any, rows: int) -> list[tuple[Tensor, int, Tensor | None]]:

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 import pslayers as ps
 
 from ..combinations import every
+from ..oracle import true_rows
 
 Join = Callable[["Joined", Tensor, Tensor, Tensor], Tensor]
 T, D = 6, 4
@@ -442,3 +443,45 @@ def test_positions_of_patches_that_data_tell() -> None:
                 ours.named_parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
             ):
                 torch.testing.assert_close(p.grad_sample[i], row, msg=lambda m, name=name: f"{name}: {m}")
+
+
+class Cut(nn.Module):
+    """A table that all samples share, flattened and cut to the length; outputs are multiplied by a mask."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.out = kind, nn.Linear(D, 2)
+        self.table = nn.Embedding(9, D) if "embedding" in kind else nn.Linear(D, D)
+        self.places: Tensor
+        self.register_buffer("places", torch.randn(1, 9, D))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        given = torch.arange(9)[None] if "embedding" in self.kind else self.places
+        table, time = self.table(given), x.shape[1]
+        if "heads" in self.kind:
+            table = table.view(1, -1, 2, D // 2).transpose(1, 2)[..., :time, :].transpose(1, 2).flatten(2)
+        else:
+            table = table.view(-1, D)[:time] if "flat" in self.kind else table.reshape(1, -1, D)[:, :time]
+        return self.out((x + table).tanh()) * mask[:, None, None]
+
+
+@pytest.mark.parametrize(
+    "kind", [f"{what} {how}" for what in ("linear", "embedding") for how in ("flat", "one", "heads")]
+)
+@pytest.mark.parametrize("first", [(5, 0), (0, 5), (5, 0, 0), (5, 0, 0, 0), (5, 0, 1), (0, 0)])
+def test_a_first_batch_that_tells_of_one_sample_alone(kind: str, first: tuple[int, ...]) -> None:
+    """Of copies of what all samples share values do not tell whose they are, and zeros tell nothing."""
+    torch.manual_seed(0)
+    model = Cut(kind).double()
+    ours = ps.convert_model(copy.deepcopy(model), loss_reduction="sum")
+    for mask in (first, (5, 3, 4, 2), (2, 0), (1, 2)):
+        x, m = torch.randn(len(mask), 5, D, dtype=torch.float64), torch.tensor(mask)
+
+        def loss(i: int, x: Tensor = x, m: Tensor = m) -> Tensor:
+            return model(x[i : i + 1], m[i : i + 1]).square().sum()
+
+        expected = true_rows(loss, model, len(x), zeros=True)
+        ours.zero_grad()
+        ours(x, m).square().sum().backward()
+        for name, p in ours.named_parameters():
+            torch.testing.assert_close(p.grad_sample, expected[name], msg=name)
