@@ -291,6 +291,11 @@ def _check_not_told(model: nn.Module) -> None:
 def wholly_converted(model: nn.Module) -> Converted:
     """The model; ConversionError where but parts of it are converted."""
     if not isinstance(model, Converted):
+        for name in ("_orig_mod", "module"):  # of torch.compile, of DistributedDataParallel
+            if isinstance(model._modules.get(name), Converted) and len(model._modules) == 1:
+                raise ConversionError(
+                    f"{type(model).__name__} wraps a converted model: give that one, `model.{name}`."
+                )
         raise ConversionError(
             f"Only parts of {type(model).__name__} are converted: call ps.convert_model on the whole model."
         )

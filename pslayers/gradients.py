@@ -80,8 +80,8 @@ def _watch(model: nn.Module) -> None:
         Inventory(model, "", 0).recorders(None)
 
 
-def _names_of(model: nn.Module) -> tuple[dict[int, str], dict[tuple[int, str], str]]:
-    """{id of a parameter: its name}, in order: as it is called now, which may have changed since it was
+def _names_of(model: nn.Module) -> tuple[dict[Tensor, str], dict[tuple[int, str], str]]:
+    """{parameter: its name}, in order: as it is called now, which may have changed since it was
     converted; and the same by where it is held.
     """
     if converted := isinstance(model, Converted):  # `settings_of` has just looked at it
@@ -90,10 +90,10 @@ def _names_of(model: nn.Module) -> tuple[dict[int, str], dict[tuple[int, str], s
         inventory = Inventory(model, "", 0)
     slots = [slot for slot in inventory.slots if slot.held[slot.name] is not None]
     wrapped = not converted and all(re.match(WRAPPERS, slot.path) for slot in slots)
-    names, places = dict[int, str](), dict[tuple[int, str], str]()
+    names, places = dict[Tensor, str](), dict[tuple[int, str], str]()
     for held, name, path, *_ in slots:
         path = re.sub(WRAPPERS, "", path) if wrapped else path
-        places[id(held), name] = names.setdefault(id(held[name]), path)  # the first of several
+        places[id(held), name] = names.setdefault(held[name], path)  # the first of several
     return names, places
 
 

@@ -362,6 +362,9 @@ def test_errors() -> None:
     ps.convert_model(model[0])
     with pytest.raises(ps.ConversionError, match="Only parts of Sequential are converted"):
         ps.per_sample_grads(model, F.cross_entropy, x, y)
+    wrapped = torch.compile(ps.convert_model(nn.Linear(4, 3)), backend="eager")
+    with pytest.raises(ps.ConversionError, match="wraps a converted model: give that one"):
+        ps.per_sample_grads(wrapped, F.cross_entropy, x, y)
     with pytest.raises(ValueError, match=r"no converted module: call ps\.convert_model"):
         ps.expand_params(nn.Linear(2, 2), 3)
     with pytest.raises(ValueError, match="no converted module"), ps.recording(nn.Linear(2, 2), False):

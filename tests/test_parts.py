@@ -3,6 +3,7 @@ would not see what is computed.
 """
 
 import copy
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import pslayers as ps
 from pslayers.modules.first_call import ModelCall
@@ -619,3 +621,72 @@ def test_blocks_around_a_part_have_the_names_of_the_part() -> None:
         factors = (bound / expected[name].flatten(1).norm(dim=1)).clamp(max=1)
         clipped = torch.tensordot(factors, expected[name], 1) / 5
         torch.testing.assert_close(ours.get_parameter(name).grad, clipped)
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("n", [5, 1])
+def test_parameters_that_are_replaced_in_a_block(n: int, block: Callable[[nn.Module], Any]) -> None:
+    """What is put in their places goes by the names of these, wherever it lies in memory."""
+    for seed in range(8):
+        torch.manual_seed(seed)
+        ours = ps.convert_model(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double())
+        best = {name: t.clone() for name, t in ours.state_dict().items()}
+        x = torch.randn(n, 4, dtype=torch.float64)
+        plain = ps.restore_model(copy.deepcopy(ours))
+        squares(plain(x)).mean().backward()
+        with block(ours) as found:
+            squares(ours(x)).mean().backward()
+            ours.zero_grad()
+            ours.load_state_dict(best, assign=True)
+            squares(ours(x)).mean().backward()
+            if isinstance(found, ps.FactoredGrads):
+                torch.testing.assert_close(found.dense(), loop(plain, square, (x,)))
+        if block is not BLOCKS.get("clipping"):
+            continue
+        torch.testing.assert_close(found.norms, flat(loop(plain, square, (x,))).norm(dim=1))
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.many = nn.Linear(4, 4), nn.ParameterList([nn.Parameter(torch.rand(4))])
+        self.named = nn.ParameterDict({"a": nn.Parameter(torch.rand(4))})
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.many[0] + self.named["a"]
+
+
+def test_lists_of_parameters_that_are_saved() -> None:
+    """A copy has recorded nothing."""
+    ours, x = ps.convert_model(Listed()), torch.randn(3, 4, dtype=torch.float64)
+    squares(ours(x)).mean().backward()
+    copied = pickle.loads(pickle.dumps(ours))
+    assert all(p.grad_sample is None for p in copied.parameters())
+    with ps.accumulating(copied, "add"):
+        squares(copied(x)).mean().backward()
+    for (name, p), own in zip(ours.named_parameters(), copied.parameters(), strict=True):
+        torch.testing.assert_close(own.grad_sample, p.grad_sample, msg=name)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_memory_that_is_let_go_while_a_checkpoint_waits(n: int) -> None:
+    class Again(nn.Module):
+        again = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.c(checkpoint(self.b, h, use_reentrant=True) if self.again else self.b(h))
+
+    model = Again().double()
+    ours, x = ps.convert_model(copy.deepcopy(model)), torch.randn(n, 4, dtype=torch.float64)
+    ours.again = True
+    for _ in range(2):
+        loss = squares(ours(x)).mean()
+        ps.clear_grad_samples(ours)
+        loss.backward()
+        assert_rows(ours, loop(model, square, (x,)))

@@ -28,7 +28,7 @@ class Sink:
     sums = True  # the plain gradients are wanted, too
     streams = False  # rows are handed on inside of a block
     keeps = False  # factors are read after the backward pass of their op
-    names: Mapping[int, str] = {}  # of the parameters of the model that the rows are wanted of, by their ids
+    names: Mapping[Tensor, str] = {}  # of the parameters of the model that the rows are wanted of
     # the same by where modules hold them, `(id(module._parameters), name)`: what is there may change
     places: Mapping[tuple[int, str], str] = {}
 
@@ -39,7 +39,8 @@ class Sink:
             RuntimeError: it is a parameter of another part of a converted model, all of whose gradients go to
                 one place.
         """
-        if (name := self.names.get(id(recorder.param()))) is not None:
+        param = recorder.param()
+        if param is not None and (name := self.names.get(param)) is not None:
             return name
         if (name := self.places.get(recorder.holder.place())) is None:  # type: ignore[arg-type]
             raise RuntimeError(

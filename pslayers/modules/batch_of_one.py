@@ -117,6 +117,9 @@ class Trained:
         hooks.
         """
         recorders, params, task = self.recorders, self.params, torch_api.outer_pass()
+        for recorder in recorders:
+            if recorder.leaf is None:  # let go since, while a checkpoint waits
+                recorder.rows_leaf(1)
         hooked = [i for i, p in enumerate(params) if has_hooks(p)]
         if not hooked:  # by far the most
             aliases = op.apply(recorders, task, recorders[0].leaf, *params)

@@ -52,9 +52,9 @@ class Kept(Tensor):
     weights, the weight that a hook makes), after it: an ordinary tensor's values, whose gradients are each
     sample's own.
 
-    In a loss it may meet what is made of the model's outputs and has each sample's row in its place, which
-    two passes through the loss so far prove; be added to a number, of which each sample has its share; and
-    meet constants. It is not to be used in a further call.
+    In a loss it may meet, or be put beside, what is made of the model's outputs and has each sample's row in
+    its place, which two passes through the loss so far prove; be added to a number, of which each sample has
+    its share, and be put beside one that it is added to; and meet constants. It is not to be used in a further call.
     """
 
     one: "PerSample | None" = None

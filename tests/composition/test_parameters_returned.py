@@ -295,6 +295,67 @@ def test_in_a_ragged_batch() -> None:
         mean * log_std
 
 
+JOINED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a class of its own": lambda out, one, y: F.cross_entropy(
+        torch.cat([out, one[:1].expand(len(out), 1)], 1), y.long() % 4
+    ),
+    "in front": lambda out, one, y: torch.cat([one.expand(len(out), 3), out], -1).softmax(1).square().mean(),
+    "stacked before": lambda out, one, y: torch.stack([out, one.expand(len(out), 3)]).prod(0).sum(1).mean(),
+    "stacked within": lambda out, one, y: torch.stack([out, one.expand(len(out), 3)], 1).logsumexp(1).mean(),
+    "stacked behind": lambda out, one, y: torch.stack([one.expand(len(out), 3), out], -1).prod(-1).mean(),
+    "with losses": lambda out, one, y: (
+        torch.stack([(out[:, 0] - y).square(), one.sum().expand(len(out))]).prod(0).mean()
+    ),
+    "a sum": lambda out, one, y: torch.stack([(out[:, 0] - y).square().mean(), one.square().sum()]).sum(),
+    "weighted": lambda out, one, y: (
+        torch.stack([(out[:, 0] - y).square().mean(), one.square().sum()])
+        @ torch.tensor([1.0, 0.3], dtype=out.dtype)
+    ),
+    "a part of it": lambda out, one, y: torch.cat([out.mean(0), one.square()])[1:5].sum() / 3,
+}
+JOINED_WRONGLY: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a product": lambda out, one, y: torch.stack([(out[:, 0] - y).square().mean(), one.exp().sum()]).prod(),
+    "of parts": lambda out, one, y: torch.cat([(out[:, 0] - y).square().mean()[None], one])[:2].prod(),
+    "of vectors": lambda out, one, y: torch.cat([out.mean(0), one]).view(2, 3).prod(0).sum(),
+    "of two": lambda out, one, y: torch.mul(*torch.cat([out.mean(0), one]).split(3)).sum(),
+    "a row": lambda out, one, y: (lambda a: (a[:-1] - a[-1:]).square().sum(1).mean())(
+        torch.cat([out, one[None]])
+    ),
+    "a first row": lambda out, one, y: torch.cat([one[None], out]).softmax(0)[1:].mean(),
+    "sample by sample": lambda out, one, y: sum(torch.cat([o, one]).softmax(0)[0] for o in out) / len(out),
+    "divided by": lambda out, one, y: 1 / (torch.stack([out.mean(), one.exp().sum()]).sum()),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 5])
+@pytest.mark.parametrize("name", JOINED)
+def test_what_is_put_beside_rows_and_numbers(name: str, size: int) -> None:
+    model, ours = both("policy-parameter")
+    x, y, _ = inputs(size)
+    y = y[:, 0]
+
+    def of_one(i: int) -> Tensor:
+        out, one = model(x[i : i + 1])
+        return JOINED[name](out, one, y[i : i + 1])
+
+    expected = true_rows(of_one, model, size)
+    JOINED[name](*ours(x), y).backward()
+    assert_rows(ours, expected)
+    with ps.factored(ours) as grads:
+        JOINED[name](*ours(x), y).backward()
+    torch.testing.assert_close(grads.dense(), expected)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", JOINED_WRONGLY)
+def test_what_is_put_beside_others_rows_is_refused(name: str, size: int) -> None:
+    """Each sample's own would meet a number of all samples."""
+    _, ours = both("policy-parameter")
+    x, y, _ = inputs(size)
+    with pytest.raises(NoRuleError, match="returned by a model"):
+        JOINED_WRONGLY[name](*ours(x), y[:, 0]).backward()
+
+
 def test_it_reads_as_an_ordinary_tensor() -> None:
     model, ours = both("stored-attribute")
     x, *_ = inputs(4)
