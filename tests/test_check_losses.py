@@ -583,3 +583,25 @@ def test_batch_sizes_that_are_said() -> None:
             ValueError, match="no tensor among the inputs has a row for each of the 2 samples"
         ):
             ps.check_model(classifier(), X[:4], loss_fn=lambda out: out.square().mean())
+
+
+class Whispering(nn.Module):
+    """Samples hear a little of each other."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.first, self.last, self.share = nn.Linear(4, 8), nn.Linear(8, 3), share
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        return self.last(h + self.share * h.mean(0).detach())
+
+
+@pytest.mark.parametrize("share", [1e-1, 1e-3, 1e-4, 1e-6])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_small_interactions_are_no_other_factor(share: float, reduction: str) -> None:
+    model = ps.convert_model(Whispering(share), loss_reduction=reduction)
+    loss = nn.CrossEntropyLoss(reduction=reduction)
+    report = str(ps.check_model(model, X, loss_fn=loss, targets=LABELS))
+    assert report.startswith("wrong") and "amples interact in the model" in report
+    assert "Convert the model for" not in report

@@ -251,6 +251,8 @@ def made_of(batch: float, losses: Tensor, factors: Tensor | None, reduction: str
     alike = high - low <= 1e-3 * abs(high)
     for made, factor, other in (("sum", high, "mean"), ("mean", total, "sum")):
         if alike and abs(factor - 1) < 1e-3:
+            if made == reduction:  # what is left is too little to be another factor
+                return f"{text}their {made} but for a small part, which is no weighted sum of them"
             return (
                 f"{text}their {made}. Convert the model for a {made}, ps.convert_model(model,"
                 f" loss_reduction='{made}'), or take the {other} over samples"
