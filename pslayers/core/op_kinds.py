@@ -123,18 +123,20 @@ JOINED = _names("cat concat concatenate")
 MOVED = _names("flip roll repeat_interleave repeat tile")
 GATHERED = _names("gather take_along_dim")
 NONZERO = _names("nonzero argwhere")
-# of sums over samples again one: of several tensors; of one, and of constants; of the first, by constants
-ADDED = _names("add sub rsub __add__ __radd__ __sub__ __rsub__")
-LINEAR = [
-    *(*RESHAPED, *TURNED, *PARTS, *CONVERTED, *COPIED),
-    *_names("unsqueeze expand select unbind __getitem__ sum mean neg negative __neg__"),
-    *_names("mul multiply __mul__ __rmul__ matmul __matmul__ mm mv dot"),
-]
-DIVIDED = _names("div divide true_divide __truediv__")
 PUT = _names("index_copy index_add index_reduce scatter scatter_add scatter_reduce")
 MADE_LIKE = _names("zeros ones empty full", "{}_like", "new_{}")
 MADE = [*_names("zeros ones empty full"), *MADE_LIKE]
 DRAWN_LIKE = _names("rand randn randint", "{}_like")
+# of sums over samples again one: of several tensors; of one, and of constants; of the first, by constants
+ADDED = frozenset(_names("add sub rsub __add__ __radd__ __sub__ __rsub__"))
+LINEAR = frozenset(
+    [
+        *(*RESHAPED, *TURNED, *PARTS, *CONVERTED, *COPIED),
+        *_names("unsqueeze expand select unbind __getitem__ sum mean neg negative __neg__"),
+        *_names("mul multiply __mul__ __rmul__ matmul __matmul__ mm mv dot"),
+    ]
+)
+DIVIDED = frozenset(_names("div divide true_divide __truediv__"))
 # of which it is known that they draw no random numbers
 DRAW_NOTHING = frozenset([*OF_ONE, *OF_SEVERAL, *PRODUCTS, *REDUCED, *RESHAPED, *TURNED, *JOINED, *CONVERTED])
 

@@ -45,9 +45,11 @@ class Inventory:
         self.slots: list[Slot] = []
         self.recurrent: list[weakref.ref[nn.Module]] = []
         self.trained: Any = None  # which of these parameters a call for one sample goes by
-        self.states: dict[int, Any] = {}  # of the converted modules, by their ids
+        # of the converted modules, by their ids; the root's own holds this inventory
+        self.states: dict[int, weakref.ref[Any]] = {}
         self.strangers: list[Slot] = []  # parameters of which no converted module records rows
         self.rebuilt = False  # modules were put in, or taken out, since what was known before was found
+        settings: dict[int, Any] = {}
         ndims: dict[tuple[int, str], int] = {}
         recorded: set[tuple[int, str]] = set()
         whole: list[str] = []  # modules that record whatever is below them
@@ -59,7 +61,8 @@ class Inventory:
             self.names.append((held, tuple(held)))
             if hasattr(module, "_ps_state"):
                 state = module._ps_state()  # type: ignore[operator]
-                self.states[id(module)] = state
+                self.states[id(module)] = weakref.ref(state)
+                settings[id(state.settings)] = state.settings
                 records = module._ps_layer or state.per_sample_forward
                 whole += [f"{path}." if path else ""] if state.includes_children else []
                 for name, ndim in state.ndims.items():
@@ -75,8 +78,7 @@ class Inventory:
                     self.strangers.append(self.slots[-1])
             if isinstance(module, nn.RNNBase):
                 self.recurrent.append(weakref.ref(module))
-        # that they go by: one, unless parts were converted apart
-        self.settings = list({id(s.settings): s.settings for s in self.states.values()}.values())
+        self.settings = list(settings.values())  # that they go by: one, unless parts were converted apart
 
     def holds(self, root: Any, conversions: int) -> bool:
         """Whether it still tells what there is (a replica of a module shares all but the places of its
@@ -106,7 +108,8 @@ class Inventory:
         Raises:
             RuntimeError: inside of a block that takes the gradients of that other model.
         """
-        others = [state for state in self.states.values() if state.settings is not settings]
+        states = [state for ref in self.states.values() if (state := ref()) is not None]
+        others = [state for state in states if state.settings is not settings]
         if taken := [state for state in others if state.settings.sink is not None]:
             raise RuntimeError(
                 f"`{taken[0].path}` is part of two converted models, one of which is called inside of"
@@ -123,7 +126,7 @@ class Inventory:
         """Whether modules were converted once more since, by themselves or in another model: what they had
         learned is gone.
         """
-        return any(now.states.get(key, state) is not state for key, state in self.states.items())
+        return any(now.states.get(key, ref)() is not ref() for key, ref in self.states.items())
 
     def modes(self, training: bool) -> str:
         """Which of the modules below are in another mode (training or not) than the one above; "" if none."""

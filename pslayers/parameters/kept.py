@@ -54,7 +54,8 @@ class Kept(Tensor):
 
     In a loss it may meet, or be put beside, what is made of the model's outputs and has each sample's row in
     its place, which two passes through the loss so far prove; be added to a number, of which each sample has
-    its share, and be put beside one that it is added to; and meet constants. It is not to be used in a further call.
+    its share, and be put beside one that it is added to; and meet constants. It is not to be used in a
+    further call.
     """
 
     one: "PerSample | None" = None
