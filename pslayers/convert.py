@@ -304,9 +304,7 @@ def wholly_converted(model: nn.Module) -> Converted:
 
 def settings_of(model: nn.Module) -> list[Settings]:
     """The settings that the converted modules of `model` go by (one, unless parts were converted apart)."""
-    found = (model._ps_inventory() if isinstance(model, Converted) else Inventory(model, "", 0)).settings
-    if isinstance(model, Converted) and not any(settings.sink for settings in found):
-        found = model._ps_whole().settings
+    found = (model._ps_whole() if isinstance(model, Converted) else Inventory(model, "", 0)).settings
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no converted module: call ps.convert_model(model) first."

@@ -273,8 +273,15 @@ def test_a_second_model_that_shares_a_layer_is_called_in_a_block(
             target = second(x)
         with ps.recording(second, False):
             assert torch.equal(second(x), target)
-        with pytest.raises(RuntimeError, match="`0` is part of two converted models"):
-            second(x)
+        with pytest.raises(RuntimeError, match="has got per-sample gradients inside"):
+            squares(second(x)).mean().backward()
+    waiting = squares(second(x)).mean()
+    squares(first(x)).mean().backward()
+    with (
+        block(first),
+        pytest.raises(RuntimeError, match="is a part of two converted models, and has got per-sample"),
+    ):
+        waiting.backward()
     for model in (second, first):  # and all is as it was
         plain = ps.restore_model(copy.deepcopy(model))
         with ps.factored(model) as grads:
@@ -358,6 +365,50 @@ def test_what_belongs_to_the_model_that_is_called(first: str, again: str, traine
         squares(one(x).flatten(1)).mean().backward()
     plain = ps.restore_model(copy.deepcopy(one))
     torch.testing.assert_close(grads.dense(), loop(plain, lambda out, i: square(out.flatten(1), i), (x,)))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("order", ["AB", "BA", "AAB", "BBA", "ABB", "BAB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_losses_of_two_models_that_share_a_part(tied: bool, order: str, n: int) -> None:
+    """In one backward pass, whichever was called last; of a batch of one, too, whose rows come together."""
+    torch.manual_seed(0)
+    plain = [Past(nn.Linear(4, 4)), Past(nn.Linear(4, 4))]
+    if tied:
+        plain[1].first.weight = plain[0].first.weight
+    else:
+        plain[1].first = plain[0].first
+    ours = [ps.convert_model(model) for model in copy.deepcopy(plain)]
+    params = {f"{i}.{k}": p for i, model in enumerate(ours) for k, p in model.named_parameters()}
+    known = {f"{i}.{k}": p for i, model in enumerate(plain) for k, p in model.named_parameters()}
+    for size in (n, 1, n):
+        x = torch.randn(size, 3, 4, dtype=torch.float64)
+
+        def loss(models: list[Past], x: Tensor, order: str = order) -> Tensor:
+            outs = (squares(models["AB".index(which)](x).flatten(1)) for which in order)
+            return sum(outs, start=torch.zeros(len(x), dtype=x.dtype))
+
+        expected = true_rows(lambda i, x=x: loss(plain, x[i : i + 1]).sum(), known, size)  # type: ignore[misc]
+        for p in params.values():
+            p.grad = p.grad_sample = None
+        loss(ours, x).mean().backward()
+        for name, p in params.items():
+            torch.testing.assert_close(p.grad_sample, expected[name], msg=name)
+            torch.testing.assert_close(p.grad, expected[name].mean(0), msg=name)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_rows_that_are_appended_while_another_model_is_called(n: int) -> None:
+    torch.manual_seed(0)
+    ours, other = _two(nn.Linear(4, 4).double())
+    plain = ps.restore_model(copy.deepcopy(ours))
+    x = torch.randn(3 * n, 4, dtype=torch.float64)
+    with ps.accumulating(ours, "append"):
+        for some in x.split(n):
+            loss = squares(ours(some)).mean()
+            other(some)
+            loss.backward()
+    assert_rows(ours, loop(plain, square, (x,)))
 
 
 @pytest.mark.parametrize("called", [False, True])

@@ -201,8 +201,10 @@ def _unless_quiet(hook: Callable[..., Any]) -> Callable[..., Any]:
 class GradientProbe:
     """What the layers of a call return, watched for the gradients that flow by; its values are not kept."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    silent = False  # some copies have got none
+
+    def __init__(self, size: int, patient: bool = True) -> None:
+        self.size, self.patient = size, patient
         self.edges: list[GradientEdge] = []
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.look: Callable[[int, Tensor, Tensor], None] | None = None  # at an edge's gradient by rows
@@ -292,11 +294,12 @@ class GradientProbe:
 
     def untold(self) -> bool:
         """Whether of some copies gradients have come to one sample's alone, or to none (those of outputs that
-        are multiplied by zero are zeros): it may be taken for all.
+        are multiplied by zero are zeros): it may be taken for all. None for ever is what a branch that is
+        off has.
         """
-        return self.size > 1 and any(
-            int(some.sum()) < 2 for edge, some in self.reached.items() if edge in self.met
-        )
+        counts = [int(some.sum()) for edge, some in self.reached.items() if edge in self.met]
+        self.silent = 0 in counts
+        return self.size > 1 and (1 in counts or (self.silent and self.patient))
 
     def close(self) -> None:
         """Look no more: hooks that hold what they look at would keep the graph."""

@@ -40,10 +40,11 @@ class Scale:
     over.
     """
 
-    __slots__ = ("__weakref__", "inside", "spent", "streams", "sums", "total")
+    __slots__ = ("__weakref__", "inside", "settings", "spent", "streams", "sums", "total")
 
-    def __init__(self, total: float = 1.0, inside: float = 1.0) -> None:
+    def __init__(self, total: float = 1.0, inside: float = 1.0, settings: "Settings | None" = None) -> None:
         self.total, self.inside = total, inside
+        self.settings = settings  # of the model that was called
         self.spent: int | None = None  # the backward pass that has let go of its graph
         self.sums = True  # plain gradients go to the parameters
         self.streams = False  # rows go to whom a block hands them on
@@ -94,6 +95,7 @@ class Settings:
     # of the model in the forms of its calls: modules that it shares with others have learned more than these
     name: str = field(default_factory=lambda: str(next(_numbers)))
     on_unsupported: str = "general"  # what convert_model was told about modules without a replacement
+    lent: int = 0  # how often parts of the model have gone to another one that holds them, too
 
     # a copy agrees on the same things, and has recorded nothing yet
     def __getstate__(self) -> dict[str, Any]:
@@ -107,6 +109,11 @@ class Settings:
     def partial(self) -> bool:
         """Whether some trainable parameters are left without rows, as was asked for."""
         return self.on_unsupported == "skip"
+
+    @property
+    def in_block(self) -> bool:
+        """Whether a block says something of the model's backward passes."""
+        return not (self.sink is None and self.grad and self.accumulation == "replace")
 
     @property
     def sums(self) -> bool:
@@ -271,7 +278,8 @@ class Batch:
         self.proving = False  # the same, and true of a part that is computed again
         self.ragged: Any = None  # follows whose the rows are, where they belong to given samples
         self.in_order: Tensor | None = None  # which is known to hold the samples' rows, k a sample
-        self.scale = Scale(float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0)
+        total = float(max(size, 1)) if settings.loss_reduction == "mean" else 1.0
+        self.scale = Scale(total, settings=settings)
 
     def again(self) -> "Batch":
         """The same batch for a part of the call that is computed again."""

@@ -270,6 +270,8 @@ class Expansion:
             settings.pass_id != torch_api.current_pass() and torch_api.thread().quiet
         ):
             return "leaf"
+        if self.scale.settings not in (None, settings) and settings.sink is not None:
+            raise recorder.of_another_model()
         if (not self.scale.sums and settings.sums) or (self.scale.streams and settings.sink is None):
             raise recorder.of_another_block()
         if not torch.is_grad_enabled():

@@ -360,6 +360,14 @@ class Recorder:
             " its backward pass runs outside: call loss.backward() inside the block."
         )
 
+    def of_another_model(self) -> RuntimeError:
+        """What is raised where a use in a call of one model would go to a block of another one."""
+        return RuntimeError(
+            f"`{self.name}` is a part of two converted models, and has got per-sample gradients inside of a"
+            " block of one of them (ps.factored, ps.clipping, ps.reweighting, ps.streaming) that are those of"
+            " a call of the other: back-propagate these outside of the block."
+        )
+
     def of_two_sizes(self, one: int, other: int) -> RuntimeError:
         """What is raised where rows of `other` samples meet rows of `one`."""
         return RuntimeError(

@@ -213,7 +213,9 @@ def _weights(module: ConvertedModule, given: set[str], own: bool, plan: Plan | N
             recorder = recorder_of(param, f"{state.prefix}{name}", state.settings, holder)
             recorder.unexpanded = name in idle
             if name not in idle:
-                expansion = recorder.expansion(param, batch, Scale(batch.scale.total))
+                expansion = recorder.expansion(
+                    param, batch, Scale(batch.scale.total, settings=batch.settings)
+                )
                 weights[name] = expansion if as_they_are else expansion.tensor(batch.size)
     return weights
 

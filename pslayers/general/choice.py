@@ -71,6 +71,10 @@ def choose(
         }
         with in_place_of(places_of(module, first, tied=True)):
             return choose(module, call, layouts, size, includes_children, picks, differ=True)
+    for t, layout in zip(tensors_in(call), layouts.inputs, strict=True):
+        numbers = isinstance(t, Tensor) and not t.ndim and (t.is_floating_point() or t.is_complex())
+        if numbers and layout == MIXED:  # what each sample's own meets in it is known to its caller
+            raise NoWayError("it is given a number that is made of all samples, as by a mean over the batch")
     try:
         proof = _Proof(module, call, layouts, size, includes_children, differ)
     except Exception as error:  # what it needs was made by its own hooks (weight_norm), or by its caller

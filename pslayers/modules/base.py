@@ -220,7 +220,7 @@ class PSLayer(_Layer):
             args, kwargs, rows, undo = self._ps_by_position(args, kwargs)
         call = LayerCall(self, rows, batch.scale)
         if not self._ps_fused and batch.scale.total != 1:
-            call.scale = scale = Scale(batch.scale.total, batch.scale.total)
+            call.scale = scale = Scale(batch.scale.total, batch.scale.total, batch.settings)
             args, kwargs = map_tensors(lambda t: rescale_grad(t, scale, True), (args, kwargs))
         with call:
             output = ps_forward(self, *args, **kwargs)
@@ -477,10 +477,10 @@ class PSLayer(_Layer):
                 f" of the {size} samples each: samples interact before it (by a mean, a maximum or a softmax"
                 " over the batch, by all pairs), or rows were moved by data in a way that is not followed."
                 f" If dim {int(first)} holds the samples, say convert_model(..., batch_first={not first})."
-                " If the model's first input is shared by all samples, and by chance as long as the batch, or some"
-                " times as long, give it a batch dim of one, edges.unsqueeze(0). Else take such statistics over a"
-                " sample's own dims; if samples do not interact, write a layer for the module that moves rows"
-                " (ps.PSLayer)."
+                " If the model's first input is shared by all samples, and by chance as long as the batch,"
+                " or some times as long, give it a batch dim of one, edges.unsqueeze(0). Else take such"
+                " statistics over a sample's own dims; if samples do not interact, write a layer for the"
+                " module that moves rows (ps.PSLayer)."
             )
         return ValueError(
             f"{self._ps_name} got an input of shape {tuple(x.shape)} in a batch of {size} samples, whose rows"

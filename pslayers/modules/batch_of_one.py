@@ -32,9 +32,15 @@ class _Alone(Op):
 
     @staticmethod
     def forward(
-        ctx: Any, recorders: list[Recorder], outer_pass: int, leaf: Tensor, *params: Tensor
+        ctx: Any,
+        recorders: list[Recorder],
+        settings: Settings,
+        outer_pass: int,
+        leaf: Tensor,
+        *params: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.recorders, ctx.outer_pass, ctx.sums = recorders, outer_pass, recorders[0].settings.sums
+        ctx.recorders, ctx.outer_pass, ctx.settings = recorders, outer_pass, settings
+        ctx.sums = ctx.settings.sums
         ctx.set_materialize_grads(False)
         return tuple([p.detach() for p in params])
 
@@ -44,14 +50,31 @@ class _Alone(Op):
         settings = recorders[0].settings
         if not ctx.sums and settings.sums and not settings.collecting_grads:
             raise recorders[0].of_another_block()
+        # another model that holds some of them has been called since, or has a block around it
+        moved = [recorder for recorder in recorders if recorder.settings is not ctx.settings]
+        if taken := [recorder for recorder in moved if recorder.settings.sink is not None]:
+            raise taken[0].of_another_model()
         if ctx.outer_pass == -1 and not torch.is_grad_enabled() and recorders[0].whole_pass():
-            grads = tuple(store_single(recorders, grads))
+            store = _store_apart if moved else store_single
+            grads = tuple(store(recorders, grads))
         else:
             for grad, recorder, (node, _) in zip(grads, recorders, ctx.next_functions[1:], strict=True):
                 # torch.autograd.grad has no side effects
                 if grad is not None and will_execute(node, asked=False):
                     recorder.single.pass_id = pass_id
-        return None, None, None, *(grads if torch.is_grad_enabled() else _apart(grads))
+        return None, None, None, None, *(grads if torch.is_grad_enabled() else _apart(grads))
+
+
+def _store_apart(recorders: list[Recorder], grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """`store_single` of those together that go by the same settings."""
+    left, parts = list(grads), dict[int, list[int]]()
+    for i, recorder in enumerate(recorders):
+        parts.setdefault(id(recorder.settings), []).append(i)
+    for part in parts.values():
+        found = store_single([recorders[i] for i in part], [grads[i] for i in part])
+        for i, grad in zip(part, found, strict=True):
+            left[i] = grad
+    return left
 
 
 def _apart(grads: tuple[Tensor | None, ...]) -> list[Tensor | None]:
@@ -82,7 +105,7 @@ class _OfNone(_Alone):
                     recorder.note(grad)
                 if recorder.pass_id != torch_api.running_pass():  # several calls have no row more
                     recorder.store(grad.new_zeros(0, *grad.shape))
-        return None, None, None, *(grads if wanted else [None] * len(grads))
+        return None, None, None, None, *(grads if wanted else [None] * len(grads))
 
 
 class Trained:
@@ -90,20 +113,23 @@ class Trained:
 
     def __init__(self, model: nn.Module, inventory: Inventory, settings: Settings) -> None:
         self.settings = settings
+        self.owners: list[Settings] = []  # what each goes by: others', inside of a block of another model's
         self.recorders: list[Recorder] = []
         self.params: list[Tensor] = []
         self.places: list[tuple[Any, Any, Any, int]] = []  # the last: which of these it is
         self.others: list[tuple[dict[str, Any], str, Any]] = []
         known: dict[int, int] = {}
         for slot in inventory.slots:
-            held, name, path, _, module = slot
+            held, name, path, *_ = slot
             if (param := held[name]) is None or not param.requires_grad or slot.given:
                 self.others.append((held, name, param))
                 continue
             if id(param) not in known:
                 known[id(param)] = len(self.params)
                 self.params.append(param)
-                self.recorders.append(recorder_of(param, inventory.prefix + path, settings, module()))
+                own = slot.settings(settings)
+                self.recorders.append(recorder_of(param, inventory.prefix + path, own, slot.module()))
+                self.owners.append(own)
                 self.recorders[-1].rows_leaf(1)
             self.places.append((held, name, param, known[id(param)]))
         others = other_places(contents.modules(model), known, self.places)
@@ -122,13 +148,13 @@ class Trained:
                 recorder.rows_leaf(1)
         hooked = [i for i, p in enumerate(params) if has_hooks(p)]
         if not hooked:  # by far the most
-            aliases = op.apply(recorders, task, recorders[0].leaf, *params)
+            aliases = op.apply(recorders, self.settings, task, recorders[0].leaf, *params)
         else:
             aliases = [None] * len(params)
             others = [i for i in range(len(params)) if i not in hooked]
             for group in filter(None, [*([i] for i in hooked), others]):
                 chosen = [recorders[i] for i in group]
-                made = op.apply(chosen, task, chosen[0].leaf, *(params[i] for i in group))
+                made = op.apply(chosen, self.settings, task, chosen[0].leaf, *(params[i] for i in group))
                 for i, alias in zip(group, made, strict=True):
                     aliases[i] = alias
         return [(held, name, aliases[at]) for held, name, _, at in self.places]
@@ -142,7 +168,7 @@ class Trained:
                 or held[name] is not param
                 or not param.requires_grad
                 or param.__dict__.get("_ps_recorder") is not recorder
-                or recorder.settings is not self.settings
+                or recorder.settings is not self.owners[at]
                 or not recorder.ready(param, 1)
             ):
                 return False

@@ -76,6 +76,7 @@ class State:
         self.proved_in: Any = ""
         # which of the inputs may hold the batch, all as long as it so far; else the first
         self.places: dict[Form, set[int]] = {}
+        self.silent = 0  # first calls in which what all samples share had no gradients
         self.keeps = False  # a forward changes what modules hold (a counter, statistics)
         self.rebuilds = False  # or which modules there are, and where
         # of calls for one sample, by their forms: whether they give parameters to functions of somebody's
@@ -688,11 +689,9 @@ class Converted(_Mixin):
 
     def _ps_whole(self) -> Inventory:
         """The same, all of which goes by the settings of this module."""
-        inventory = self._ps_inventory()
-        if len(inventory.settings) > 1:
-            inventory.agree_on(settings := self._ps_state().settings)
-            State.conversions += 1  # models that hold one of these modules look again
-            inventory.conversions, inventory.settings = State.conversions, [settings]
+        inventory, settings = self._ps_inventory(), self._ps_state().settings
+        if inventory.agreed != settings.lent:
+            inventory.agree_on(settings)
         return inventory
 
     def _ps_check_given(self, name: str, weight: Tensor, size: int) -> None:

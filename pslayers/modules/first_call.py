@@ -85,12 +85,15 @@ ATTEMPTS: tuple[tuple[set[Layout], bool], ...] = (
 FEW, WORTH_IT = 3, 8
 TELL_EVERY = 5.0  # seconds
 MANY = 1000  # things that data have told, after which they are forgotten
+PATIENCE = 3  # first calls in which copies of what all share may have no gradients, until that is how it is
 NOTHING, NONE_DRAWN = nullcontext(), Randomness(())
 _log = logging.getLogger(__name__.partition(".")[0])
 
 
 class ModelCall:
     """A call of a converted model for `size` samples, more than one."""
+
+    silent = False  # copies of what all samples share had no gradients
 
     def __init__(self, model: "Converted", inputs: Call, size: int, kind: Kind) -> None:
         self.model, self.run, self.inputs, self.size, self.kind = model, model._ps_run, inputs, size, kind
@@ -134,6 +137,7 @@ class ModelCall:
         # what is found out and proved is not for torch.compile to trace
         with self._telling(), torch_api.uncompiled(self.model):
             output = self._first()
+            self.state.silent += self.silent
             self._check_classes(output)
             return output
 
@@ -281,7 +285,7 @@ class ModelCall:
         if self.recorded:
             self.settings.note_forward(batch)
         if proving:
-            batch.outputs, batch.proving = GradientProbe(self.size), True
+            batch.outputs, batch.proving = GradientProbe(self.size, self.state.silent < PATIENCE), True
         return batch
 
     def _attempt(self, before: Snapshot | None, told: set[int] | None = None) -> Any:
@@ -320,6 +324,7 @@ class ModelCall:
         finally:
             local.batch, local.use_original_forward = None, False
             if batch.outputs is not None:
+                self.silent = self.silent or batch.outputs.silent
                 batch.outputs.close()
 
     @contextmanager
@@ -654,6 +659,7 @@ class ModelCall:
             with trial(model), torch_api.reentrant_checkpoints("otherwise"):
                 again, other = self._watched(cloned(self.inputs))
                 agree = rows_agree(other.outputs, batched_outputs(again, other, told))
+        self.silent = self.silent or batch.outputs.silent
         if problem is None and ((MIXED in layouts and not own and not numbers) or agree is False):
             problem = "outputs in which samples depend on rows that are not theirs"
         if problem is not None:

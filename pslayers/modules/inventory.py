@@ -28,6 +28,11 @@ class Slot(NamedTuple):
             self.ndim is not None and (param := self.held[self.name]) is not None and param.ndim != self.ndim
         )
 
+    def settings(self, above: Any) -> Any:
+        """What its rows go by: the settings of the module, where it is a converted one, or those `above`."""
+        state = getattr(self.module(), "_ps", None)
+        return above if state is None else state.settings
+
 
 class Inventory:
     """The parameters of a module and of what lies below it, and the recurrent layers among those.
@@ -49,7 +54,6 @@ class Inventory:
         self.states: dict[int, weakref.ref[Any]] = {}
         self.strangers: list[Slot] = []  # parameters of which no converted module records rows
         self.rebuilt = False  # modules were put in, or taken out, since what was known before was found
-        settings: dict[int, Any] = {}
         ndims: dict[tuple[int, str], int] = {}
         recorded: set[tuple[int, str]] = set()
         whole: list[str] = []  # modules that record whatever is below them
@@ -62,7 +66,6 @@ class Inventory:
             if hasattr(module, "_ps_state"):
                 state = module._ps_state()  # type: ignore[operator]
                 self.states[id(module)] = weakref.ref(state)
-                settings[id(state.settings)] = state.settings
                 records = module._ps_layer or state.per_sample_forward
                 whole += [f"{path}." if path else ""] if state.includes_children else []
                 for name, ndim in state.ndims.items():
@@ -78,7 +81,7 @@ class Inventory:
                     self.strangers.append(self.slots[-1])
             if isinstance(module, nn.RNNBase):
                 self.recurrent.append(weakref.ref(module))
-        self.settings = list(settings.values())  # that they go by: one, unless parts were converted apart
+        self.agreed = -1  # how often parts had been another model's when all went by the settings of the root
 
     def holds(self, root: Any, conversions: int) -> bool:
         """Whether it still tells what there is (a replica of a module shares all but the places of its
@@ -101,26 +104,28 @@ class Inventory:
                 return False
         return True
 
+    @property
+    def settings(self) -> list[Any]:
+        """That the converted modules go by now: one, unless parts were converted apart."""
+        states = [state for ref in self.states.values() if (state := ref()) is not None]
+        return list({id(state.settings): state.settings for state in states}.values())
+
     def agree_on(self, settings: Any) -> None:
         """Have all modules go by the settings of the one above: parts may have been converted by themselves,
-        copied, or be another converted model's, too.
-
-        Raises:
-            RuntimeError: inside of a block that takes the gradients of that other model.
+        copied, or be another converted model's, too. Not inside of a block that was told something of that.
         """
-        states = [state for ref in self.states.values() if (state := ref()) is not None]
-        others = [state for state in states if state.settings is not settings]
-        if taken := [state for state in others if state.settings.sink is not None]:
-            raise RuntimeError(
-                f"`{taken[0].path}` is part of two converted models, one of which is called inside of"
-                " ps.factored, ps.clipping, ps.reweighting or ps.streaming of the other: the gradients of one"
-                " go to one place. Call it outside, or under torch.no_grad() or ps.recording(model, False)."
-            )
-        for state in others:
-            state.settings = settings
-        for slot in self.slots:
+        others = [other for other in self.settings if other is not settings]
+        if any(other.in_block for other in others):
+            return
+        for other in others:
+            other.lent += 1
+        for ref in self.states.values():
+            if (state := ref()) is not None:
+                state.settings = settings
+        for slot in self.slots if others else ():
             if (recorder := getattr(slot.held[slot.name], "_ps_recorder", None)) is not None:
                 recorder.go_by(settings)
+        self.agreed = settings.lent
 
     def forgotten(self, now: "Inventory") -> bool:
         """Whether modules were converted once more since, by themselves or in another model: what they had
@@ -150,8 +155,7 @@ class Inventory:
         """
         found = []
         for slot in self.slots:
-            param, state = slot.held[slot.name], getattr(slot.module(), "_ps", None)
-            settings = above if state is None else state.settings
+            param, settings = slot.held[slot.name], slot.settings(above)
             if settings is not None and is_parameter(param) and param.requires_grad:
                 found.append(recorder_of(param, self.prefix + slot.path, settings, slot.module()))
         return found
