@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import torch_api
-from ..core.expansion import leads_to_rows
+from ..core.expansion import Op, leads_to_rows
 from ..core.trees import tensors_of
 
 _PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
@@ -34,6 +34,11 @@ def edges_of(output: Any) -> set[tuple[Any, int]]:
             seen.update(new)
             todo += new
     return seen
+
+
+def by_ops_of_ours(output: Any) -> bool:
+    """Whether a call of a converted model lies in the graph of an output."""
+    return any(issubclass(getattr(type(n), "_forward_cls", type(None)), Op) for n in _nodes_of(output))
 
 
 def _nodes_of(output: Any) -> set[Any]:

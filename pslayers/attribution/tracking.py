@@ -294,6 +294,11 @@ class _Tracking:
         returned = [
             (self.layouts.get(k), fits) for k, fits in found.items() if k[0] == model and k[2][0] == "out"
         ]
+        if all(
+            known in (None, MIXED) and not fits for known, fits in returned
+        ):  # numbers: what layers are given
+            inside = ((self.layouts.get(k, MIXED), fits) for k, fits in found.items() if k[2][0] == "in")
+            returned = [(known, fits) for known, fits in inside if known != MIXED] or returned
         if not any(known in fits or (known is None and fits) for known, fits in returned):
             usual = {("dim", 0), BATCH_MAJOR} if self.batch.settings.batch_first else {("dim", 1)}
             if _stands_back(self.layouts, found, usual, model):

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .. import compiled, torch_api
 from ..attribution.gathered import gathering, without_gathered_rows
-from ..attribution.graph import leaves_of, parameters_given
+from ..attribution.graph import by_ops_of_ours, leaves_of, parameters_given
 from ..attribution.ragged import Alone, Seen, of_jagged
 from ..attribution.snapshot import Randomness, Snapshot
 from ..attribution.tracking import Layout, batch_dim, run_tracked
@@ -29,6 +29,7 @@ from ..core.expansion import refuse_rows
 from ..core.recorder import Recorder, let_go
 from ..core.switches import setting, settings_of_hooks
 from ..core.trees import Call, tensors_in, tensors_of
+from ..parameters.kept import Kept
 from .batch_of_one import run_alone, run_plain
 from .call_ways import Ways
 from .first_call import Kind, ModelCall
@@ -398,6 +399,8 @@ class Converted(_Mixin):
             if not self._ps_layer and recorded and not transforming():
                 raise self._ps_no_batch(inputs)
             return run(*args, **kwargs)
+        if recorded and not (ordinary or self._ps_layer) and size > 1:
+            self._ps_check_totals(inputs)
         apart = sharding.apart(self)
         small = size == 1 or (size == 0 and not self._ps_layer)
         alone = small and not (apart or transforming() or recomputed)
@@ -562,6 +565,18 @@ class Converted(_Mixin):
         # others that are as long now may tell the same: until they do not
         alike = {i for i, (_, n) in enumerate(sizes) if n == sizes[place][1]}
         state.places[form] = alike & known or alike
+
+    def _ps_check_totals(self, inputs: Call) -> None:
+        """ValueError where a number is given that a converted model's call has gone into (a mean loss): each
+        sample's own parameters would meet the part of it alone.
+        """
+        for t in tensors_of(inputs):
+            if not t.ndim and t.grad_fn is not None and not isinstance(t, Kept) and by_ops_of_ours(t):
+                raise ValueError(
+                    f"{self._ps_name} was called with a number that is made of all samples, as by a mean over"
+                    " the batch, of which each sample's part is not known any more: give it the samples' own,"
+                    " as of a loss with reduction='none', and take the mean of what it returns."
+                )
 
     def _ps_no_batch(self, inputs: Call) -> ValueError:
         args, kwargs = inputs

@@ -133,3 +133,110 @@ def test_parts_of_a_model_in_double_precision_may_compute_in_single() -> None:
     x = batch(3, 4)
     ours(x).backward()
     assert_rows(ours, loop(model, lambda loss, _: loss, (x,)), rtol=1e-5, atol=1e-6)
+
+
+class Weighing(nn.Module):
+    """Losses by their uncertainties, or times a number that is learned."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.log_var = kind, nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, *losses: Tensor) -> Tensor:
+        if self.kind == "one":
+            return losses[0] * self.log_var[0].exp() + sum(losses[1:]) - self.log_var[1] * losses[0]
+        if self.kind == "stacked":
+            return (torch.stack(losses) * (-self.log_var).exp() + self.log_var).sum()
+        return sum(loss * (-s).exp() + s for loss, s in zip(losses, self.log_var, strict=True))
+
+
+class Weighed(nn.Module):
+    """Two tasks, whose losses are reduced before a part weighs them."""
+
+    def __init__(self, kind: str, reduction: str, returns: str) -> None:
+        super().__init__()
+        self.body, self.tasks = nn.Linear(4, 5), nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 1)])
+        self.weigh, self.reduction, self.returns = Weighing(kind), reduction, returns
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        h = torch.tanh(self.body(x))
+        logits, value = self.tasks[0](h), self.tasks[1](h).squeeze(1)
+        losses = (
+            F.cross_entropy(logits, y, reduction=self.reduction),
+            F.mse_loss(value, y.to(value), reduction=self.reduction),
+        )
+        if self.returns == "detached":
+            losses = (losses[0], losses[1].detach())
+        loss = self.weigh(*losses)
+        return (loss, logits) if self.returns == "logits" else loss
+
+
+@pytest.mark.parametrize("returns", ["loss", "logits", "detached"])
+@pytest.mark.parametrize(
+    ("kind", "reduction"), [("each", "mean"), ("stacked", "mean"), ("one", "mean"), ("one", "sum")]
+)  # the uncertainties are added once, for all samples
+def test_a_part_that_weighs_reduced_losses(kind: str, reduction: str, returns: str) -> None:
+    """Each sample's own parameters meet its own part of a number that is made of all samples."""
+    model, ours = both(Weighed(kind, reduction, returns), loss_reduction=reduction)
+    for n in (4, 3, 6, 1):
+        x, y = batch(n, 4), torch.randint(3, (n,))
+        ours.zero_grad()
+        out = ours(x, y)
+        (out[0] if isinstance(out, tuple) else out).backward()
+        assert_rows(ours, loop(model, lambda out, _: out[0] if isinstance(out, tuple) else out, (x, y)))
+
+
+def test_a_loss_of_its_own_that_is_given_a_mean_is_refused() -> None:
+    """Beside the model, which each sample's part is not known in any more; what it says works."""
+    net, ours = both(nn.Linear(4, 3))
+    weigh, ours_weigh = both(Weighing("one"))
+    x, y = batch(5, 4), torch.randint(3, (5,))
+    loss = F.cross_entropy(ours(x), y)
+    with pytest.raises(ValueError, match="a number that is made of all samples"), ps.batch_size(5):
+        ours_weigh(loss)
+    out = ours(x)
+    with pytest.raises(ValueError, match="a number that is made of all samples"):
+        ours_weigh(out, F.cross_entropy(out, y))
+    ours.zero_grad()
+    ours_weigh(F.cross_entropy(ours(x), y, reduction="none")).mean().backward()
+    both_models = nn.ModuleList([net, weigh])
+    expected = [
+        torch.autograd.grad(
+            weigh(F.cross_entropy(net(x[i : i + 1]), y[i : i + 1])), list(both_models.parameters())
+        )
+        for i in range(5)
+    ]
+    for p, rows in zip(
+        [*ours.parameters(), *ours_weigh.parameters()], zip(*expected, strict=True), strict=True
+    ):
+        torch.testing.assert_close(p.grad_sample, torch.stack(rows))
+
+
+class Placed(nn.Module):
+    """Positions that all samples share are given beside the samples, and the loss alone is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places, self.out = nn.Embedding(9, 4), nn.Embedding(8, 4), nn.Linear(4, 3)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor, places: Tensor, y: Tensor) -> Tensor:
+        h = self.inner(self.words(ids) + self.places(places)).tanh()
+        return F.cross_entropy(self.out(h).mean(1), y)
+
+
+@pytest.mark.filterwarnings("ignore:.*that all samples share")
+@pytest.mark.parametrize("sizes", [(4, 4, 3), (3, 4, 4), (2, 4), (8, 4, 1)])
+def test_positions_beside_a_loss_that_is_all_that_is_returned(sizes: tuple[int, ...]) -> None:
+    """As many as the samples, by chance, or some times as many."""
+    model, ours = both(Placed())
+    for n in sizes:
+        ids, y, places = torch.randint(9, (n, 4)), torch.randint(3, (n,)), torch.arange(4)
+        ours.zero_grad()
+        ours(ids, places, y).backward()
+        rows = [
+            torch.autograd.grad(model(ids[i : i + 1], places, y[i : i + 1]), list(model.parameters()))
+            for i in range(n)
+        ]
+        for p, expected in zip(ours.parameters(), zip(*rows, strict=True), strict=True):
+            torch.testing.assert_close(p.grad_sample, torch.stack(expected))
