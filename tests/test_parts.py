@@ -427,6 +427,12 @@ def test_a_layer_that_is_copied_in_a_model(called: bool) -> None:
         _check_rows(ours, 3, appended=2)
 
 
+def test_nothing_is_left_on_a_model_that_was_never_called() -> None:
+    for model in (ps.convert_model(Past(nn.Linear(4, 4))), ps.convert_model(Past(OwnUse()))):
+        ps.restore_model(model)
+        assert all(set(vars(p)) <= {"_backward_hooks"} for p in model.parameters())
+
+
 @pytest.mark.parametrize("restored", [False, True])
 def test_a_forward_that_waits_while_a_model_is_converted_again(restored: bool) -> None:
     """Its rows go where those of the model go, or nowhere."""

@@ -476,5 +476,6 @@ def let_go(param: Tensor) -> None:
     recorder: Recorder | None = param.__dict__.get("_ps_recorder")
     if recorder is not None:
         recorder.settings.recorded.pop(id(param), None)
-        forget(param)
+    forget(param)
+    if recorder is not None:
         recorder.param = recorder.holder.param = recorder.holder.home = _no_recorder
