@@ -294,9 +294,8 @@ class _Tracking:
         returned = [
             (self.layouts.get(k), fits) for k, fits in found.items() if k[0] == model and k[2][0] == "out"
         ]
-        if all(
-            known in (None, MIXED) and not fits for known, fits in returned
-        ):  # numbers: what layers are given
+        if all(known in (None, MIXED) and not fits for known, fits in returned):
+            # numbers (a loss) tell nothing, but what layers are given may
             inside = ((self.layouts.get(k, MIXED), fits) for k, fits in found.items() if k[2][0] == "in")
             returned = [(known, fits) for known, fits in inside if known != MIXED] or returned
         if not any(known in fits or (known is None and fits) for known, fits in returned):

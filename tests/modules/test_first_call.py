@@ -201,7 +201,7 @@ PAIRS = [
 @pytest.mark.filterwarnings("ignore:.*is run sample by sample:UserWarning")
 @pytest.mark.parametrize(
     ("name", "vision", "first"),
-    every(3, ((*pair, first) for first in ((2, 2, 2), (1, 1, 1)) for pair in PAIRS)),
+    every(6, ((*pair, first) for first in ((2, 2, 2), (1, 1, 1)) for pair in PAIRS)),
 )
 def test_as_many_rows_in_all_but_not_of_each_sample(name: str, vision: str, first: tuple[int, ...]) -> None:
     """Right, or refused; and right again after it was refused."""
@@ -223,7 +223,7 @@ def test_as_many_rows_in_all_but_not_of_each_sample(name: str, vision: str, firs
 @pytest.mark.parametrize(
     ("vision", "counts", "name"),
     every(
-        5,
+        11,
         itertools.product(
             VISION,
             [(0, 0, 1, 1, 1, 1, 2, 2), (0, 0, 4, 2, 2, 2, 2, 4), (5, 0, 0, 0, 4, 3, 2, 2)],
