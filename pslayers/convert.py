@@ -281,17 +281,20 @@ def _check_outside(model: nn.Module, what: str) -> None:
 
 def _check_not_told(model: nn.Module) -> None:
     every = (state.settings for _, state in states(model))
-    if not all(s.recording and s.grad and s.accumulation == "replace" for s in every):
+    if any(s.in_block or not s.recording for s in every):
         raise RuntimeError(
             "convert_model was called inside of ps.recording or ps.accumulating of this model, which would"
             " no longer hold of it: call it outside."
         )
 
 
+WRAPPED = "module", "_orig_mod"  # what DistributedDataParallel and torch.compile call the model they wrap
+
+
 def wholly_converted(model: nn.Module) -> Converted:
     """The model; ConversionError where but parts of it are converted."""
     if not isinstance(model, Converted):
-        for name in ("_orig_mod", "module"):  # of torch.compile, of DistributedDataParallel
+        for name in WRAPPED:
             if isinstance(model._modules.get(name), Converted) and len(model._modules) == 1:
                 raise ConversionError(
                     f"{type(model).__name__} wraps a converted model: give that one, `model.{name}`."

@@ -17,7 +17,7 @@ from . import torch_api
 from .attribution.graph import foreign_functions
 from .attribution.snapshot import gradients_unchanged
 from .chunks import Chunks, bar
-from .convert import convert_model, one_of, restore_model, settings_of, wholly_converted
+from .convert import WRAPPED, convert_model, one_of, restore_model, settings_of, wholly_converted
 from .core import contents
 from .core.contents import trainable_parameters
 from .core.context import Settings, clear, local, recorded_or_not
@@ -28,7 +28,7 @@ from .modules.inventory import Inventory, states
 
 ACCUMULATION = ("replace", "append", "add")
 # what DistributedDataParallel and torch.compile put before names of parameters
-WRAPPERS = r"^((module|_orig_mod)\.)+"
+WRAPPERS = rf"^(({'|'.join(WRAPPED)})\.)+"
 _CONVERTING = RLock()  # of threads that convert a model for one call alone
 
 

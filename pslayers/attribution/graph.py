@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import torch_api
-from ..core.expansion import Op, leads_to_rows
+from ..core.expansion import leads_to_rows
 from ..core.trees import tensors_of
 
 _PACKAGE = __name__.partition(".")[0] + "."  # of the library's own ops
@@ -38,7 +38,13 @@ def edges_of(output: Any) -> set[tuple[Any, int]]:
 
 def by_ops_of_ours(output: Any) -> bool:
     """Whether a call of a converted model lies in the graph of an output."""
-    return any(issubclass(getattr(type(n), "_forward_cls", type(None)), Op) for n in _nodes_of(output))
+    return any(map(_is_ours, _nodes_of(output)))
+
+
+def function_of(node: Any) -> type:
+    """The autograd.Function whose node it is; NoneType where it is torch's own."""
+    found: type = getattr(type(node), "_forward_cls", type(None))
+    return found
 
 
 def _nodes_of(output: Any) -> set[Any]:
@@ -49,8 +55,8 @@ def foreign_functions(output: Any) -> list[Any]:
     """The nodes of functions that somebody has written (`torch.autograd.Function`) in the graph of an output:
     reentrant checkpoints and reversible layers run backward passes of their own in theirs.
     """
-    classes = ((node, getattr(type(node), "_forward_cls", None)) for node in _nodes_of(output))
-    return [node for node, cls in classes if cls is not None and not cls.__module__.startswith(_PACKAGE)]
+    of_functions = (node for node in _nodes_of(output) if function_of(node) is not type(None))
+    return [node for node in of_functions if not _is_ours(node)]
 
 
 def _given(output: Any) -> Iterator[Any]:
@@ -78,8 +84,7 @@ def leaves_of(output: Any) -> set[int]:
 
 
 def _is_ours(node: Any) -> bool:
-    cls: Any = getattr(type(node), "_forward_cls", type(None))
-    return cls.__module__.startswith(_PACKAGE)  # type: ignore[no-any-return]
+    return function_of(node).__module__.startswith(_PACKAGE)
 
 
 def past_expansions(output: Any, params: Sequence[Tensor]) -> bool:

@@ -23,7 +23,7 @@ from ..core.expansion import Op
 from ..core.factors import at_once
 from ..core.trees import tensors_in, tensors_of
 from ..core.tuning import tuning
-from .graph import edges_of
+from .graph import edges_of, function_of
 from .snapshot import has_memory
 from .tracking import (
     BATCH_MAJOR,
@@ -224,7 +224,7 @@ class GradientProbe:
         """
         probe, numbers = cls(size), dict[Any, list[tuple[int, int]]]()
         for node, number in edges_of(output):
-            op: Any = getattr(type(node), "_forward_cls", type(None))
+            op: Any = function_of(node)
             if issubclass(op, Op) and op.rows_dim is not None and torch_api.made_since(node, began):
                 if not op.in_order(node):
                     raise Unprovable
